@@ -151,7 +151,9 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    run, client, mpu = _run(engine), engine.client_optimizer, engine.mpu
+    run = _run(engine)
+    client = engine.client_optimizer
+    mpu = engine.mpu
     _refuse_what_is_not_read(engine._config, given)
     if not config_hook.has_client(given):
         check_recipes(run.optimizer.recipes)
@@ -297,7 +299,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
-    settings, layerwise = _settings(engine), _run(engine).layerwise
+    settings = _settings(engine)
+    layerwise = _run(engine).layerwise
     if settings.tensor_group is not None and layerwise.save_universal:
         raise ConfigError(
             "layerwise.save_universal is true, and tensor parallelism has cut the model into "
@@ -401,7 +404,8 @@ def _checks_overflow(
 
 
 def _settings(engine: DeepSpeedEngine) -> Settings:
-    config, run = engine._config, _run(engine)
+    config = engine._config
+    run = _run(engine)
     model_dtype, _ = engine.get_data_types()
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype

@@ -33,7 +33,8 @@ from ds_layerwise.ranks.comm.comm import is_agreed
 #: Seconds that ranks wait for each other.
 _PATIENCE = 10
 
-_TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
+_TOLD = "ds_layerwise/told"
+_HEARD = "ds_layerwise/heard"
 
 _NOT_OF_THE_SCRIPT = (
     "<",

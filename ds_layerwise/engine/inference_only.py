@@ -17,6 +17,7 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_layerwise.config.sections import is_for_us
+from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
@@ -26,7 +27,7 @@ _OF_TRAINING = ("optimizer", "layerwise")
 
 
 def _init(
-    original: Callable[..., None],
+    original: Method,
     engine: DeepSpeedEngine,
     args: Any,
     model: Any,
@@ -48,7 +49,8 @@ def _init(
     kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    engine.backward, engine.step = _refuse("backward"), _refuse("step")
+    engine.backward = _refuse("backward")
+    engine.step = _refuse("step")
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
             "ds_layerwise: zero_optimization.stage is 0, and neither model_parameters nor an "
@@ -74,4 +76,4 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-WRAPS: dict[str, Callable[..., Any]] = {"__init__": _init}
+WRAPS: dict[str, Method] = {"__init__": _init}

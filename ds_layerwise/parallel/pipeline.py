@@ -46,7 +46,8 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
     Raises:
         ConfigError: names it and the way out.
     """
-    grid, stage = engine.mpu, engine.zero_optimization_stage()
+    grid = engine.mpu
+    stage = engine.zero_optimization_stage()
     if type(engine) is not PipelineEngine:
         raise ConfigError(
             f"{type(model).__name__} is not supported by this optimizer: of pipelines it knows "

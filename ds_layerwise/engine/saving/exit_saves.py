@@ -51,7 +51,8 @@ def _end_at_exit() -> None:
     than 0.
     """
     failed = False
-    unfinished, engines = list(saving.unfinished), list(_engines)
+    unfinished = list(saving.unfinished)
+    engines = list(_engines)
     # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()

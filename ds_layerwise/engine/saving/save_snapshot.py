@@ -17,7 +17,8 @@ def snapshot(value: Value) -> Value:
     """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be
     copied.
     """
-    stream, copies = io.BytesIO(), list[Tensor]()
+    stream = io.BytesIO()
+    copies = list[Tensor]()
     # Each is held, so that no other gets its place in memory.
     known: dict[Hashable, tuple[int, Tensor]] = {}
 

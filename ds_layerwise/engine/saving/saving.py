@@ -53,7 +53,8 @@ def _save_whole(
     save_latest: bool = True,
     **options: Any,
 ) -> Any:
-    optimizer, writer = engine.optimizer, engine.checkpoint_engine
+    optimizer = engine.optimizer
+    writer = engine.checkpoint_engine
     with comm.Alike(None):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -199,7 +200,9 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     """List what was written, move it into place and point to it. All ranks have written their
     part.
     """
-    folder, owns, here = atomic.staged(save.folder), save.disks.is_owner, save.disks.here
+    folder = atomic.staged(save.folder)
+    owns = save.disks.is_owner
+    here = save.disks.here
     with comm.Alike(None):
         names = [path.relative_to(folder).as_posix() for path in save.written]
         written = _listed(engine, folder, names)
@@ -269,8 +272,10 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     """Save in the universal format, too, whole but not in place yet: each rank a part of the
     parameters, out of the files just written."""
     folder = save.save_dir / save.universal_tag
-    regular, incomplete = atomic.staged(save.folder), atomic.staged(folder)
-    rank, optimizer = engine.global_rank, engine.optimizer
+    regular = atomic.staged(save.folder)
+    incomplete = atomic.staged(folder)
+    rank = engine.global_rank
+    optimizer = engine.optimizer
     with comm.Alike(None):
         if rank == 0:
             atomic.begin(folder)
@@ -347,8 +352,10 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
-    writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
-    save, checkpointing.save = checkpointing.save, None
+    writer = engine.checkpoint_engine
+    checkpointing = engine.optimizer.checkpointing
+    save = checkpointing.save
+    checkpointing.save = None
     if engine in unfinished:
         unfinished.remove(engine)
     if save is None and writer.get_commit_info() is None:

@@ -389,7 +389,7 @@ SCRIPT = """
     import torch
 
     from ds_layerwise.errors import LayerWiseError
-    from ds_layerwise.ranks import disks
+    from ds_layerwise.zero.checkpoint import disks
     from ds_layerwise.run import leave
     from tests.support.checkpoints import assert_equal_states, states
     from tests.support.training import Net, ds_config, start, train_engine
