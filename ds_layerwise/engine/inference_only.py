@@ -35,7 +35,7 @@ def _init(
     model_parameters: Any = None,
     *rest: Any,
     **kwargs: Any,
-) -> None:
+) -> Any:
     config = kwargs.get("config_class")
     if (
         config is None
