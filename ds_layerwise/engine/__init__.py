@@ -1,1 +1,1 @@
-"""What is hooked into DeepSpeed."""
+"""Hooks into DeepSpeed."""

@@ -1,10 +1,10 @@
-"""The hook into DeepSpeed's reading of a config: what it stumbles over there is told in the words
-of this package.
+"""Hooks into DeepSpeed's reading of a config, which tell in the words of this package what it
+stumbles over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from deepspeed.runtime import config as ds_config_module
@@ -14,6 +14,7 @@ from ds_layerwise.config.ds_config import refuse_misplaced, retell, with_plain_n
 from ds_layerwise.config.run_config import RunConfig, checked_ratio
 from ds_layerwise.config.sections import is_for_us, is_ours
 from ds_layerwise.engine import final_error
+from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import ConfigError
 
 
@@ -22,8 +23,8 @@ def has_client(config: Mapping[str, Any]) -> bool:
     return config.get("optimizer") is None
 
 
-def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
-    """DeepSpeed's reading of ``zero_optimization``, which takes a ratio of offloading below 1 at
+def _get_zero_config(original: Method, given: Any) -> Any:
+    """Read ``zero_optimization`` as DeepSpeed does, which takes a ratio of offloading below 1 at
     stage 3 alone.
 
     Raises:
@@ -34,24 +35,16 @@ def _get_zero_config(original: Callable[[Any], Any], given: Any) -> Any:
     refuse_misplaced(given)
     zero = given.get("zero_optimization")
     offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
-    if not isinstance(offload, dict):
+    if not isinstance(offload, dict) or offload.get("ratio", "auto") == "auto":
         return original(given)
-    ratio = offload.get("ratio", "auto")
-    if ratio == "auto":
-        return original(given)
-    checked = checked_ratio(ratio)
-    rest = {
-        **given["zero_optimization"],
-        "offload_optimizer": {k: v for k, v in offload.items() if k != "ratio"},
-    }
-    config = original({**given, "zero_optimization": rest})
-    config.offload_optimizer.ratio = checked
+    rest = dict(offload)
+    ratio = checked_ratio(rest.pop("ratio"))
+    config = original({**given, "zero_optimization": {**zero, "offload_optimizer": rest}})
+    config.offload_optimizer.ratio = ratio
     return config
 
 
-def _initialize_params(
-    original: Callable[[Any], Any], _: ds_config_module.DeepSpeedConfig, given: Any
-) -> Any:
+def _initialize_params(original: Method, _: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
     """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it,
     too.
     """
@@ -77,9 +70,7 @@ def _initialize_params(
         raise
 
 
-def _configure_train_batch_size(
-    original: Callable[[], Any], config: ds_config_module.DeepSpeedConfig
-) -> Any:
+def _configure_train_batch_size(original: Method, config: ds_config_module.DeepSpeedConfig) -> Any:
     if is_for_us(config._param_dict):
         config._param_dict = with_plain_numbers(config._param_dict)
         for key in (
@@ -100,7 +91,7 @@ def _configure_train_batch_size(
         raise
 
 
-WRAPS: dict[str, Callable[..., Any]] = {
+WRAPS: dict[str, Method] = {
     "get_zero_config": _get_zero_config,
     "_initialize_params": _initialize_params,
     "_configure_train_batch_size": _configure_train_batch_size,

@@ -106,7 +106,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence.MeshGroups(engine.mesh_device)
-    with _alike():
+    with _on_all_ranks():
         _check_config(engine, given)
     if dist.is_initialized():
         described = what_ranks_share(given)
@@ -139,7 +139,7 @@ def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
         )
 
 
-def _alike() -> AbstractContextManager[None]:
+def _on_all_ranks() -> AbstractContextManager[None]:
     """Refuse on all ranks what one refuses; DeepSpeed can be told to work without a process
     group."""
     return comm.Alike(None) if dist.is_initialized() else nullcontext()
@@ -151,7 +151,9 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    run, client, mpu = _run(engine), engine.client_optimizer, engine.mpu
+    run = _run(engine)
+    client = engine.client_optimizer
+    mpu = engine.mpu
     _refuse_what_is_not_read(engine._config, given)
     if not config_hook.has_client(given):
         check_recipes(run.optimizer.recipes)
@@ -213,7 +215,7 @@ def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
     model = engine.module
     is_stage = pipeline.is_pipeline(model)
-    with _alike():
+    with _on_all_ranks():
         _check_model(engine)
         sequence.check(engine)
         if is_stage:
@@ -260,7 +262,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
 
 
 def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_parameters: Any) -> Any:
-    with _alike():
+    with _on_all_ranks():
         section = engine._config._param_dict.get("scheduler")
         if engine.client_lr_scheduler:
             section = None
@@ -272,7 +274,7 @@ def _configure_optimizer(
 ) -> Any:
     if client_optimizer is None:
         return original(client_optimizer, model_parameters)
-    with _alike(), pointing_to_ours(client_optimizer):
+    with _on_all_ranks(), pointing_to_ours(client_optimizer):
         ours = ClientOptimizer(
             given_by(client_optimizer, model_parameters),
             split=_run(engine).layerwise.client_optimizer.split,
@@ -288,9 +290,8 @@ def _do_optimizer_sanity_check(original: Method, _: DeepSpeedEngine, basic_optim
     if isinstance(basic_optimizer, LayerWiseOptimizer):
         return "zero_optimization"
     # Ours would take the gradients before another optimizer sees them.
-    param_owner.retire_owners(
-        param for group in getattr(basic_optimizer, "param_groups", ()) for param in group["params"]
-    )
+    for group in getattr(basic_optimizer, "param_groups", ()):
+        param_owner.retire_owners(group["params"])
     return original(basic_optimizer)
 
 
@@ -298,7 +299,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if not isinstance(optimizer, LayerWiseOptimizer):
         return original(optimizer)
     optimizer.restore_groups()
-    settings, layerwise = _settings(engine), _run(engine).layerwise
+    settings = _settings(engine)
+    layerwise = _run(engine).layerwise
     if settings.tensor_group is not None and layerwise.save_universal:
         raise ConfigError(
             "layerwise.save_universal is true, and tensor parallelism has cut the model into "
@@ -381,27 +383,38 @@ WRAPS: dict[str, Method] = {
 }
 
 
+def _tensor_group(engine: DeepSpeedEngine, mpu: Any) -> comm.Group | None:
+    if pipeline.is_pipeline(engine.module):
+        return None
+    autotp_group = None
+    if engine.autotp_size() > 1:
+        autotp_group = engine.tensor_parallel_config().tensor_parallel.tp_group
+    return tensor_group(mpu, autotp_group=autotp_group)
+
+
+def _checks_overflow(
+    engine: DeepSpeedEngine, compute_dtype: torch.dtype, compute_grad_norm: bool
+) -> bool:
+    """Decide as DeepSpeed does: in fp16 always, in bf16 where asked to, in fp32 where there is a
+    norm to look at.
+    """
+    if engine.bfloat16_enabled():
+        return bool(engine._config.bfloat16_config.check_grad_overflow)
+    return compute_dtype == torch.float16 or compute_grad_norm
+
+
 def _settings(engine: DeepSpeedEngine) -> Settings:
-    config, run = engine._config, _run(engine)
+    config = engine._config
+    run = _run(engine)
     model_dtype, _ = engine.get_data_types()
     autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
     compute_dtype = autocast_dtype or model_dtype
     is_autocast = autocast_dtype is not None
     # 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
-    # As DeepSpeed decides: in fp16 always, in bf16 where asked to, in fp32 where there is a norm to
-    # look at.
-    check_overflow = compute_dtype == torch.float16 or compute_grad_norm
-    if engine.bfloat16_enabled():
-        check_overflow = config.bfloat16_config.check_grad_overflow
     group = engine.seq_data_parallel_group
     mpu = None if sequence.is_ulysses(engine.mpu) else engine.mpu
     model_group = None if mpu is None else mpu.get_model_parallel_group()
-    shards = None
-    if not pipeline.is_pipeline(engine.module):
-        is_autotp = engine.autotp_size() > 1
-        autotp = engine.tensor_parallel_config().tensor_parallel.tp_group if is_autotp else None
-        shards = tensor_group(mpu, autotp_group=autotp)
     expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
@@ -412,7 +425,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
-        tensor_group=shards,
+        tensor_group=_tensor_group(engine, mpu),
         compute_dtype=compute_dtype,
         accumulation_dtype=DTYPES[run.accumulation_dtype] if run.accumulation_dtype else None,
         # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
@@ -423,7 +436,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=float(engine.gradient_clipping()),
         may_be_unused=engine.zero_ignore_unused_parameters(),
-        check_overflow=check_overflow,
+        check_overflow=_checks_overflow(engine, compute_dtype, compute_grad_norm),
         compute_grad_norm=compute_grad_norm,
         dynamic_loss_scale=is_autocast or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),

@@ -1,5 +1,5 @@
-"""The end of a run by an error of this package: one framed message of one rank, in place of a
-traceback of each.
+"""End of a run by an error of this package: one framed message of one rank, in place of a traceback
+of each.
 
 Note: who speaks
     Most errors are raised on all ranks. Rank 0 tells its own and notes that in the store of the
@@ -30,10 +30,11 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.ranks.comm.comm import is_agreed
 
-#: For how many seconds ranks wait for each other.
+#: Seconds that ranks wait for each other.
 _PATIENCE = 10
 
-_TOLD, _HEARD = "ds_layerwise/told", "ds_layerwise/heard"
+_TOLD = "ds_layerwise/told"
+_HEARD = "ds_layerwise/heard"
 
 _NOT_OF_THE_SCRIPT = (
     "<",
@@ -98,7 +99,7 @@ def _tell(
 
 
 def _is_told(store: Any) -> bool:
-    """Whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
+    """Tell whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
     if store is None:
         # A launcher ends this rank meanwhile, if rank 0 has failed.
         time.sleep(_PATIENCE)
@@ -127,14 +128,16 @@ def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
     The store's own ``wait`` logs lines of C++ where they are not.
     """
     until = time.monotonic() + seconds
-    while not (found := store.check(keys)) and time.monotonic() < until:
+    while not store.check(keys):
+        if time.monotonic() > until:
+            return False
         time.sleep(0.05)
-    return bool(found)
+    return True
 
 
 def framed(error: BaseException) -> str:
-    """``error`` in a few lines: what is wrong, by which line of the script, and where there is
-    more.
+    """Return ``error`` in a few lines: what is wrong, by which line of the script, and where there
+    is more.
     """
     places = traceback.extract_tb(error.__traceback__)
     lines = [f"ds_layerwise: {type(error).__name__}: {error}"]

@@ -1,4 +1,4 @@
-"""An engine of a model that is only asked: what TRL makes of the trainer's config for its reference
+"""Engine of a model that is only asked, as TRL makes one of the trainer's config for its reference
 model.
 
 Note: what is wrapped, and why there
@@ -17,16 +17,17 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_layerwise.config.sections import is_for_us
+from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
-#: What speaks of training alone.
+#: Keys of a config that speak of training alone.
 _OF_TRAINING = ("optimizer", "layerwise")
 
 
 def _init(
-    original: Callable[..., None],
+    original: Method,
     engine: DeepSpeedEngine,
     args: Any,
     model: Any,
@@ -34,7 +35,7 @@ def _init(
     model_parameters: Any = None,
     *rest: Any,
     **kwargs: Any,
-) -> None:
+) -> Any:
     config = kwargs.get("config_class")
     if (
         config is None
@@ -44,14 +45,12 @@ def _init(
         or not _is_for_asking(config._param_dict)
     ):
         return original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    config._param_dict = {
-        key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING
-    }
+    kept = {key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING}
+    kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
-    original(
-        args, model, optimizer, model_parameters, *rest, **{**kwargs, "config": config._param_dict}
-    )
-    engine.backward, engine.step = _refuse("backward"), _refuse("step")
+    original(args, model, optimizer, model_parameters, *rest, **kwargs)
+    engine.backward = _refuse("backward")
+    engine.step = _refuse("step")
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
             "ds_layerwise: zero_optimization.stage is 0, and neither model_parameters nor an "
@@ -64,9 +63,7 @@ def _init(
 def _is_for_asking(given: dict[str, Any]) -> bool:
     zero = given.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
-    return (
-        is_for_us(given) and isinstance(stage, int) and not isinstance(stage, bool) and stage == 0
-    )
+    return is_for_us(given) and type(stage) is int and stage == 0
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:
@@ -79,4 +76,4 @@ def _refuse(name: str) -> Callable[..., NoReturn]:
     return refused
 
 
-WRAPS: dict[str, Callable[..., Any]] = {"__init__": _init}
+WRAPS: dict[str, Method] = {"__init__": _init}

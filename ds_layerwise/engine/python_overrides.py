@@ -10,12 +10,12 @@ from ds_layerwise.recipes.targets.overrides import Override
 
 
 class _Kept:
-    """What ``register`` was given: for every engine of the process, whichever thread makes it."""
+    """Overrides of ``register``: for every engine of the process, whichever thread makes it."""
 
     overrides: tuple[Override, ...] = ()
 
 
-#: What ``initialize`` was given: for the engine that this thread is making.
+#: Overrides of ``initialize``: for the engine that this thread is making.
 _beside: ContextVar[tuple[Override, ...]] = ContextVar("ds_layerwise_overrides", default=())
 
 
@@ -35,5 +35,5 @@ def beside(overrides: tuple[Override, ...]) -> Iterator[None]:
 
 
 def now() -> tuple[Override, ...]:
-    """What an engine that is made now has, beside its config."""
+    """Return the overrides of an engine that is made now, beside those of its config."""
     return (*_Kept.overrides, *_beside.get())

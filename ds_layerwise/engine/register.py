@@ -1,4 +1,4 @@
-"""The door: make DeepSpeed build this backend, and undo it."""
+"""Registration, which makes DeepSpeed build this backend, and its end."""
 
 from __future__ import annotations
 

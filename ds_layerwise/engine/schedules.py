@@ -1,5 +1,5 @@
-"""The schedule of an engine: made of what torch takes for an optimizer, and moving the rates that
-were chosen.
+"""Schedule of an engine: made of what torch takes for an optimizer, and moving the rates that were
+chosen.
 
 Note: what is wrapped, and why there
     ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names:
@@ -10,32 +10,28 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 
+from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.optimizer import uses_us
 
 
-def _scheduler_from_config(
-    original: Callable[[Any], Any], engine: DeepSpeedEngine, optimizer: Any
-) -> Any:
+def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     kind = (engine._config._param_dict.get("scheduler") or {}).get("type")
-    if not uses_us(engine) or kind is None or hasattr(lr_schedules, kind):
-        return original(optimizer)
-    return original(engine.basic_optimizer)
+    is_of_torch = kind is not None and not hasattr(lr_schedules, kind)
+    return original(engine.basic_optimizer if is_of_torch else optimizer)
 
 
-def _configure_lr_scheduler(original: Callable[[], Any], engine: DeepSpeedEngine) -> Any:
-    result = original()
-    if uses_us(engine) and engine.client_lr_scheduler:
+def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
+    original()
+    if engine.client_lr_scheduler:
         with comm.Alike(None):
             _check_client(engine, engine.lr_scheduler)
-    return result
 
 
 def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
@@ -56,7 +52,10 @@ def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
     engine.optimizer.optimizer.require_schedule_of_rates(schedule, engine.optimizer.routes)
 
 
-WRAPS: dict[str, Callable[..., Any]] = {
-    "_scheduler_from_config": _scheduler_from_config,
-    "_configure_lr_scheduler": _configure_lr_scheduler,
-}
+WRAPS = only_ours(
+    uses_us,
+    {
+        "_scheduler_from_config": _scheduler_from_config,
+        "_configure_lr_scheduler": _configure_lr_scheduler,
+    },
+)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from typing import Any, NamedTuple
 
 import deepspeed.comm as dist
@@ -97,19 +98,13 @@ def _places(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[
 
 def _meeting(places: Sequence[_Place]) -> list[tuple[_Place, _Place]]:
     """Return the pairs of which one begins before the other ends, in the order of ``places``."""
-    begun: list[int] = []
+    order = sorted(enumerate(places), key=lambda pair: (str(pair[1].tensor.device), pair[1].start))
     pairs = []
-    for i in sorted(
-        range(len(places)), key=lambda i: (str(places[i].tensor.device), places[i].start)
-    ):
-        here = places[i]
-        begun = [
-            j
-            for j in begun
-            if places[j].tensor.device == here.tensor.device and places[j].stop > here.start
-        ]
-        pairs += [(min(i, j), max(i, j)) for j in begun]
-        begun.append(i)
+    for position, (i, first) in enumerate(order):
+        for j, second in islice(order, position + 1, None):
+            if second.start >= first.stop or second.tensor.device != first.tensor.device:
+                break
+            pairs.append((min(i, j), max(i, j)))
     return [(places[i], places[j]) for i, j in sorted(pairs)]
 
 

@@ -1,5 +1,4 @@
-"""Pipelines: each rank holds a stage of the model, and what concerns all of it is decided over all
-stages.
+"""Pipelines: each rank has a stage of the model, and all stages decide on what concerns the whole.
 
 Every stage has its own layout, over the ranks that hold the same stage. Three things reach across
 stages: the norm and the skipped step, see :class:`ds_layerwise.zero.setup.run_settings.Settings`;
@@ -12,6 +11,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
+from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -35,7 +36,7 @@ from ds_layerwise.routing.param_facts import facts_of
 
 
 def is_pipeline(model: nn.Module) -> bool:
-    """Whether ``model`` is a stage of a pipeline."""
+    """Tell whether ``model`` is a stage of a pipeline."""
     return isinstance(model, PipelineModule)
 
 
@@ -45,7 +46,8 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
     Raises:
         ConfigError: names it and the way out.
     """
-    grid, stage = engine.mpu, engine.zero_optimization_stage()
+    grid = engine.mpu
+    stage = engine.zero_optimization_stage()
     if type(engine) is not PipelineEngine:
         raise ConfigError(
             f"{type(model).__name__} is not supported by this optimizer: of pipelines it knows "
@@ -81,7 +83,7 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
 def elsewhere(
     model: nn.Module, group: comm.Group, overrides: Sequence[Override] = ()
 ) -> Elsewhere | None:
-    """What the other stages hold; None where ``model`` is whole.
+    """Return what the other stages have; None where ``model`` is whole.
 
     Args:
         group: the ranks with the other stages, in the order of the stages.
@@ -91,87 +93,86 @@ def elsewhere(
     """
     if not isinstance(model, PipelineModule):
         return None
-    tied: frozenset[Tensor] = frozenset(
-        model._recursive_getattr(model.tied_modules[key], name)
-        for key, names in model.tied_weight_attrs.items()
-        for name in names
-    )
+    tied: set[Tensor] = set()
+    for key, attributes in model.tied_weight_attrs.items():
+        for attribute in attributes:
+            tied.add(model._recursive_getattr(model.tied_modules[key], attribute))
     tables, linears = tables_and_linears(model, leave_out=tied)
-    trained = {
-        name: param
-        for name, param in model.named_parameters()
-        if param.requires_grad and param.numel()
-    }
+    params = {name: param for name, param in model.named_parameters() if param.numel()}
+    trained = {name: param for name, param in params.items() if param.requires_grad}
     with comm.Alike(None):
-        used = matched(
-            (each for called in facts_of(model, trained, overrides).values() for each in called),
-            overrides,
-        )
+        facts = facts_of(model, trained, overrides)
+        used = matched(chain.from_iterable(facts.values()), overrides)
     names: Counter[str] = sum(comm.gather_objects(head_names(model), group=group), Counter())
-    stages = comm.gather_objects(
-        (
-            tables,
-            bool(linears),
-            used,
-            any(p.numel() for p in model.parameters()),
-            has_matrices(model, leave_out=tied),
-            {tuple(weight.shape) for weight, _ in known_heads(model, names)},
-        ),
-        group=group,
-    )
     here = comm.rank_of(group)
+    stage = SimpleNamespace(
+        tables=tables,
+        has_linears=bool(linears),
+        matched=used,
+        has_params=bool(params),
+        has_matrices=has_matrices(model, leave_out=tied),
+        head_shapes={tuple(weight.shape) for weight, _ in known_heads(model, names)},
+    )
+    stages = comm.gather_objects(stage, group=group)
     later = stages[here + 1 :]
     return Elsewhere(
-        tables=frozenset().union(*(stage[0] for stage in stages)),
-        linear_after=any(has_linear for _, has_linear, *_ in later),
-        tied=tied,
-        followed=any(stage[3] for stage in later) or _tied_after(model, linears),
-        has_matrices=any(stage[4] for i, stage in enumerate(stages) if i != here),
+        tables=frozenset().union(*(stage.tables for stage in stages)),
+        linear_after=any(stage.has_linears for stage in later),
+        tied=frozenset(tied),
+        followed=any(stage.has_params for stage in later) or _tied_after(model, linears),
+        has_matrices=any(stage.has_matrices for stage in (*stages[:here], *later)),
         head_names=names,
-        head_shapes=frozenset().union(*(stage[5] for stage in stages)),
-        matched=frozenset().union(*(stage[2] for stage in stages)),
+        head_shapes=frozenset().union(*(stage.head_shapes for stage in stages)),
+        matched=frozenset().union(*(stage.matched for stage in stages)),
     )
 
 
 def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) -> bool:
-    """Whether a layer with tied weights comes after that of the last of ``linears``: modules have
-    another order.
+    """Tell whether a layer with tied weights comes after that of the last of ``linears``: modules
+    have another order.
     """
     layer = linears[-1][0].partition(".")[0] if linears else ""
-    return layer.isdecimal() and any(
-        isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1 :]
-    )
+    if not layer.isdecimal():
+        return False
+    return any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1 :])
+
+
+def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int] | None:
+    """Return the first parameter of which two stages say different things, and their numbers."""
+    first: dict[str, int] = {}
+    for index, stage in enumerate(stages):
+        for name, said in stage.items():
+            earlier = first.setdefault(name, index)
+            if stages[earlier][name] != said:
+                return name, earlier, index
+    return None
 
 
 def routes_of_all_stages(
     routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]], group: comm.Group
 ) -> dict[str, Route]:
-    """The routes of the parameters of all stages, once they were found to go together.
+    """Return the routes of the parameters of all stages, if they go together.
 
     Raises:
         RoutingError: no stage has anything for the matrix optimizer.
         LayoutError: stages would train a parameter that they share each in its own way.
     """
-    mine = [
-        (
-            route,
-            {key: value for key, value in param_groups[route.group].items() if key in HYPER_KEYS},
+    described = {}
+    for route in routes.values():
+        values = param_groups[route.group].items()
+        hyper = {key: value for key, value in values if key in HYPER_KEYS}
+        described[route.name] = f"{route.described()}, group of {hyper}"
+    stages = comm.gather_objects((list(routes.values()), described), group=group)
+    every = list(chain.from_iterable(routes for routes, _ in stages))
+    require_a_matrix(every)
+    said = [described for _, described in stages]
+    if (found := _disagreement(said)) is not None:
+        name, first, second = found
+        raise LayoutError(
+            f"{name} is shared by stages {first} and {second} of the pipeline, which would train "
+            f"it differently: {said[first][name]}; {said[second][name]}"
         )
-        for route in routes.values()
-    ]
-    stages = comm.gather_objects(mine, group=group)
-    require_a_matrix([route for stage in stages for route, _ in stage])
-    said: dict[str, tuple[int, str]] = {}
-    for index, stage in enumerate(stages):
-        for route, hyper in stage:
-            how = f"{route.described()}, group of {hyper}"
-            first, other = said.setdefault(route.name, (index, how))
-            if how != other:
-                raise LayoutError(
-                    f"{route.name} is shared by stages {first} and {index} of the pipeline, which "
-                    f"would train it differently: {other}; {how}"
-                )
-    return {route.name: route for stage in stages for route, _ in stage}
+    return {route.name: route for route in every}
 
 
 def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
@@ -183,27 +184,24 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
     Raises:
         LayoutError: one is in different groups.
     """
-    said: dict[str, tuple[int, str | None]] = {}
-    for index, stage in enumerate(stages):
-        for name, key in stage.items():
-            first, other = said.setdefault(name, (index, key))
-            if key != other:
-                raise LayoutError(
-                    f"{name} is shared by stages {first} and {index} of the pipeline, and is in "
-                    f"layerwise.norm_groups.{other or key} on one of them alone; let a condition "
-                    "hold for it on both"
-                )
+    if (found := _disagreement(stages)) is not None:
+        name, first, second = found
+        raise LayoutError(
+            f"{name} is shared by stages {first} and {second} of the pipeline, and is in "
+            f"layerwise.norm_groups.{stages[first][name] or stages[second][name]} on one of them "
+            "alone; let a condition hold for it on both"
+        )
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
-    """The weights that other stages hold, too, with the ranks that do; in the same order on all of
-    them.
+    """Return the weights that other stages have, too, with the ranks that do; in the same order on
+    all of them.
     """
     return list(model.get_tied_weights_and_groups()) if isinstance(model, PipelineModule) else []
 
 
 def check_copies(copies: Set[str], trained: Collection[str]) -> None:
-    """Before the first step: what another stage saves for this one must follow that one's
+    """Check before the first step that what another stage saves for this one follows that one's
     gradients.
 
     Args:
@@ -224,11 +222,9 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
 
 
 def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
-    """The names in the ``state_dict`` of the whole model, of which ``model`` may be a stage, and of
-    its parameters.
+    """Return the names in the ``state_dict`` of the whole model, of which ``model`` may be a stage,
+    and of its parameters.
     """
-    names = {
-        *model.state_dict(),
-        *(name for name, _ in model.named_parameters(remove_duplicate=False)),
-    }
+    params = dict(model.named_parameters(remove_duplicate=False))
+    names = {*model.state_dict(), *params}
     return names.union(*comm.gather_objects(names, group=group)) if is_pipeline(model) else names

@@ -1,7 +1,7 @@
-"""Sequence parallelism (Ulysses): which ranks share a gradient.
+"""Sequence parallelism (Ulysses): the ranks that share a gradient.
 
 Ranks of one sequence group see one sequence, each a part of it. So a gradient is summed over all of
-them and averaged over the sequences: the sum over data and sequence ranks alike, divided by the
+them and averaged over the sequences: the sum over data and sequence ranks, divided by the
 number of sequence groups. Ownership is dealt out over all those ranks, too.
 """
 
@@ -16,62 +16,61 @@ from ds_layerwise.ranks.comm import comm
 
 
 class MeshGroups:
-    """DeepSpeed's device mesh as an mpu, which is what DeepSpeed asks first over which ranks to
-    reduce.
+    """DeepSpeed's device mesh as an mpu, which DeepSpeed asks first over which ranks to reduce.
 
     From the mesh alone it takes the data axis, so that each rank of a sequence would train on its
     own part.
     """
 
-    #: By this name DeepSpeed knows an mpu without model parallelism.
+    #: A name by which DeepSpeed knows an mpu without model parallelism.
     initialize_sequence_parallel = None
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
 
     def get_sequence_parallel_group(self) -> comm.Group:
-        """The ranks that see parts of one sequence."""
+        """Return the ranks that see parts of one sequence."""
         return self._mesh.get_group(mesh_dim="sequence_parallel")
 
     def get_sequence_parallel_world_size(self) -> int:
-        """How many parts a sequence has."""
+        """Return the number of parts of a sequence."""
         return comm.size_of(self.get_sequence_parallel_group())
 
     def get_sequence_parallel_rank(self) -> int:
-        """Which part this rank sees."""
+        """Return the number of the part that this rank sees."""
         return comm.rank_of(self.get_sequence_parallel_group())
 
     def get_sequence_data_parallel_group(self) -> comm.Group:
-        """All ranks: they share every gradient."""
+        """Return all ranks: they share every gradient."""
         return groups._clone_world_group()
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """How many those are."""
+        """Return the number of all ranks."""
         return comm.size_of(None)
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """The number of this rank among those that share sequences and data."""
+        """Return the number of this rank among all."""
         return comm.rank_of(None)
 
     def get_data_parallel_group(self) -> comm.Group:
-        """The ranks that see the same part of different sequences."""
+        """Return the ranks that see the same part of different sequences."""
         return self._mesh.get_group(mesh_dim="data_parallel")
 
     def get_data_parallel_world_size(self) -> int:
-        """How many sequences are seen at a time."""
+        """Return the number of sequences that are seen at a time."""
         return comm.size_of(self.get_data_parallel_group())
 
     def get_data_parallel_rank(self) -> int:
-        """Which of them this rank sees."""
+        """Return the number of the sequence that this rank sees."""
         return comm.rank_of(self.get_data_parallel_group())
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        """No parameter is cut."""
+        """Return 1: no parameter is cut."""
         return 1
 
 
 def is_ulysses(mpu: Any) -> bool:
-    """Whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and nothing else."""
+    """Tell whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and nothing else."""
     return hasattr(mpu, "initialize_sequence_parallel") and hasattr(
         mpu, "get_sequence_data_parallel_group"
     )
@@ -84,7 +83,8 @@ def check(engine: Any) -> None:
         ConfigError: it would average over another number of sequences than there are, or a key is
             not read.
     """
-    given, size = engine._config._param_dict, engine.sequence_parallel_size
+    given = engine._config._param_dict
+    size = engine.sequence_parallel_size
     if size > 1 and engine.mpu is None:
         raise ConfigError(
             f"an earlier engine of this process has left sequence groups of {size} behind, by "
@@ -98,10 +98,8 @@ def check(engine: Any) -> None:
             "set data_parallel_size, too, or give initialize() mesh_param=(data, sequence) or an "
             "mpu such as deepspeed.runtime.sequence_parallel.parallel_state_sp"
         )
-    wanted, read = (
-        given.get(key)
-        for key in ("communication_data_type", "seq_parallel_communication_data_type")
-    )
+    wanted = given.get("communication_data_type")
+    read = given.get("seq_parallel_communication_data_type")
     if size > 1 and wanted not in (None, read or "fp32"):
         raise ConfigError(
             f"communication_data_type is {wanted!r}, which sequence parallelism does not read; set "
@@ -110,7 +108,7 @@ def check(engine: Any) -> None:
 
 
 def num_sequences(engine: Any) -> float:
-    """How many ranks, or groups of them, see a batch of their own: what a sum over all ranks is
-    divided by.
+    """Return the number of ranks, or groups of them, that see a batch of their own, by which a sum
+    over all ranks is divided.
     """
     return comm.size_of(engine.seq_data_parallel_group) / int(engine.sequence_parallel_size)

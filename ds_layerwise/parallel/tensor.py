@@ -1,6 +1,4 @@
-"""What tensor parallelism asks of an engine: an ``mpu`` that says enough, and copies that are
-copies.
-"""
+"""Checks of tensor parallelism: an ``mpu`` that says enough, and copies that are copies."""
 
 from __future__ import annotations
 
@@ -18,10 +16,13 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.ranks.comm import comm
 
-_ASKED = tuple(
-    f"get_{group}_parallel_{what}"
-    for group in ("model", "data")
-    for what in ("rank", "world_size", "group")
+_ASKED = (
+    "get_model_parallel_rank",
+    "get_model_parallel_world_size",
+    "get_model_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_world_size",
+    "get_data_parallel_group",
 )
 
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -39,9 +40,9 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
     """
     if missing := [name for name in _ASKED if not callable(getattr(mpu, name, None))]:
         raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
-    if bwc_pipeline_parallel_world_size(mpu) > 1:
+    if (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
         raise ConfigError(
-            f"mpu has {bwc_pipeline_parallel_world_size(mpu)} pipeline stages, and this optimizer "
+            f"mpu has {stages} pipeline stages, and this optimizer "
             "knows of stages from deepspeed's PipelineModule alone"
         )
     for what in ("sequence", "context"):
@@ -53,12 +54,11 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
 
 
 def _check_groups(mpu: Any, autotp_size: int) -> None:
-    rank, world_size = comm.rank_of(None), comm.size_of(None)
-    first, index = rank - rank % autotp_size, rank % autotp_size
-    for what, wanted in (
-        ("model", list(range(first, first + autotp_size))),
-        ("data", list(range(index, world_size, autotp_size))),
-    ):
+    rank = comm.rank_of(None)
+    index = rank % autotp_size
+    model = range(rank - index, rank - index + autotp_size)
+    data = range(index, comm.size_of(None), autotp_size)
+    for what, wanted in (("model", list(model)), ("data", list(data))):
         ranks = list(comm.ranks_of(getattr(mpu, f"get_{what}_parallel_group")()))
         if ranks != wanted:
             raise ConfigError(
@@ -69,8 +69,8 @@ def _check_groups(mpu: Any, autotp_size: int) -> None:
 
 
 def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Group | None:
-    """The ranks that hold the parts of the same parameters, in the order of the parts; None if each
-    holds all.
+    """Return the ranks that have the parts of the same parameters, in the order of the parts; None
+    if each has all.
 
     Args:
         autotp_group: the group that AutoTP has cut the model for, if it has.
@@ -94,20 +94,20 @@ def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
     """Raise on every rank of ``group`` unless ``copies``, parameters without a mark, are the same
     on all of them.
 
-    What is not the same is most likely a part that lacks its mark, and would be taken for a whole
-    matrix.
+    A parameter that is not the same is most likely a part that lacks its mark, and would be taken
+    for a whole matrix.
 
     Raises:
         LayoutError: one differs.
     """
-    sums = [
-        int(value.detach().contiguous().view(_BITS[value.element_size()]).sum(dtype=torch.int64))
-        for value in copies.values()
-    ]
+    sums = {}
+    for name, value in copies.items():
+        bits = value.detach().contiguous().view(_BITS[value.element_size()])
+        sums[name] = int(bits.sum(dtype=torch.int64))
     everyone = comm.gather_objects(sums, group=group)
     for rank, theirs in enumerate(everyone):
-        for name, here, there in zip(copies, everyone[0], theirs, strict=True):
-            if here != there:
+        for name in copies:
+            if theirs[name] != everyone[0][name]:
                 raise LayoutError(
                     f"{name} {tuple(copies[name].shape)} has other values on tensor-parallel rank "
                     f"{rank} than on rank 0, and no mark that says that it is cut; set "

@@ -24,12 +24,14 @@ from ds_layerwise.errors import ConfigError
 
 #: Releases as setup.cfg asks for them: the first that is supported, the newest that was tested, the
 #: first that is not supported.
-OLDEST, NEWEST, BELOW = "0.18.9", "0.19.8", "0.20"
+OLDEST = "0.18.9"
+NEWEST = "0.19.8"
+BELOW = "0.20"
 
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """One name of DeepSpeed."""
+    """A name of DeepSpeed."""
 
     path: str
     """The module, the class and the name."""
@@ -88,7 +90,8 @@ def difference(function: Any, expected: Sequence[str]) -> str | None:
     named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     # A decorator that takes anything does not say what is inside.
     takes_anything = not named and len(parameters) == 2
-    start, more = named[: len(expected)], named[len(expected) :]
+    start = named[: len(expected)]
+    more = named[len(expected) :]
     is_expected = [p.name for p in start] == list(expected)
     if takes_anything or is_expected and all(p.default is not p.empty for p in more):
         return None

@@ -192,10 +192,11 @@ def _refuse_replaced(lost: Sequence[_Patch], way_out: str) -> None:
 
 def _put_back() -> None:
     """Put back what no engine needs, unless somebody has registered again, or wrapped it since."""
-    if is_registered() or any(
-        is_trained(param) for engine in engines for param in engine.module.parameters()
-    ):
+    if is_registered():
         return
+    for engine in engines:
+        if any(is_trained(param) for param in engine.module.parameters()):
+            return
     for key, patch in list(_patches.items()):
         if patch.undo():
             del _patches[key]

@@ -1,4 +1,4 @@
-"""The hook into the engine's loading.
+"""Hooks into the engine's loading.
 
 Note: what is wrapped, and why there
     ``load_checkpoint`` decides by the content of a folder how to load it, and refuses what must be
@@ -152,7 +152,8 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
 
     This rank may have loaded its own when another one fails.
     """
-    config, scheduler = engine._config, engine.lr_scheduler
+    config = engine._config
+    scheduler = engine.lr_scheduler
     asked = config.load_universal_checkpoint
     counts = {key: vars(engine)[key] for key in ("global_steps", "global_samples", "skipped_steps")}
     schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
@@ -203,7 +204,8 @@ def _pipeline_loading(module: Any, load: Load) -> Iterator[None]:
     if not pipeline.is_pipeline(module):
         yield
         return
-    path_list, synchronize = module.ckpt_layer_path_list, module._synchronize_tied_weights
+    path_list = module.ckpt_layer_path_list
+    synchronize = module._synchronize_tied_weights
 
     def agree_first() -> None:
         with _agreeing(load):

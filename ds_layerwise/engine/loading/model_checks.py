@@ -38,7 +38,8 @@ def _check_names_and_shapes(
     saved: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, where: str = ""
 ) -> None:
     if strict and saved.keys() != wanted.keys():
-        lacking, more = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+        lacking = sorted(wanted.keys() - saved.keys())
+        more = sorted(saved.keys() - wanted.keys())
         which = f"lacks {few(lacking)}" if lacking else f"has {few(more)}"
         raise LayerWiseError(
             f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "

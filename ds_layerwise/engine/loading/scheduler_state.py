@@ -48,8 +48,10 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
     if not isinstance(own, Mapping):
         return []
     check_kind(own, saved, "the state of the learning rate scheduler")
-    known, there = set(_keys(own)), set(_keys(saved))
-    missing, more = sorted(known - there), sorted(there - known)
+    known = set(_keys(own))
+    there = set(_keys(saved))
+    missing = sorted(known - there)
+    more = sorted(there - known)
     of_library = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
     if missing or more and (of_library or not known):
         differences = [

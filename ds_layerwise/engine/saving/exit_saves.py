@@ -1,5 +1,5 @@
-"""The end of a script: saves that go on beside the training are committed, and the processes that
-write are ended.
+"""Commit of saves that go on beside the training at the end of a script, and end of the processes
+that write.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.process_exit import Attempt, leave
 
-#: Where ranks count that are at the end of their scripts, what is decided there, and that all may
-#: commit.
-_AT_EXIT, _DECIDED, _ALL_THERE = (
-    "ds_layerwise/at_exit",
-    "ds_layerwise/at_exit/decided",
-    "all are there",
-)
+#: Keys of the store under which ranks count that are at the end of their scripts, and of what is
+#: decided there.
+_AT_EXIT = "ds_layerwise/at_exit"
+_DECIDED = "ds_layerwise/at_exit/decided"
+
+#: Decision that all may commit.
+_ALL_THERE = "all are there"
 
 #: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
@@ -50,7 +50,9 @@ def _end_at_exit() -> None:
     """Commit what a script has left at its end; a process that cannot ends with another exit code
     than 0.
     """
-    unfinished, engines, failed = list(saving.unfinished), list(_engines), False
+    failed = False
+    unfinished = list(saving.unfinished)
+    engines = list(_engines)
     # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()

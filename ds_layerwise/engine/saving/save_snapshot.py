@@ -1,6 +1,4 @@
-"""A copy of what is handed to a process that writes beside the training, which changes what is
-live.
-"""
+"""Copy of values for a process that writes them beside the training, which changes them."""
 
 from __future__ import annotations
 
@@ -19,7 +17,8 @@ def snapshot(value: Value) -> Value:
     """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be
     copied.
     """
-    stream, copies = io.BytesIO(), list[Tensor]()
+    stream = io.BytesIO()
+    copies = list[Tensor]()
     # Each is held, so that no other gets its place in memory.
     known: dict[Hashable, tuple[int, Tensor]] = {}
 
@@ -43,8 +42,8 @@ def snapshot(value: Value) -> Value:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """The key under which a tensor is copied once: the same for two that stand for the same values,
-    as tied weights do.
+    """Return the key under which a tensor is copied once: the same for two that stand for the same
+    values, as tied weights do.
 
     A tensor without an address is like no other: one without elements, on no device, or around
     others, as of torchao.

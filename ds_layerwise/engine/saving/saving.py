@@ -1,4 +1,4 @@
-"""The hook into the engine's saving.
+"""Hooks into the engine's saving.
 
 Note: what is wrapped, and why there
     ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end;
@@ -53,7 +53,8 @@ def _save_whole(
     save_latest: bool = True,
     **options: Any,
 ) -> Any:
-    optimizer, writer = engine.optimizer, engine.checkpoint_engine
+    optimizer = engine.optimizer
+    writer = engine.checkpoint_engine
     with comm.Alike(None):
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -199,7 +200,9 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     """List what was written, move it into place and point to it. All ranks have written their
     part.
     """
-    folder, owns, here = atomic.staged(save.folder), save.disks.is_owner, save.disks.here
+    folder = atomic.staged(save.folder)
+    owns = save.disks.is_owner
+    here = save.disks.here
     with comm.Alike(None):
         names = [path.relative_to(folder).as_posix() for path in save.written]
         written = _listed(engine, folder, names)
@@ -212,10 +215,8 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
         if owns:
             needs = {rank: everyone[rank][1] for rank in here}
             disks.check_arrived(save.folder, save.disks.save_id, parts, needs)
-    is_twin = engine.optimizer.config.save_universal
-    twin = save.save_dir / save.universal_tag
-    if is_twin:
-        _write_universal(engine, save, twin)
+    if engine.optimizer.config.save_universal:
+        _write_universal(engine, save)
     with comm.Alike(None):
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
@@ -223,17 +224,24 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
             more = [name for name in rest if name not in files and name != SIGNATURE]
             files |= _listed(engine, folder, more).files
             atomic.seal(save.folder, Manifest(files, save.disks.save_id))
-    # It is whole on every disk. Where this ends before it is in place on all, loading brings it
-    # there.
-    moves_twin = is_twin and engine.global_rank == 0
+    _publish(engine, save)
+
+
+def _publish(engine: DeepSpeedEngine, save: Save) -> None:
+    """Move a save that is whole on every disk into place, and point to it.
+
+    Where this ends before it is in place on all, loading brings it there.
+    """
+    owns = save.disks.is_owner
+    has_twin = engine.optimizer.config.save_universal and engine.global_rank == 0
     with comm.Alike(None):
-        if moves_twin:
-            atomic.publish(twin)
+        if has_twin:
+            atomic.publish(save.save_dir / save.universal_tag)
         if owns:
             atomic.publish(save.folder)
     with comm.Alike(None):
-        if save.latest and moves_twin:
-            atomic.point(save.save_dir / universal.LATEST, twin.name)
+        if save.latest and has_twin:
+            atomic.point(save.save_dir / universal.LATEST, save.universal_tag)
         if save.latest and owns:
             atomic.point(save.save_dir / "latest", save.tag)
 
@@ -260,11 +268,14 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     return Manifest.of(folder, names)
 
 
-def _write_universal(engine: DeepSpeedEngine, save: Save, folder: Path) -> None:
-    """Save in the universal format, too, whole but not in ``folder`` yet: each rank a part of the
+def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
+    """Save in the universal format, too, whole but not in place yet: each rank a part of the
     parameters, out of the files just written."""
-    regular, incomplete = atomic.staged(save.folder), atomic.staged(folder)
-    rank, optimizer = engine.global_rank, engine.optimizer
+    folder = save.save_dir / save.universal_tag
+    regular = atomic.staged(save.folder)
+    incomplete = atomic.staged(folder)
+    rank = engine.global_rank
+    optimizer = engine.optimizer
     with comm.Alike(None):
         if rank == 0:
             atomic.begin(folder)
@@ -341,8 +352,10 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
-    writer, checkpointing = engine.checkpoint_engine, engine.optimizer.checkpointing
-    save, checkpointing.save = checkpointing.save, None
+    writer = engine.checkpoint_engine
+    checkpointing = engine.optimizer.checkpointing
+    save = checkpointing.save
+    checkpointing.save = None
     if engine in unfinished:
         unfinished.remove(engine)
     if save is None and writer.get_commit_info() is None:

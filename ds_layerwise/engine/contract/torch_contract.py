@@ -1,0 +1,51 @@
+"""Private names of torch that this package uses, and the public function that it replaces.
+
+A test finds all of them in the installed torch, and no other private name in the package. Where a
+public name comes to serve, the entry goes.
+"""
+
+from __future__ import annotations
+
+#: Functions for lists of tensors, a kernel for many: torch.optim is made of them, and the public
+#: ones take one tensor.
+FOREACH = (
+    "add add_ addcdiv_ addcmul_ copy_ div_ lerp lerp_ mul mul_ neg_ norm sign sign_ sqrt sub_"
+).split()
+
+_GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"
+
+#: Reasons, by private names. An attribute may be one that only instances have, or that torch asks
+#: objects for.
+PRIVATE = {
+    **{f"torch._foreach_{name}": "one kernel for many tensors" for name in FOREACH},
+    "torch._C._current_graph_task_id": "tells whether a backward pass is running",
+    "torch._C._get_fp32_precision_getter": "precision of matmuls by backend, since torch 2.9",
+    "torch._C._set_fp32_precision_setter": "the same, put back after a step",
+    "torch._dynamo.utils": "counters that tell whether torch has compiled something",
+    "torch.Tensor._make_wrapper_subclass": "pieces of a tensor for torch.distributed.checkpoint",
+    "torch.Tensor._version": "tells that a script has written a weight",
+    "torch.UntypedStorage._cdata": "tells tensors in one storage",
+    "torch.autograd.Variable._execution_engine": "tells a pass that accumulates gradients",
+    "torch.autograd.profiler._is_profiler_enabled": "costs nothing where no profiler runs",
+    "torch.distributed.ProcessGroup._device_types": "devices with a backend",
+    "torch.distributed.ProcessGroup._get_backend": "the backend, which has the timeout",
+    f"{_GLOO}._Options._timeout": "the timeout of the world",
+    f"{_GLOO}._set_default_timeout": "the same, for groups that DeepSpeed makes",
+    "torch.distributed.checkpoint.planner_helpers.__create_write_items__": "pieces of a tensor",
+    "torch.distributed.checkpoint.planner_helpers.__create_chunk_list__": "pieces of a tensor",
+    "torch.distributed.checkpoint.utils.__get_tensor_shard__": "pieces of a tensor",
+    "torch.distributed.distributed_c10d._get_default_store": "a note to ranks that have failed",
+    "torch.nn.Module._modules": "the own children of a module by name, None included",
+    "torch.nn.Module._parameters": "the own parameters of a module, without a parametrization",
+    "torch.optim.Optimizer._optimizer_step_pre_hooks": "hooks of a script's optimizer",
+    "torch.optim.lr_scheduler.SequentialLR._milestones": "the new rate of a resumed schedule",
+    "torch.optim.lr_scheduler.SequentialLR._schedulers": "the new rate of a resumed schedule",
+    "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched": "no warning without need",
+    "torch.utils._python_dispatch": "tells tensors that hold other tensors",
+}
+
+#: Reasons, by public functions that are replaced while this backend is registered.
+REPLACED = {
+    "torch.nn.utils.clip_grad_norm_": "a script's own call finds no gradients here, and torch has "
+    "no hook that says so",
+}
