@@ -13,6 +13,7 @@ import math
 
 from torch import Tensor, nn
 
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.routing.module_of import kind_of
 
 #: Modules of transformers of which a parameter (inputs, heads, width) is one matrix.
@@ -32,7 +33,7 @@ CONVOLUTIONS = (
 )
 
 
-def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
+def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
     """The shape of ``param`` as the matrix optimizer sees it in ``module``, or None, and why."""
     shape = tuple(param.shape)
     if len(shape) < 2:
@@ -57,7 +58,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     return None, f"{len(shape)} axes, and not a convolution"
 
 
-def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
+def _kernel_shape(shape: Shape, module: nn.Module) -> tuple[Shape | None, str]:
     groups = int(module.groups)  # type: ignore[arg-type]
     rows, cols = shape[0] // groups, math.prod(shape[1:])
     if len(shape) == 3:

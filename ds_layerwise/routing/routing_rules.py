@@ -59,7 +59,7 @@ from ds_layerwise.plan.routes.routes import (
     with_cut,
     with_effect,
 )
-from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.client_recipe import check_override
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.find_fused_parts import TensorRank, split_as_told, split_known
@@ -250,7 +250,7 @@ def _why_none(given: Collection[str], of_model: int) -> str:
     )
 
 
-def _dims(route: Route, param: Tensor, tp_size: int) -> tuple[int, ...]:
+def _dims(route: Route, param: Tensor, tp_size: int) -> Shape:
     return whole_dims(route.name, param, tp_size) if route.is_cut else tuple(param.shape)
 
 

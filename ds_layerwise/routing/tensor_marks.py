@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.routes import Axis
+from ds_layerwise.recipes.base.recipe import Shape
 
 #: The attribute in which AutoTP keeps what it knows of a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
@@ -28,7 +29,7 @@ def is_cut(param: Tensor) -> bool:
     )
 
 
-def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: int) -> Axis | None:
+def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis | None:
     """Which axis of the matrices in ``param`` is cut; None where each rank has whole ones out of a
     stack.
 
@@ -51,7 +52,7 @@ def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: in
     return None if dim < rows else -2 if dim == rows else -1
 
 
-def whole_dims(name: str, param: Tensor, tp_size: int) -> tuple[int, ...]:
+def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
     """The shape that ``param`` had before it was cut.
 
     Raises:
@@ -84,7 +85,7 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     return cut[0]
 
 
-def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
+def runs_of(param: Tensor, length: int) -> Shape | None:
     """The sizes of the runs of an axis, ``length`` in all, of each of which every tensor shard has
     an equal piece.
 
