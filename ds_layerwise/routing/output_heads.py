@@ -26,8 +26,8 @@ HEAD_NAME = re.compile(
     r"(\w+_)?(final|out)_layer|final_convolution"
 )
 
-#: Names of modules at the input, between two models, in a block, or that give conditions: nothing in
-#: them is a head.
+#: Names of modules at the input, between two models, in a block, or that give conditions: none of
+#: them has a head.
 _NO_HEAD = re.compile(
     r"(?!output_embed)(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|"
     r"projector|connector|aligner|adapter|merger|attn|attention|adaln|modulation)"
@@ -49,21 +49,21 @@ class Elsewhere:
 
     tables: frozenset[Shape]
     """The shapes of all embeddings."""
-    linear_after: bool
-    """True if a later stage has a linear layer, so that the model's last one is not here."""
-    followed: bool
-    """True if something with parameters, tied ones included, comes after the last linear layer of
-    this stage.
-    """
-    has_matrices: bool
-    """True if another stage has matrices."""
     head_names: Mapping[str, int]
     """The names of heads of all stages, see :func:`head_names`."""
     head_shapes: frozenset[Shape]
     """The shapes of all heads that are known by their names, or because their layers say so."""
-    tied: frozenset[Tensor]
+    linear_after: bool = False
+    """True if a later stage has a linear layer, so that the model's last one is not here."""
+    followed: bool = False
+    """True if something with parameters, tied ones included, comes after the last linear layer of
+    this stage.
+    """
+    has_matrices: bool = False
+    """True if another stage has matrices."""
+    tied: frozenset[Tensor] = frozenset()
     """The weights here that another layer uses, too, wherever that is."""
-    matched: frozenset[int]
+    matched: frozenset[int] = frozenset()
     """The overrides, by index, that are for a trainable parameter of some stage."""
 
 
@@ -103,20 +103,23 @@ def _has_matrix(
 
 def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[Tensor, str]:
     """Return the weights of output heads, each with what makes it one."""
-    if elsewhere is None:
-        heads = dict(known_heads(model, head_names(model)))
-        tables = tables_and_linears(model)[0]
-        known = {tuple(weight.shape) for weight in heads}
-        if known.isdisjoint(tables):
-            heads.update(_last(model, None, tables, by_place=not known))
-        return heads or dict(_last_kernel(model))
-    heads = dict.fromkeys(elsewhere.tied, "tied to another layer of the pipeline")
-    heads.update(known_heads(model, elsewhere.head_names))
+    others = elsewhere or _nothing_elsewhere(model)
+    heads = dict.fromkeys(others.tied, "tied to another layer of the pipeline")
+    heads.update(known_heads(model, others.head_names))
     # A name alone may be that of a layer at the input, beside a head of the vocabulary.
-    if elsewhere.head_shapes.isdisjoint(elsewhere.tables):
-        by_place = not elsewhere.head_shapes
-        heads.update(_last(model, elsewhere, elsewhere.tables, by_place=by_place))
+    if others.head_shapes.isdisjoint(others.tables):
+        heads.update(_last(model, others))
+    if not (heads or elsewhere):
+        heads.update(_last_kernel(model))
     return heads
+
+
+def _nothing_elsewhere(model: nn.Module) -> Elsewhere:
+    """Return the facts about a model that is here as a whole."""
+    names = head_names(model)
+    shapes = frozenset(tuple(weight.shape) for weight, _ in known_heads(model, names))
+    tables, _ = tables_and_linears(model)
+    return Elsewhere(tables=frozenset(tables), head_names=names, head_shapes=shapes)
 
 
 def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
@@ -192,22 +195,20 @@ def _widens_input(module: nn.Module, first: nn.Module) -> bool:
     )
 
 
-def _last(
-    model: nn.Module, elsewhere: Elsewhere | None, tables: Collection[Shape], *, by_place: bool
-) -> Iterator[tuple[Tensor, str]]:
-    """Yield the last linear layer, where it is a head by its shape, one of ``tables``, or by its
+def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
+    """Yield the last linear layer, where it is a head by its shape, that of a table, or by its
     place.
     """
     layers = [path for path, _ in _layers(model)]
-    _, linears = tables_and_linears(model, leave_out=elsewhere.tied if elsewhere else ())
+    _, linears = tables_and_linears(model, leave_out=others.tied)
     linears = [(path, weight) for path, weight in linears if path in layers]
-    if not linears or elsewhere and elsewhere.linear_after:
+    if not linears or others.linear_after:
         return
     end = linears[-1][0]
     if any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
         return
     last = {weight for path, weight in linears if _plain(path) == _plain(end)}
-    followed = layers[-1] != end
+    followed = others.followed or layers[-1] != end
     in_list = False
     for path, module, own in modules_of(model):
         if end.startswith(f"{path}." if path else ""):
@@ -215,12 +216,10 @@ def _last(
             in_list |= isinstance(module, nn.ModuleList)
             # A bare matrix beside a layer has no place in the order of modules.
             followed |= _has_matrix(module, own)
-    alone = not has_matrices(model, leave_out=last)
-    if elsewhere:
-        followed |= elsewhere.followed
-        alone &= not elsewhere.has_matrices
+    alone = not (others.has_matrices or has_matrices(model, leave_out=last))
+    by_place = not others.head_shapes
     for weight in last:
-        if tuple(weight.shape) in tables and (by_place or not in_list):
+        if tuple(weight.shape) in others.tables and (by_place or not in_list):
             yield weight, "output head (last linear layer, shaped like an embedding)"
         elif by_place and not (followed or in_list or alone):
             yield weight, "output head (last linear layer)"
