@@ -1,5 +1,4 @@
-"""Which matrix a parameter is to the matrix optimizer: a convolution's kernel one of (outputs,
-everything else).
+"""Matrices that parameters are to the matrix optimizer: a kernel is one of (outputs, the rest).
 
 Note: three axes
     A bare parameter of three axes is a stack of matrices, of experts or heads. In XLNet and Funnel
@@ -13,13 +12,14 @@ import math
 
 from torch import Tensor, nn
 
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.routing.module_of import kind_of
 
 #: Modules of transformers of which a parameter (inputs, heads, width) is one matrix.
 _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 
 #: DBRX's, in which the experts of a layer are one matrix, one below the other.
-_EXPERTS_IN_ROWS = ("DbrxExpertGLU",)
+_EXPERTS_IN_ROWS = "DbrxExpertGLU"
 
 #: Layers with a kernel.
 CONVOLUTIONS = (
@@ -32,8 +32,8 @@ CONVOLUTIONS = (
 )
 
 
-def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, str]:
-    """The shape of ``param`` as the matrix optimizer sees it in ``module``, or None, and why."""
+def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
+    """Return the shape of ``param`` as a matrix in ``module``, or None, and why."""
     shape = tuple(param.shape)
     if len(shape) < 2:
         return None, "fewer than two axes"
@@ -43,7 +43,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     if kind == "OFTRotationModule":
         return None, "skew-symmetric blocks, each a row of its elements (by peft)"
     if len(shape) == 2:
-        experts = getattr(module, "moe_num_experts", 0) if kind in _EXPERTS_IN_ROWS else 0
+        experts = getattr(module, "moe_num_experts", 0) if kind == _EXPERTS_IN_ROWS else 0
         if experts and shape[0] % experts == 0:
             return (experts, shape[0] // experts, shape[1]), "stack of matrices, by expert"
         return (None, "a vector") if 1 in shape else (shape, "matrix")
@@ -57,7 +57,7 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[tuple[int, ...] | None, 
     return None, f"{len(shape)} axes, and not a convolution"
 
 
-def _kernel_shape(shape: tuple[int, ...], module: nn.Module) -> tuple[tuple[int, ...] | None, str]:
+def _kernel_shape(shape: Shape, module: nn.Module) -> tuple[Shape | None, str]:
     groups = int(module.groups)  # type: ignore[arg-type]
     rows, cols = shape[0] // groups, math.prod(shape[1:])
     if len(shape) == 3:

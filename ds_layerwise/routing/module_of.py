@@ -1,4 +1,4 @@
-"""Which module a parameter belongs to, where torch's parametrizations have put it elsewhere.
+"""Modules of parameters, where torch's parametrizations have put these elsewhere.
 
 Note: where torch puts a weight
     ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as
@@ -17,33 +17,30 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
-#: What the older tools call the weight that they compute ``weight`` from.
+#: Names in the older tools of the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Each module with its path and its own parameters, those that parametrizations hold for it
-    included.
+    """Yield each module with its path and its own parameters, those that parametrizations hold for
+    it included.
     """
     for path, module in model.named_modules():
         if not isinstance(module, ParametrizationList):
-            own = [
-                *module._parameters.values(),
-                *(param for held in _lists(module).values() for param in held._parameters.values()),
-            ]
+            own = list(module._parameters.values())
+            for parametrized in _lists(module).values():
+                own += parametrized._parameters.values()
             yield path, module, [param for param in own if param is not None]
 
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
-    """The class of ``module`` before it was parametrized."""
+    """Return the class of ``module`` before it was parametrized."""
     kind: type[nn.Module] = type_before_parametrizations(module)
     return kind
 
 
 def told(config: Any, key: str) -> Any:
-    """The value that ``config`` has under ``key``; None if it has none, or one that differs from
-    layer to layer.
-    """
+    """Return the value of ``config`` under ``key``; None if it has none, or one a layer."""
     try:
         return getattr(config, key, None)
     except RuntimeError:
@@ -52,12 +49,12 @@ def told(config: Any, key: str) -> Any:
 
 
 def is_table(module: nn.Module) -> bool:
-    """Whether ``module`` is an embedding, of torch or of a library that has classes of its own."""
+    """Tell whether ``module`` is an embedding, of torch or of a library with its own classes."""
     return re.search(r"Embedding(Bag)?( |$)|PosEmb", _kinds(module)) is not None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's
+    """Tell whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's
     GroupNormAct.
     """
     # Linear layers that scale their rows are called after norms, too.
@@ -68,48 +65,42 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Whether the parameters of ``module`` are those of no layer that is known, nor of a norm."""
+    """Tell whether ``module`` is no layer that is known, nor a norm."""
     return not (
         is_table(module) or is_norm(module) or re.search("inear|Conv1D|_ConvNd", _kinds(module))
     )
 
 
 def _kinds(module: nn.Module) -> str:
-    """The classes that ``module`` is of."""
+    """Return the names of the classes that ``module`` is of."""
     return " ".join(kind.__name__ for kind in kind_of(module).__mro__)
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """What ``module.weight`` is, or is computed from, without gains; empty where that is no
-    tensor.
+    """Return ``module.weight``, or the tensors that it is computed from, without gains; empty where
+    that is no tensor.
     """
-    held = _lists(module).get("weight")
-    if held is not None:
-        return [
-            param for param in held._parameters.values() if param is not None and not is_gain(param)
-        ]
-    for name in _OLDER:
-        # They put what they have computed where any attribute is.
-        if (
-            "weight" in vars(module)
-            and name in module._parameters
-            and isinstance(older := module._parameters[name], Tensor)
-        ):
-            return [older]
+    parametrized = _lists(module).get("weight")
+    if parametrized is not None:
+        params = parametrized._parameters.values()
+        return [param for param in params if param is not None and not is_gain(param)]
     weight = getattr(module, "weight", None)
+    # The older tools put what they have computed where any attribute is.
+    if "weight" in vars(module):
+        for name in _OLDER:
+            weight = module._parameters.get(name, weight)
     return [weight] if isinstance(weight, Tensor) else []
 
 
 def is_gain(param: Tensor) -> bool:
-    """Whether ``param`` has no two axes that are longer than 1."""
+    """Tell whether ``param`` has no two axes that are longer than 1."""
     return param.numel() <= max(param.shape, default=1)
 
 
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
     # What holds the modules of a scripted one has no get().
-    held = module._modules["parametrizations"] if "parametrizations" in module._modules else None
-    return {
-        name: each
-        for name, each in (held.items() if isinstance(held, nn.ModuleDict) else ())
-        if isinstance(each, ParametrizationList)
-    }
+    modules = module._modules
+    lists = modules["parametrizations"] if "parametrizations" in modules else None
+    if not isinstance(lists, nn.ModuleDict):
+        return {}
+    return {name: entry for name, entry in lists.items() if isinstance(entry, ParametrizationList)}

@@ -1,4 +1,4 @@
-"""What conditions of overrides and of norm groups ask of the parameters of a model."""
+"""Facts about the parameters of a model that conditions ask for."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
 
 
 def holders_of(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """By parameter, the modules that it belongs to, with their paths; several where it is tied."""
+    """Return the modules of each parameter, with their paths; several where it is tied."""
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module, own in modules_of(model):
         for param in own:
@@ -28,11 +28,11 @@ def facts_of(
     tp_size: int = 1,
     experts: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, list[Facts]]:
-    """By name, what the conditions in ``asked`` may ask of ``params``, parameters of ``model``.
+    """Return, by name, the facts about ``params`` of ``model`` that ``asked`` may ask for.
 
     Args:
-        tp_size: how many ranks tensor parallelism has cut parameters for. A condition means the
-            same parameters however many there are, so sizes are those of whole ones.
+        tp_size: the number of ranks that tensor parallelism has cut parameters for. A condition
+            means the same parameters however many there are, so sizes are those of whole ones.
         experts: by name, what the experts are called that go by it on one rank or another; each has
             facts of its own.
 
@@ -40,11 +40,12 @@ def facts_of(
         RoutingError: a condition asks for sizes, and a parameter that is cut does not say along
             which axis.
     """
-    holders, sized = holders_of(model), any(each.ask_for_sizes for each in asked)
+    holders = holders_of(model)
+    sized = tp_size > 1 and any(conditions.ask_for_sizes for conditions in asked)
     facts = {}
     for name, param in params.items():
         shape = tuple(param.shape)
-        if sized and tp_size > 1 and is_cut(param):
+        if sized and is_cut(param):
             shape = whole_dims(name, param, tp_size)
         facts[name] = [
             Facts(name=called, shape=shape, modules=_classes(holders[param]), param=param)
@@ -54,7 +55,7 @@ def facts_of(
 
 
 def _classes(holders: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
-    kinds = dict.fromkeys(kind_of(module) for _, module in holders)
-    return tuple(
-        each for kind in kinds for each in (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-    )
+    names: list[str] = []
+    for kind in dict.fromkeys(kind_of(module) for _, module in holders):
+        names += kind.__name__, f"{kind.__module__}.{kind.__qualname__}"
+    return tuple(names)

@@ -1,4 +1,4 @@
-"""Which optimizer, group and overrides each parameter gets. The only place that decides.
+"""Rules that give each parameter its optimizer, group and overrides; nothing else decides.
 
 The answer is a table of :class:`Route`, one row a parameter, each with its reason. Nothing is
 written on tensors.
@@ -59,7 +59,7 @@ from ds_layerwise.plan.routes.routes import (
     with_cut,
     with_effect,
 )
-from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.client_recipe import check_override
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.find_fused_parts import TensorRank, split_as_told, split_known
@@ -70,8 +70,8 @@ from ds_layerwise.routing.output_heads import Elsewhere, output_heads
 from ds_layerwise.routing.param_facts import facts_of, holders_of
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
-#: What bare parameters are called that are looked up, or put beside tokens: positions, latents,
-#: queries, prompts.
+#: Names of bare parameters that are looked up, or put beside tokens: positions, latents, queries,
+#: prompts.
 EMBEDDING_NAME = re.compile(
     r"(?!w_|.*(weight|proj|projection|kernel|mlp|mix|mixing)$)(\w+_)?(embed|embeds|"
     r"embeddings?|emb|pos|ape|encoding|tokens?|latents|query|queries|prompts?|codebooks?|"
@@ -82,7 +82,7 @@ EMBEDDING_NAME = re.compile(
 #: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
 _ROWS = "token_adapter.trainable_tokens_delta"
 
-#: What overrides say of the matrices in a parameter.
+#: Keys of overrides about the matrices in a parameter.
 _CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,15 +90,18 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """What the model says about a parameter: the modules that hold it, and facts about the
-    model.
-    """
+    """Facts of the model about a parameter: the modules that hold it, and its kind."""
 
     modules: tuple[tuple[str, nn.Module], ...]
     vector: str | None
-    """What makes it a vector although it has two axes or more."""
+    """Reason why it is a vector although it has two axes or more."""
     table: str | None
-    """What makes it an embedding or an output head."""
+    """Reason why it is an embedding or an output head."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The first module that holds it."""
+        return self.modules[0][1]
 
 
 def route_parameters(
@@ -128,9 +131,9 @@ def route_parameters(
         auto_split: whether to look for fused matrices that are known; see
             :mod:`.routing.find_fused_parts`.
         recipes: what the run does with matrices, and with the rest.
-        tp_size: how many ranks tensor parallelism has cut parameters for; the marks it left count
+        tp_size: the number of ranks that tensor parallelism has cut parameters for; its marks count
             if there are two.
-        tp_rank: which of them this is.
+        tp_rank: the index of this one.
         experts: see :func:`.routing.param_facts.facts_of`.
         own_decay: the parameter groups, by index, that say for themselves what their weight decay
             is.
@@ -145,9 +148,9 @@ def route_parameters(
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
-    homes, tensor = _homes(model, elsewhere), TensorRank(tp_size, tp_rank)
+    homes = _homes(model, elsewhere)
+    tensor = TensorRank(tp_size, tp_rank)
     trained = _trained(names, group_of, is_part=elsewhere is not None)
-    holders = {name: homes[name].modules[0][1] for name in trained}
     merged = overrides_by_name(
         facts_of(model, trained, overrides, tp_size=tp_size, experts=experts),
         overrides,
@@ -155,34 +158,27 @@ def route_parameters(
     )
     routes: dict[str, Route] = {}
     for name, param in trained.items():
-        _check_trainable(name, param, homes[name])
-        vector, table = homes[name].vector is not None, homes[name].table is not None
+        home, changes, group = homes[name], merged[name].values, group_of[name]
+        _check_trainable(name, param, home)
+        vector, table = home.vector is not None, home.table is not None
         if table:
             by_kind.change_table(merged[name])
-        mine = merged[name].values
         if by_group:
-            routes[name] = _of_client(
-                name, param, group_of[name], by_group[group_of[name]], mine, recipes, tp_size
-            )
+            recipe = by_group[group]
+            routes[name] = _of_client(name, param, group, recipe, changes, recipes, tp_size)
             continue
-        wanted = _wanted(
-            param, mine, group_of[name], param_groups[group_of[name]].get("use_muon"), recipes
-        )
-        route = _with_cut(_decide(name, param, homes[name], wanted, recipes), param, tp_size)
-        route, mine = with_effect(route, mine, recipes)
-        route = replace(
-            with_changes(route, mine, recipes),
-            group=group_of[name],
-            transposed=is_transposed(holders[name], param),
-        )
+        wanted = _wanted(param, changes, group, param_groups[group].get("use_muon"), recipes)
+        route = _with_cut(_decide(name, param, home, wanted, recipes, group), param, tp_size)
+        route, changes = with_effect(route, changes, recipes)
+        route = with_changes(route, changes, recipes)
+        route = replace(route, transposed=is_transposed(home.module, param))
         route = by_kind.decayed(
-            route, tuple(param.shape), vector=vector, own_decay=route.group in own_decay
+            route, tuple(param.shape), vector=vector, own_decay=group in own_decay
         )
-        route = by_kind.by_width(
-            route, partial(_dims, route, param, tp_size), table=table or vector
-        )
-        route = cut_heads(route, mine.get("num_heads"), param, tp_size, explicit=True)
-        routes[name] = split_as_told(route, mine.get("split"), holders[name], param, tensor)
+        dims = partial(_dims, route, param, tp_size)
+        route = by_kind.by_width(route, dims, table=table or vector)
+        route = cut_heads(route, changes.get("num_heads"), param, tp_size, explicit=True)
+        routes[name] = split_as_told(route, changes.get("split"), home.module, param, tensor)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
     if auto_split and not by_group:
         routes = split_known(model, routes, trained, tensor, named=named, per_head=per_head)
@@ -196,8 +192,8 @@ def route_parameters(
 def _groups_of(
     names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, int]:
-    """By name, the index of the group that a parameter is in."""
-    found: dict[str, int] = {}
+    """Return, by name, the index of the group that a parameter is in."""
+    groups: dict[str, int] = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
             if param not in names:
@@ -205,24 +201,21 @@ def _groups_of(
                     f"param_groups[{index}] holds a parameter of shape {tuple(param.shape)} that "
                     "the model does not have; pass parameters of the model given to initialize()"
                 )
-            found[names[param]] = index
-    return found
+            groups[names[param]] = index
+    return groups
 
 
 def _trained(
     names: Mapping[nn.Parameter, str], given: Collection[str], *, is_part: bool
 ) -> dict[str, nn.Parameter]:
-    """What of ``names`` is trained: what was given, requires a gradient and has elements.
+    """Return the parameters that were given, require a gradient and have elements.
 
     Args:
         is_part: whether other stages have more of the model, so that there may be nothing here.
     """
     wanted = {name: param for param, name in names.items() if name in given and param.requires_grad}
-    cut_up = [
-        name
-        for name, param in wanted.items()
-        if not param.numel() and math.prod(getattr(param, "ds_shape", (0,)))
-    ]
+    empty = [name for name, param in wanted.items() if not param.numel()]
+    cut_up = [name for name in empty if math.prod(getattr(wanted[name], "ds_shape", (0,)))]
     if cut_up:
         raise RoutingError(
             f"{cut_up[0]}{f' and {len(cut_up) - 1} more' * (len(cut_up) > 1)} was built under "
@@ -236,7 +229,7 @@ def _trained(
 
 
 def _why_none(given: Collection[str], of_model: int) -> str:
-    """What there is to do where nothing that was given is trained."""
+    """Say what there is to do where nothing that was given is trained."""
     if not of_model:
         return "the model has no parameters"
     if not given:
@@ -250,7 +243,7 @@ def _why_none(given: Collection[str], of_model: int) -> str:
     )
 
 
-def _dims(route: Route, param: Tensor, tp_size: int) -> tuple[int, ...]:
+def _dims(route: Route, param: Tensor, tp_size: int) -> Shape:
     return whole_dims(route.name, param, tp_size) if route.is_cut else tuple(param.shape)
 
 
@@ -270,55 +263,53 @@ def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
 def _wanted(
     param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None, recipes: Recipes
 ) -> tuple[Recipe, str] | None:
-    """The recipe that the user has named for ``param``, if any, and by what."""
+    """Return the recipe that the user has named for ``param``, if any, and by what."""
     if "optimizer" in changes:
         return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
     if hasattr(param, "use_muon"):
-        return (
-            recipes.matrix if param.use_muon else recipes.scalar,
-            f"param.use_muon = {param.use_muon}",
-        )
-    if of_group is not None:
-        return (
-            recipes.matrix if of_group else recipes.scalar,
-            f"param_groups[{group}].use_muon = {of_group}",
-        )
-    return None
+        use_muon, by = param.use_muon, "param"
+    elif of_group is not None:
+        use_muon, by = of_group, f"param_groups[{group}]"
+    else:
+        return None
+    return recipes.matrix if use_muon else recipes.scalar, f"{by}.use_muon = {use_muon}"
 
 
 def _decide(
-    name: str, param: Tensor, home: _Home, wanted: tuple[Recipe, str] | None, recipes: Recipes
+    name: str,
+    param: Tensor,
+    home: _Home,
+    wanted: tuple[Recipe, str] | None,
+    recipes: Recipes,
+    group: int,
 ) -> Route:
     if wanted is not None:
         recipe, reason = wanted
-        shape = (
-            (
-                shape_in(home.modules[0][1], param)[0]
-                or forced_matrix_shape(name, tuple(param.shape), reason)
+        forced = None
+        if recipe.whole:
+            forced = shape_in(home.module, param)[0] or forced_matrix_shape(
+                name, tuple(param.shape), reason
             )
-            if recipe.whole
-            else None
-        )
         return Route(
             name=name,
             recipe=recipe,
             reason=reason,
-            group=0,
-            matrix_shape=shape,
+            group=group,
+            matrix_shape=forced,
             by_user=True,
             sent_away=not recipe.whole and param.dim() > 1,
         )
-    module, kind = home.modules[0][1], home.vector or home.table
-    shape, reason = (None, kind) if kind else shape_in(module, param)
+    kind = home.vector or home.table
+    shape, reason = (None, kind) if kind else shape_in(home.module, param)
     recipe = recipes.scalar if shape is None else recipes.matrix
     return Route(
         name=name,
         recipe=recipe,
         reason=reason,
-        group=0,
+        group=group,
         matrix_shape=shape if recipe.whole else None,
         sent_away=shape is not None and not recipe.whole,
-        bare=param.dim() > 1 and is_bare(module),
+        bare=param.dim() > 1 and is_bare(home.module),
     )
 
 
@@ -331,9 +322,7 @@ def _of_client(
     recipes: Recipes,
     tp_size: int,
 ) -> Route:
-    """The route of a parameter of a client optimizer: whole in the shape that it has, or cut by
-    element.
-    """
+    """Return the route of a parameter of a client optimizer: whole as it is, or cut by element."""
     check_override(name, changes)
     route = Route(
         name=name,
@@ -346,10 +335,8 @@ def _of_client(
     if recipe.whole and tp_size > 1 and is_cut(param):
         raise RoutingError(
             f"{name} {tuple(param.shape)} is cut by tensor parallelism, and {recipe.rule}, which "
-            "was "
-            "given to initialize(), knows nothing of the other parts; name optimizers in the "
-            "config "
-            'instead, or give its group "split": "element" if each element is updated alone'
+            "was given to initialize(), knows nothing of the other parts; name optimizers in the "
+            'config instead, or give its group "split": "element" if each element is updated alone'
         )
     return with_changes(_with_cut(route, param, tp_size), changes, recipes)
 
@@ -358,26 +345,23 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     if tp_size == 1 or not is_cut(param):
         return route
     shape = route.matrix_shape
-    return with_cut(
-        route, None if shape is None else axis_of(route.name, param, shape, tp_size), tp_size
-    )
+    axis = None if shape is None else axis_of(route.name, param, shape, tp_size)
+    return with_cut(route, axis, tp_size)
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
-    """By name, what the model says about its parameters."""
+    """Return, by name, the facts of the model about its parameters."""
     holders, heads = holders_of(model), output_heads(model, elsewhere)
     homes = {}
     for name, param in model.named_parameters():
         modules, vector, table = tuple(holders[param]), None, None
         if param.dim() > 1:
-            vector = (
-                "of a norm"
-                if any(is_norm(module) for _, module in modules)
-                else "a vector (by name)"
-                if is_vector(name)
-                else None
-            )
-            table = None if vector else _table_or_head(name, param, modules, heads.get(param))
+            if any(is_norm(module) for _, module in modules):
+                vector = "of a norm"
+            elif is_vector(name):
+                vector = "a vector (by name)"
+            else:
+                table = _table_or_head(name, param, modules, heads.get(param))
         homes[name] = _Home(modules, vector, table)
     return homes
 

@@ -1,5 +1,4 @@
-"""Which parameters tensor parallelism has cut, and along which axis, by the marks that it leaves on
-them.
+"""Marks of tensor parallelism on parameters: cut or not, and along which axis.
 
 Megatron sets ``tensor_model_parallel`` (before 2021: ``model_parallel``) and ``partition_dim`` on
 every part. DeepSpeed's AutoTP sets the first, and keeps the shape that a parameter had before.
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.routes import Axis
+from ds_layerwise.recipes.base.recipe import Shape
 
 #: The attribute in which AutoTP keeps what it knows of a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
@@ -20,17 +20,15 @@ AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
 
 def is_cut(param: Tensor) -> bool:
-    """Whether tensor-parallel peers have other parts of ``param``; without a mark they have
-    copies.
-    """
+    """Tell whether tensor-parallel peers have other shards of ``param``, and not copies."""
     return bool(
         getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
     )
 
 
-def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: int) -> Axis | None:
-    """Which axis of the matrices in ``param`` is cut; None where each rank has whole ones out of a
-    stack.
+def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis | None:
+    """Return the axis of the matrices in ``param`` that is cut; None where each rank has whole ones
+    out of a stack.
 
     Args:
         matrix_shape: how the matrix optimizer sees ``param``.
@@ -51,8 +49,8 @@ def axis_of(name: str, param: Tensor, matrix_shape: tuple[int, ...], tp_size: in
     return None if dim < rows else -2 if dim == rows else -1
 
 
-def whole_dims(name: str, param: Tensor, tp_size: int) -> tuple[int, ...]:
-    """The shape that ``param`` had before it was cut.
+def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
+    """Return the shape that ``param`` had before it was cut.
 
     Raises:
         RoutingError: as :func:`axis_of` does.
@@ -84,9 +82,9 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     return cut[0]
 
 
-def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
-    """The sizes of the runs of an axis, ``length`` in all, of each of which every tensor shard has
-    an equal piece.
+def runs_of(param: Tensor, length: int) -> Shape | None:
+    """Return the sizes of the runs of an axis, ``length`` in all, of each of which every tensor
+    shard has an equal piece.
 
     None where pieces differ from rank to rank, or lie otherwise.
     """
@@ -104,8 +102,7 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
 
 
 def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
-    """How many of ``num_heads`` equal blocks of rows are in this part of ``param``, whose rows are
-    cut.
+    """Return the number of ``num_heads`` equal blocks of rows in this shard of ``param``.
 
     Raises:
         RoutingError: some blocks are cut.

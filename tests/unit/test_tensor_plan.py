@@ -18,7 +18,7 @@ from ds_layerwise.tools.dry_run import DryRun
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
-pytestmark = rooms("tensor_parallel_routes", "dry_run", "links", "hf_model")
+pytestmark = rooms("model_names", "tensor_parallel_routes", "dry_run", "links", "hf_model")
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1},
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}}}

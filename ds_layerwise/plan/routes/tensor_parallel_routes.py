@@ -15,27 +15,16 @@ from typing import Literal
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.routes.routes import Route, with_cut
+from ds_layerwise.recipes.targets.model_names import (
+    CLOSES_BLOCK,
+    COPIED,
+    OPENS_BLOCK,
+    OUTPUT_LAYERS,
+    TABLES,
+)
 
 #: Who cuts: a model that marks its parts as Megatron's do, or DeepSpeed when it starts.
 Cutter = Literal["megatron", "autotp"]
-
-#: By name of a module, as Llama, Qwen and GPT-2 have them. Of what opens a block and is cut along
-#: its outputs, of what closes it and is cut along its inputs, of the vocabulary, and of what has a
-#: part for every rank.
-_OPENS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
-_CLOSES = ("o_proj", "down_proj", "c_proj")
-_TABLES, _HEADS = ("embed_tokens", "wte"), ("lm_head",)
-_WHOLE = (
-    "wpe",
-    "ln_1",
-    "ln_2",
-    "ln_f",
-    "norm",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "q_norm",
-    "k_norm",
-)
 
 
 def cut(
@@ -55,7 +44,7 @@ def cut(
     """
     if tp_size == 1:
         return list(shapes), dict(routes)
-    tied = not any(_module_of(name) in _HEADS for name, _ in shapes)
+    tied = not any(_module_of(name) in OUTPUT_LAYERS for name, _ in shapes)
     parts, cut_routes = [], dict(routes)
     for name, shape in shapes:
         route = routes.get(name)
@@ -106,19 +95,20 @@ def _dim_of(
         ConfigError: the name says nothing.
     """
     module, is_bias = _module_of(name), len(shape) == 1
-    if module in _WHOLE:
+    if module in COPIED:
         return None
-    if module in _TABLES:
+    if module in TABLES:
         return 0 if cutter == "megatron" or tied else None
-    if module in _HEADS:
+    if module in OUTPUT_LAYERS:
         return 0
-    if module not in _OPENS + _CLOSES or (transposed and cutter == "autotp"):
+    known = OPENS_BLOCK + CLOSES_BLOCK + TABLES + OUTPUT_LAYERS
+    if module not in known or (transposed and cutter == "autotp"):
         raise ConfigError(
             f"{name} {shape}: shapes of a whole model do not say how tensor parallelism cuts it, "
-            f"and plans know that of {', '.join((*_OPENS, *_CLOSES, *_TABLES, *_HEADS))} alone; "
+            f"and plans know that of {', '.join(known)} alone; "
             "give a file with the shapes that one rank has, and plan that without tensor "
             "parallelism"
         )
-    if module in _CLOSES:
+    if module in CLOSES_BLOCK:
         return None if is_bias else 0 if transposed else 1
     return 1 if transposed and not is_bias else 0

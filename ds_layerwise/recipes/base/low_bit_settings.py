@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from ds_layerwise.recipes.base.dtypes import StateDtype
-from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
+from ds_layerwise.recipes.base.recipe import Recipe, Shape, States, like
 
 #: Largest share of itself that an average may keep in a step, so that 8 bits of precision show what
 #: it takes up: a value that differs from it by a quarter of it then moves it by half of what
@@ -25,7 +25,7 @@ class Kept(Recipe):
     """Round bfloat16 states by chance, so that small changes add up; see
     :mod:`ds_layerwise.optimizers.low_bit`."""
 
-    def like(self, shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
+    def like(self, shape: Shape, *names: str) -> States:
         """Return states of the parameter's own shape, in the dtypes of the fields."""
         specs = like(shape, *names)
         for name, dtype in self._low_bit_dtypes().items():

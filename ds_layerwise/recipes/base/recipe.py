@@ -16,11 +16,20 @@ from ds_layerwise.recipes.base.fields import Section
 WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
 
 
+Shape = tuple[int, ...]
+
+#: The axis of rows, or of columns.
+Axis = Literal[-2, -1]
+
+#: Returns the text of a group's hyper-parameter.
+HyperText = Callable[[str], str]
+
+
 @dataclass(frozen=True, slots=True)
 class StateSpec:
     """One tensor that an optimizer keeps for a parameter from step to step."""
 
-    shape: tuple[int, ...]
+    shape: Shape
     dtype: str = "float32"
     """The dtype that a rule gets it in, by torch's name."""
     on_host: bool = False
@@ -39,6 +48,9 @@ class StateSpec:
     def rule_nbytes(self) -> int:
         """Bytes of it as a rule gets it."""
         return state_bytes(math.prod(self.shape), self.dtype)
+
+
+States = dict[str, StateSpec]
 
 
 class Recipe(Section):
@@ -92,23 +104,21 @@ class Recipe(Section):
             )
         return self
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return the states of a parameter of ``shape``, by torch's names."""
         raise NotImplementedError
 
-    def work(self, shape: tuple[int, ...]) -> int:
+    def work(self, shape: Shape) -> int:
         """Return the FLOPs of one update beyond the work on every element; they balance owners."""
         return 0
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
+    def workspace(self, shape: Shape) -> int:
         """Return the most bytes that an update takes beside the parameter, gradient and states."""
         # With l2 a copy of the gradient, cautious two of the update.
         copies = 1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay
         return 4 * math.prod(shape) * copies
 
-    def refusal(
-        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
-    ) -> str | None:
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Return why the rule cannot update whole matrices of ``shape``, as an error says it after
         the parameter; None if it can.
 
@@ -118,7 +128,7 @@ class Recipe(Section):
         """
         return None
 
-    def state_bytes(self, shape: tuple[int, ...]) -> int:
+    def state_bytes(self, shape: Shape) -> int:
         """Return the bytes of all states that follow a parameter of ``shape`` to its device."""
         return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
 
@@ -157,7 +167,7 @@ class Recipe(Section):
         """Weight decay whatever a parameter group says; None: that of the group."""
         return None
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Return one line for the start-up table, without the name; ``hyper`` gives the text of a
         group's hyper-parameter.
         """
@@ -179,6 +189,6 @@ class Recipe(Section):
 COUNT = {"step": StateSpec((), on_host=True)}
 
 
-def like(shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
+def like(shape: Shape, *names: str) -> States:
     """Return float32 states of the parameter's own shape."""
     return dict.fromkeys(names, StateSpec(shape))

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 
 from ds_layerwise.recipes.base.fields import NonNegative, Positive
-from ds_layerwise.recipes.base.recipe import COUNT, Recipe, StateSpec
+from ds_layerwise.recipes.base.recipe import (
+    COUNT,
+    Axis,
+    HyperText,
+    Recipe,
+    Shape,
+    States,
+    StateSpec,
+)
 from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
 
 #: Largest sum of elements of matrices of a stack that are updated together; one may be larger.
@@ -35,7 +42,7 @@ class Adafactor(Recipe):
     clip_threshold: Annotated[float, Field(ge=1)] = 1.0
     """The largest root mean square of an update before it is scaled; torch's ``d``."""
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return mean squares of rows and of columns, and the number of steps."""
         *batch, rows, cols = shape
         return {
@@ -44,23 +51,21 @@ class Adafactor(Recipe):
             **COUNT,
         }
 
-    def work(self, shape: tuple[int, ...]) -> int:
+    def work(self, shape: Shape) -> int:
         """Return the FLOPs of the product of column and row."""
         return 2 * math.prod(shape)
 
-    def together(self, shape: tuple[int, ...]) -> int:
+    def together(self, shape: Shape) -> int:
         """Return the number of matrices of a stack that are updated together."""
         *batch, rows, cols = shape
         return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
+    def workspace(self, shape: Shape) -> int:
         """Return the bytes of the updates that go together, of their decay, and of their norms."""
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
 
-    def refusal(
-        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
-    ) -> str | None:
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse tensor shards: means of rows, of columns and of all are of a whole matrix."""
         if cut_axis is None:
             return None
@@ -69,7 +74,7 @@ class Adafactor(Recipe):
             "send it to another optimizer by layerwise.overrides"
         )
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name all settings."""
         return (
             f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, "

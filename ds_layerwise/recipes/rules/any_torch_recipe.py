@@ -1,8 +1,7 @@
-"""Optimizers that nobody here wrote: any class of ``torch.optim.Optimizer``, by its path.
+"""Recipes of classes of ``torch.optim.Optimizer``, by path.
 
-What such a class keeps, and from when on, only a step of it can tell.
-:mod:`ds_layerwise.optimizers.foreign.probe` takes some on tensors without memory, and is found by
-its name, like rules, because it takes torch.
+Only a step of such a class can tell its states. :mod:`ds_layerwise.optimizers.foreign.probe` takes
+some on tensors without memory, and is found by its name, like rules, because it takes torch.
 """
 
 from __future__ import annotations
@@ -10,46 +9,44 @@ from __future__ import annotations
 import re
 import sys
 import sysconfig
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import PurePath
 from types import new_class
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ds_layerwise.recipes.base.fields import normalised
-from ds_layerwise.recipes.base.recipe import Recipe, StateSpec
+from ds_layerwise.recipes.base.recipe import HyperText, Recipe, Shape, States
 
-#: What names a class: its module, a colon, its name.
+#: Path of a class: its module, a colon, its name.
 PATH = r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"
 
 
 def _arguments(value: object) -> object:
-    if isinstance(value, tuple) and all(isinstance(each, tuple) for each in value):
+    if isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value):
         return value
     if not isinstance(value, Mapping):
         raise PydanticCustomError("dict_type", "no keyword arguments")
-    found = tuple((key, normalised(each)) for key, each in sorted(value.items()))
-    for key, each in found:
-        if not _is_plain(each):
+    arguments = tuple((key, normalised(argument)) for key, argument in sorted(value.items()))
+    for key, argument in arguments:
+        if not _is_plain(argument):
             raise ValueError(
-                f"the argument {key} of a class is {each!r}; arguments are numbers, texts, true, "
-                "false, null, and lists of them, so that ranks can compare them"
+                f"the argument {key} of a class is {argument!r}; arguments are numbers, texts, "
+                "true, false, null, and lists of them, so that ranks can compare them"
             )
-    return found
+    return arguments
 
 
 def _is_plain(value: object) -> bool:
-    return (
-        all(map(_is_plain, value))
-        if isinstance(value, tuple)
-        else value is None or isinstance(value, (str, bool, int, float))
-    )
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (str, int, float))
 
 
 #: Keyword arguments, as pairs in the order of their names, with tuples for lists.
@@ -66,8 +63,6 @@ class AnyTorch(Recipe):
     for one path.
     """
 
-    hyper = ()
-
     @model_validator(mode="after")
     def _decays_by_itself(self) -> AnyTorch:
         for key in Recipe.keys():
@@ -80,63 +75,60 @@ class AnyTorch(Recipe):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What another process makes an equal recipe of, which has no module to find its type in:
-        stages of a pipeline tell each other their routes."""
-        return _again, (
-            self.rule,
-            self.whole,
-            {key: getattr(self, key) for key in self.model_fields_set},
-        )
+        """Return a call that makes an equal recipe in another process, which has no module to find
+        its type in: stages of a pipeline send each other their routes.
+        """
+        return _again, (self.rule, self.whole, self.model_dump(exclude_unset=True))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What the class is called with, beside ``lr`` and ``weight_decay``."""
+        """Arguments of the class, beside ``lr`` and ``weight_decay``."""
         raise NotImplementedError
 
     def wants(self, key: str) -> bool:
-        """Whether it has an argument ``key`` that nobody has given."""
+        """Tell whether the class has an argument ``key`` that nobody has given."""
         return key not in self.arguments and key in signature(_probe().class_of(self)).parameters
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-        """What a probe of the class has kept."""
-        found: dict[str, StateSpec] = _probe().states_of(self, shape)
-        return found
+    def states(self, shape: Shape) -> States:
+        """Return the states that a probe of the class has kept."""
+        states: States = _probe().states_of(self, shape)
+        return states
 
-    def work(self, shape: tuple[int, ...]) -> int:
-        """The FLOPs of the matrix products of a step, as counted in a probe; decompositions count
-        for none.
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of the matrix products of a step, as counted in a probe; decompositions
+        count for none.
         """
         flops: int = _probe().kept_of(self, shape).flops
         return flops
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
-        """A copy of the gradient, which a class may write to, and two more tensors like it: what
-        AdamW takes.
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes of a copy of the gradient, which a class may write to, and of two more
+        tensors like it, as AdamW takes.
         """
         return 3 * super().workspace(shape)
 
-    def refusal(self, shape: tuple[int, ...], *, cut_axis: Any = None) -> str | None:
-        """What the class says to such a matrix; and parts of matrices are refused."""
+    def refusal(self, shape: Shape, *, cut_axis: Any = None) -> str | None:
+        """Return the error of the class for such a matrix; refuse shards of matrices."""
         if cut_axis is not None:
             return (
                 f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; "
                 "send it to another optimizer with layerwise.overrides"
             )
-        said: str | None = _probe().refusal_of(self, shape)
-        return said
+        refusal: str | None = _probe().refusal_of(self, shape)
+        return refusal
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """The class says which rates are right; one for all is, as far as anybody here knows."""
+        """True: the class says which rates are right, and one for all may be."""
         return True
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
-        """Its arguments."""
+    def summary(self, hyper: HyperText) -> str:
+        """Name the arguments."""
         return ", ".join(f"{key} {value}" for key, value in self.arguments.items())
 
 
 class WholeTorch(AnyTorch):
-    """Such a class on whole matrices."""
+    """Recipe of a class on whole matrices."""
 
     whole = True
     matrix_params: Arguments = ()
@@ -144,12 +136,12 @@ class WholeTorch(AnyTorch):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ``matrix_params``."""
+        """The arguments of ``matrix_params``."""
         return dict(self.matrix_params)
 
 
 class ElementTorch(AnyTorch):
-    """Such a class that updates every element as if it were alone: parameters may be cut
+    """Recipe of a class that updates every element as if it were alone: parameters may be cut
     anywhere.
     """
 
@@ -160,11 +152,11 @@ class ElementTorch(AnyTorch):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of ``scalar_params``."""
+        """The arguments of ``scalar_params``."""
         return dict(self.scalar_params)
 
 
-#: What a config may say for the name of an optimizer, beside those of the registry.
+#: Names of optimizers in a config, beside those of the registry.
 Path = Annotated[
     str,
     Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"}),
@@ -173,30 +165,31 @@ Path = Annotated[
 
 @lru_cache(maxsize=None)
 def any_of(*named: str) -> Any:
-    """The type of a key that takes one of ``named``, or the path of a class."""
+    """Return the type of a key that takes one of ``named``, or the path of a class."""
     return Literal[named] | Path
 
 
 def is_path(name: object) -> bool:
-    """Whether ``name`` is the path of a class."""
+    """Tell whether ``name`` is the path of a class."""
     return isinstance(name, str) and re.match(PATH, name) is not None
 
 
 def path_of(kind: type) -> str:
-    """What a config calls the class ``kind``: by the outermost package that has it."""
-    name, parts = kind.__qualname__.rpartition(".")[2], kind.__module__.split(".")
-    packages = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    found = next(
-        (each for each in packages if getattr(sys.modules.get(each), name, None) is kind),
-        kind.__module__,
-    )
-    return f"{found}:{name}"
+    """Return the path of the class ``kind`` in a config: by the outermost package that has it."""
+    name = kind.__qualname__.rpartition(".")[2]
+    module = ""
+    for part in kind.__module__.split("."):
+        module = f"{module}.{part}".lstrip(".")
+        if getattr(sys.modules.get(module), name, None) is kind:
+            break
+    return f"{module}:{name}"
 
 
 def family_at(path: str) -> str:
-    """The one name that the class at ``path`` goes by, however a config spells it: as
-    :func:`path_of`, and of a script by the name with which another one imports it. Nothing is
-    imported; what is no class by now stays as it is."""
+    """Return the one name of the class at ``path``, however a config spells it: as :func:`path_of`,
+    and of a script by the name with which another one imports it. Nothing is imported; a path that
+    is no class by now stays as it is.
+    """
     module, _, name = path.partition(":")
     kind = getattr(sys.modules.get(module), name, None) if name else None
     if not isinstance(kind, type):
@@ -206,7 +199,7 @@ def family_at(path: str) -> str:
 
 
 def are_one_family(saved: str, own: str) -> bool:
-    """Whether the family ``saved`` of a checkpoint is ``own`` of this run, both as
+    """Tell whether the family ``saved`` of a checkpoint is ``own`` of this run, both as
     :func:`family_at` has them.
 
     A script may have another name by now, or be started as a module: a class of the script at hand
@@ -225,35 +218,35 @@ def are_one_family(saved: str, own: str) -> bool:
 
 @lru_cache(maxsize=None)
 def _is_installed(module: str) -> bool:
-    found = find_spec(module)
-    folders = [sysconfig.get_path(kind) for kind in ("stdlib", "platstdlib", "purelib", "platlib")]
-    places = [found.origin or "", *(found.submodule_search_locations or ())] if found else []
-    return any(place.startswith(folder) for place in places for folder in folders)
+    spec = find_spec(module)
+    if spec is None:
+        return False
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    folders = tuple(map(sysconfig.get_path, kinds))
+    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
+    return any(place.startswith(folders) for place in places)
 
 
 def _name_of_script() -> str:
-    """The name with which another script imports the one that runs."""
+    """Return the name with which another script imports the one that runs."""
     script = sys.modules["__main__"]
-    spec, file = getattr(script, "__spec__", None), getattr(script, "__file__", None)
-    return spec.name if spec else PurePath(file).stem if file else "__main__"
+    if spec := getattr(script, "__spec__", None):
+        return str(spec.name)
+    file = getattr(script, "__file__", None)
+    return PurePath(file).stem if file else "__main__"
 
 
 @lru_cache(maxsize=None)
 def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
-    """The recipe of the class at ``path``. Its states are of use to that class alone."""
-    base = WholeTorch if whole else ElementTorch
-    found: type[AnyTorch] = new_class(
-        path,
-        (base,),
-        exec_body=lambda body: body.update(
-            rule=path,
-            family=path,
-            __module__=__name__,
-            __doc__=base.__doc__,
-            __annotations__={"rule": ClassVar[str], "family": ClassVar[str]},
-        ),
-    )
-    return found
+    """Return the recipe of the class at ``path``, whose states are of use to that class alone."""
+    recipe: type[AnyTorch] = subclass(WholeTorch if whole else ElementTorch, path)
+    return recipe
+
+
+def subclass(base: type[AnyTorch], path: str, **values: Any) -> Any:
+    """Return a subclass of ``base`` for a class by its path, with ``values`` of class variables."""
+    body = {"rule": path, "family": path, "__module__": __name__, "__doc__": base.__doc__, **values}
+    return new_class(path, (base,), exec_body=lambda own: own.update(body))
 
 
 def _again(path: str, whole: bool, settings: dict[str, Any]) -> AnyTorch:

@@ -1,31 +1,31 @@
-"""Optimizer objects that a script gives to ``deepspeed.initialize``: one recipe for each of their
-parameter groups.
+"""Recipes of optimizer objects that a script gives to ``deepspeed.initialize``: one for each
+parameter group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from types import new_class
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import Section
-from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
+from ds_layerwise.recipes.base.recipe import HyperText
+from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch, subclass
 
-#: Whether a rank owns whole parameters, or as many elements of each as any other rank.
+#: Ownership of a rank: whole parameters, or as many elements of each as any other rank.
 ClientSplit = Literal["whole", "element"]
 
-#: What a parameter group calls that, and the section below.
+#: The key of a parameter group, and of the section below.
 SPLIT = "split"
 
 
 class ClientOptimizerConfig(Section):
-    """``layerwise.client_optimizer``: what the script cannot say of the optimizer that it gives."""
+    """``layerwise.client_optimizer``: the ownership, which the script cannot say of its object."""
 
     example = "{'split': 'whole'}"
 
     split: ClientSplit = "whole"
-    """What a rank owns: whole parameters, or "element", evenly cut pieces, which an element-wise
+    """Ownership of a rank: whole parameters, or "element", evenly cut pieces, which an element-wise
     class can update. A parameter group that says ``split`` says it for itself."""
 
 
@@ -41,52 +41,34 @@ class ClientTorch(AnyTorch):
     :class:`ds_layerwise.optimizers.foreign.client_object.Prototype`.
     """
     told: ClassVar[Mapping[str, str]] = {}
-    """By name, what the group has set, as text that is equal on ranks that were given the same."""
+    """Settings of the group by name, as text that is equal on ranks that were given the same."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What its group has set."""
+        """The settings of the group."""
         return dict(self.told)
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
-        """What its group has set, but for switches that are off."""
+    def summary(self, hyper: HyperText) -> str:
+        """Name the settings of the group, but for switches that are off."""
         return ", ".join(
             f"{key} {value}" for key, value in self.told.items() if value not in ("None", "False")
         )
 
     def settings(self) -> dict[str, Any]:
-        """What its group has set; overrides can change none of it."""
+        """Return the settings of the group; overrides can change none of them."""
         return dict(self.told)
 
 
 def client_recipe(
     path: str, prototype: Any, told: Mapping[str, str], *, split: ClientSplit
 ) -> ClientTorch:
-    """The recipe of one group of an object whose class is at ``path``. Its states are of use to
-    that class alone.
+    """Return the recipe of one group of an object whose class is at ``path``. Its states are of use
+    to that class alone.
     """
-    made = new_class(
-        path,
-        (ClientTorch,),
-        exec_body=lambda body: body.update(
-            rule=path,
-            family=path,
-            whole=split == "whole",
-            prototype=prototype,
-            told=dict(told),
-            __module__=__name__,
-            __doc__=ClientTorch.__doc__,
-            __annotations__={
-                "rule": ClassVar[str],
-                "family": ClassVar[str],
-                "whole": ClassVar[bool],
-                "prototype": ClassVar[Any],
-                "told": ClassVar[Mapping[str, str]],
-            },
-        ),
-    )
-    found: ClientTorch = made()
-    return found
+    whole = split == "whole"
+    kind = subclass(ClientTorch, path, whole=whole, prototype=prototype, told=dict(told))
+    recipe: ClientTorch = kind()
+    return recipe
 
 
 def check_override(name: str, changes: Mapping[str, Any]) -> None:

@@ -4,14 +4,21 @@ AdEMAMix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from ds_layerwise.recipes.base.fields import Decay, NonNegative
 from ds_layerwise.recipes.base.low_bit_settings import KeptAverage, KeptMoments, KeptMomentum
-from ds_layerwise.recipes.base.recipe import COUNT, Recipe, StateSpec, WeightDecayMethod
+from ds_layerwise.recipes.base.recipe import (
+    COUNT,
+    HyperText,
+    Recipe,
+    Shape,
+    States,
+    WeightDecayMethod,
+)
 
 #: Number of steps; 0 for none.
 Steps = Annotated[int, Field(ge=0, le=2**31 - 1)]
@@ -29,7 +36,7 @@ class TwoMoments(Elementwise, KeptMoments):
 
     hyper = ("betas", "eps")
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return two moments, and the number of steps."""
         return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
 
@@ -60,7 +67,7 @@ class Lion(Elementwise, KeptAverage):
     gradient_average = "exp_avg"
     hyper = ("betas",)
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return one average."""
         return self.like(shape, "exp_avg")
 
@@ -80,7 +87,7 @@ class Sgd(Elementwise, KeptMomentum):
 
     weight_decay_method: WeightDecayMethod = "l2"
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return the momentum."""
         return self.like(shape, "momentum_buffer")
 
@@ -97,11 +104,11 @@ class Signum(Elementwise, KeptMomentum):
     correct_bias: bool = True
     """Only matters with ``nesterov``: a sign has no size that could be corrected."""
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return one average, and the number of steps."""
         return {**self.like(shape, "momentum_buffer"), **COUNT}
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name the momentum and the kind of sign."""
         uncorrected = " without correction of bias" * (not self.correct_bias)
         return super().summary(hyper) + f", nesterov{uncorrected}" * self.nesterov
@@ -117,7 +124,7 @@ class LaProp(TwoMoments):
 
     correct_bias: bool = True
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name betas and eps, and tell if averages are not corrected."""
         return super().summary(hyper) + ", without correction of bias" * (not self.correct_bias)
 
@@ -140,11 +147,11 @@ class AdEMAMix(TwoMoments):
     the run.
     """
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return Adam's moments, a slow first one, and the number of steps."""
         return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), **COUNT}
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name betas and eps, and the share and the weight of the slow average."""
 
         def warm(steps: int) -> str:

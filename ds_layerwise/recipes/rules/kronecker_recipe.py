@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated
 
 from ds_layerwise.recipes.base.fields import OR_NULL, Count, Decay, NonNegative
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments
-from ds_layerwise.recipes.base.recipe import COUNT, StateSpec
+from ds_layerwise.recipes.base.recipe import COUNT, Axis, Shape, States, StateSpec
 from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
 
 #: Largest sum of elements of squares (side, side) that are factorised together, out of one stack;
@@ -52,12 +52,12 @@ class Kronecker(KeptMoments):
     or null: never.
     """
 
-    def sides(self, shape: tuple[int, ...]) -> dict[str, int]:
+    def sides(self, shape: Shape) -> dict[str, int]:
         """Return the lengths of the sides that have a factor, by its name."""
         sides = {"L": shape[-2], "R": shape[-1]}
         return {key: side for key, side in sides.items() if side <= self.max_side}
 
-    def squares(self, shape: tuple[int, ...], *prefixes: str) -> dict[str, StateSpec]:
+    def squares(self, shape: Shape, *prefixes: str) -> States:
         """Return a square for each side that has a factor, for each of ``prefixes``."""
         specs = {}
         for prefix in prefixes:
@@ -65,15 +65,15 @@ class Kronecker(KeptMoments):
                 specs[prefix + key] = StateSpec((*shape[:-2], side, side))
         return specs
 
-    def averages(self, shape: tuple[int, ...], *names: str) -> dict[str, StateSpec]:
+    def averages(self, shape: Shape, *names: str) -> States:
         """Return states of the parameter's own shape, and the number of steps."""
         return {**self.like(shape, *names), **COUNT}
 
-    def products(self, shape: tuple[int, ...]) -> int:
+    def products(self, shape: Shape) -> int:
         """Return the FLOPs of a product with each factor, of all matrices."""
         return 2 * math.prod(shape) * sum(self.sides(shape).values())
 
-    def decaying(self, shape: tuple[int, ...]) -> int:
+    def decaying(self, shape: Shape) -> int:
         """Return the bytes that weight decay takes: with l2 a copy of the gradient, cautious two of
         an update.
         """
@@ -83,7 +83,7 @@ class Kronecker(KeptMoments):
             + 2 * self.together(shape) * rows * cols * self.cautious_weight_decay
         )
 
-    def together(self, shape: tuple[int, ...]) -> int:
+    def together(self, shape: Shape) -> int:
         """Return the number of matrices of a stack that go through the linear algebra together."""
         return most_together(math.prod(shape[:-2]), max(shape[-2:]) ** 2, MAX_BATCH_NUMEL)
 
@@ -91,9 +91,7 @@ class Kronecker(KeptMoments):
         """Name ``max_update_rms`` for the start-up table; empty for none."""
         return f", RMS up to {self.max_update_rms:g}" if self.max_update_rms else ""
 
-    def refusal(
-        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
-    ) -> str | None:
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse tensor shards, whose factors no rank could form alone, and matrices without a side
         that has a factor.
         """

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
 from ds_layerwise.recipes.base.fields import Decay, Positive
 from ds_layerwise.recipes.base.low_bit_settings import KeptMomentum
-from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.base.recipe import Axis, HyperText, Shape, States, StateSpec
 from ds_layerwise.recipes.rules.newton_schulz_settings import (
     FULL_BATCH_NUMEL,
     NsMethod,
@@ -51,18 +50,18 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     :mod:`.orthogonalize.tensor_shards`.
     """
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return the momentum."""
         return self.like(shape, "momentum_buffer")
 
-    def work(self, shape: tuple[int, ...]) -> int:
+    def work(self, shape: Shape) -> int:
         """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
         *batch, rows, cols = shape
         return newton_schulz_flops(
             rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
         ) + self.hook_flops(shape)
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
+    def workspace(self, shape: Shape) -> int:
         """Return the bytes of Newton-Schulz on as many matrices as go through it together, with l2
         also of the gradients that weight decay changes; or the bytes of the hook after it.
         """
@@ -81,7 +80,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         """False unless a recipe says otherwise."""
         return False
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name the momentum, the scale of the update, and the hooks."""
         nesterov = ", nesterov" * self.nesterov
         return f"momentum {hyper('momentum')}{nesterov}{self.scale_summary()}{self.hook_summary()}"
@@ -156,20 +155,18 @@ class NorMuon(Adaptive):
     more. A row is a neuron of a layer that holds (outputs, inputs), as ``nn.Linear`` does; of
     transformers' ``Conv1D`` that is a column."""
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return the momentum, and a number for each row, or column."""
         *batch, rows, cols = shape
         moment2 = (*batch, rows, 1) if self.axis(rows, cols) == -1 else (*batch, 1, cols)
         return {**super().states(shape), "moment2_buffer": StateSpec(moment2)}
 
-    def axis(self, rows: int, cols: int) -> Literal[-2, -1]:
+    def axis(self, rows: int, cols: int) -> Axis:
         """Return the axis of a ``(rows, cols)`` matrix that squares are averaged over."""
         per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
         return -1 if per_row else -2
 
-    def refusal(
-        self, shape: tuple[int, ...], *, cut_axis: Literal[-2, -1] | None = None
-    ) -> str | None:
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse "longer_side" for a matrix that is cut: its parts cannot tell the longer side."""
         if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
             return None
@@ -200,7 +197,7 @@ class AdaMuon(Adaptive):
     sign_momentum: bool = False
     """Orthogonalise the signs of the momentum, not the momentum."""
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return two states of the parameter's shape."""
         return self.like(shape, "momentum_buffer", "moment2_buffer")
 
@@ -233,7 +230,7 @@ class Namo(Adaptive):
             )
         return self
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return the momentum, and a number for each matrix."""
         return {**super().states(shape), "moment2_buffer": StateSpec((*shape[:-2], 1, 1))}
 

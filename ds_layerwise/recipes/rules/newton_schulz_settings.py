@@ -1,4 +1,4 @@
-"""How a Newton-Schulz iteration is cut into segments, and its FLOPs."""
+"""Segments, FLOPs and bytes of a Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 from typing import Literal, get_args
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.recipes.base.recipe import Shape
 
 NsMethod = Literal["gram", "standard"]
 
@@ -26,8 +27,8 @@ ALIGNMENT = 16
 def newton_schulz_flops(
     rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1
 ) -> int:
-    """FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k and k x n
-    counted as 2mnk.
+    """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k
+    and k x n counted as 2mnk.
 
     ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square
     matrices run as ``standard``, as in DeepSpeed.
@@ -49,8 +50,8 @@ def newton_schulz_flops(
     return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
 
 
-def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
-    """Lengths of the runs of steps after which the Gram iteration forms its Gram matrix anew.
+def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> Shape:
+    """Return the lengths of the runs of steps after which the Gram matrix is formed anew.
 
     Two steps first; then every two in bf16, and in fp16 where there are more than five, else every
     three. Five steps in fp16 or float32 so restart once.
@@ -62,15 +63,15 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
 
 
 def most_together(count: int, numel: int, most: int) -> int:
-    """How many of ``count`` matrices of ``numel`` elements each go together: one, or up to ``most``
-    elements.
+    """Return the number of ``count`` matrices of ``numel`` elements that go together: one, or up to
+    ``most`` elements.
     """
     return min(count, max(1, most // numel))
 
 
-def newton_schulz_workspace(shape: tuple[int, ...], *, beside: int = 0) -> int:
-    """Bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes at most, as many as
-    go together on an accelerator; a CPU takes no more at a time.
+def newton_schulz_workspace(shape: Shape, *, beside: int = 0) -> int:
+    """Return the most bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes, as
+    many as go together on an accelerator; a CPU takes no more at a time.
 
     The direction and what goes into the iteration, and beside them either the two matrices of that
     shape that it goes between and two of its small squares, or one matrix and the four squares that

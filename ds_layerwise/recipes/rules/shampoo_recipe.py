@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Literal
 
 from ds_layerwise.recipes.base.fields import Positive
-from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.base.recipe import HyperText, Shape, States
 from ds_layerwise.recipes.rules.kronecker_recipe import EIGH_FLOPS, Kronecker
 
 Grafting = Literal["adam", "none"]
@@ -32,14 +31,14 @@ class Shampoo(Kronecker):
     matrix_eps: Positive = 1e-6
     """Added to eigenvalues, times the largest of the factor, before the root."""
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return a momentum, factors and their inverse roots, the number of steps, and the second
         moment that Adam's norm takes.
         """
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**self.averages(shape, *moments), **self.squares(shape, "", "root_")}
 
-    def work(self, shape: tuple[int, ...]) -> int:
+    def work(self, shape: Shape) -> int:
         """Return the FLOPs of an update: factors, the momentum between the roots, and of the roots
         the share of one step.
         """
@@ -47,7 +46,7 @@ class Shampoo(Kronecker):
         roots = sum((EIGH_FLOPS + 2) * side**3 for side in self.sides(shape).values())
         return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
+    def workspace(self, shape: Shape) -> int:
         """Return the bytes of the update and its scale, or of the computation of the longer root.
 
         An eigendecomposition takes its result and twice that in LAPACK.
@@ -66,7 +65,7 @@ class Shampoo(Kronecker):
         """True with ``grafting`` "adam"."""
         return self.grafting == "adam"
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name the averages and the frequency of roots."""
         kind = f"shampoo_beta {self.shampoo_beta:g}" if self.statistics == "average" else "sums"
         return (

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.base.recipe import HyperText, Shape, States, StateSpec
 from ds_layerwise.recipes.rules.kronecker_recipe import EIGH_FLOPS, Kronecker, qr_flops
 
 Basis = Literal["qr", "eigh"]
@@ -35,13 +34,13 @@ class Soap(Kronecker):
     Emerging-Optimizers."""
     nesterov: bool = False
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return two moments, of which the second is in the eigenbases, the factors and their
         bases, and the number of steps.
         """
         return {**self.averages(shape, "exp_avg", "exp_avg_sq"), **self.squares(shape, "", "Q_")}
 
-    def work(self, shape: tuple[int, ...]) -> int:
+    def work(self, shape: Shape) -> int:
         """Return the FLOPs of an update: factors, gradient and momentum into the bases and the
         update out of them; of the bases the share of one step.
         """
@@ -57,7 +56,7 @@ class Soap(Kronecker):
             return product + EIGH_FLOPS * side**3
         return self.power_iter_steps * (product + qr_flops(side)) + product * self.kl
 
-    def workspace(self, shape: tuple[int, ...]) -> int:
+    def workspace(self, shape: Shape) -> int:
         """Return the bytes of Adam, or of the update that waits while the longer basis is computed.
 
         A QR decomposition takes its input and two results, an eigendecomposition its result and
@@ -75,7 +74,7 @@ class Soap(Kronecker):
         """True: an update is AdamW's, turned."""
         return True
 
-    def summary(self, hyper: Callable[[str], str]) -> str:
+    def summary(self, hyper: HyperText) -> str:
         """Name the averages and the computation of bases."""
         return (
             f"betas {hyper('betas')}, eps {hyper('eps')}, shampoo_beta {self.shampoo_beta:g}, "
@@ -93,7 +92,7 @@ class KlSoap(Soap):
     family = "kl_soap"
     kl = True
 
-    def states(self, shape: tuple[int, ...]) -> dict[str, StateSpec]:
+    def states(self, shape: Shape) -> States:
         """Return SOAP's states, and the eigenvalues of the factors in their bases."""
         specs = super().states(shape)
         for key, side in self.sides(shape).items():

@@ -1,5 +1,4 @@
-"""What may happen to an update of whole matrices before it is added, and to the matrices after:
-settings and costs.
+"""Hooks on updates of whole matrices, and on the matrices after them: settings and costs.
 
 The formulas are in :mod:`ds_layerwise.optimizers.rules.update_hooks`.
 """
@@ -7,12 +6,13 @@ The formulas are in :mod:`ds_layerwise.optimizers.rules.update_hooks`.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
 from ds_layerwise.recipes.base.fields import OR_NULL, Positive
-from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.newton_schulz_settings import (
     ALIGNMENT,
     MAX_BATCH_NUMEL,
@@ -21,7 +21,7 @@ from ds_layerwise.recipes.rules.newton_schulz_settings import (
     newton_schulz_workspace,
 )
 
-#: What is kept of a change.
+#: Share of a change that is kept.
 Share = Annotated[float, Field(ge=0, le=1)]
 
 #: Newton-Schulz steps of ``polar_express`` behind one sign in
@@ -37,10 +37,10 @@ class UpdateHooks(Recipe):
     whole matrix where tensor parallelism has cut it. No hook keeps a state.
     """
 
-    #: What says how large an update is, beside the learning rate. With a hook that does, these must
-    #: be as they are.
+    #: Settings of the size of an update, beside the learning rate. With a hook that decides it,
+    #: these must be as they are.
     sized_by: ClassVar[tuple[str, ...]] = ()
-    #: Whether updates are Muon's but for their size, so that nothing is left of the rule with such
+    #: True if updates are Muon's but for their size, so that nothing is left of the rule with such
     #: a hook.
     only_sizes: ClassVar[bool] = False
 
@@ -54,7 +54,7 @@ class UpdateHooks(Recipe):
     before it. The learning rate is then the length of an update relative to the matrix, and nothing
     decays."""
     radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
-    """What is kept of a change of the Frobenius norm where it grows, and where it shrinks."""
+    """Shares that are kept of a change of the Frobenius norm: where it grows, where it shrinks."""
     relative_update: bool = False
     """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative
     length.
@@ -92,33 +92,27 @@ class UpdateHooks(Recipe):
     @property
     def sizing_hook(self) -> str | None:
         """The name of the hook that decides how large an update is, if one does."""
-        return (
-            "hyperball"
-            if self.hyperball is not None
-            else "relative_update"
-            if self.relative_update
-            else None
-        )
+        if self.hyperball is not None:
+            return "hyperball"
+        return "relative_update" if self.relative_update else None
 
     @property
     def own_weight_decay(self) -> float | None:
-        """None, or with ``hyperball`` 0."""
+        """Zero with ``hyperball``, else that of the group."""
         return None if self.hyperball is None else 0.0
 
-    def hook_flops(self, shape: tuple[int, ...]) -> int:
-        """FLOPs of ``spectral_clip``; the others take none that count."""
+    def hook_flops(self, shape: Shape) -> int:
+        """Return the FLOPs of ``spectral_clip``; the others take none that count."""
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
         m, n = sorted((rows, cols))
-        signs = [
-            newton_schulz_flops(m, side, steps=CLIP_STEPS, method="standard") for side in (n, m)
-        ]
-        return math.prod(batch) * (sum(signs) + 4 * m * m * n)
+        flops = partial(newton_schulz_flops, m, steps=CLIP_STEPS, method="standard")
+        return math.prod(batch) * (flops(n) + flops(m) + 4 * m * m * n)
 
-    def hook_workspace(self, shape: tuple[int, ...]) -> int:
-        """Bytes that ``spectral_clip`` takes at most, after the update is done; the others take
-        next to none.
+    def hook_workspace(self, shape: Shape) -> int:
+        """Return the most bytes that ``spectral_clip`` takes, after the update is done; the others
+        take next to none.
 
         The sign of the matrices takes what their update does. The one of their squares, which are
         six while it is made, is taken beside two matrices.
@@ -131,22 +125,19 @@ class UpdateHooks(Recipe):
         return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
 
     def hook_summary(self) -> str:
-        """What is set, for the start-up table; begins with a comma unless it is empty."""
+        """Name the hooks for the start-up table; begins with a comma unless it is empty."""
         named = {
             "hyperball": self.hyperball,
             "radial_brake": self.radial_brake,
             "spectral_clip": self.spectral_clip,
         }
-        said = [
-            f"{key} {list(value) if isinstance(value, tuple) else value}"
-            for key, value in named.items()
-            if value is not None
-        ]
-        return "".join(f", {each}" for each in said + ["relative_update"] * self.relative_update)
+        summary = ""
+        for key, value in named.items():
+            if value is not None:
+                summary += f", {key} {list(value) if isinstance(value, tuple) else value}"
+        return summary + ", relative_update" * self.relative_update
 
 
 def keeps_zeros(recipe: Recipe) -> bool:
-    """Whether a matrix of zeros stays one under ``recipe``, because its updates are as large as
-    itself.
-    """
+    """Tell whether a matrix of zeros stays one, because its updates are as large as itself."""
     return isinstance(recipe, UpdateHooks) and (recipe.relative_update or recipe.hyperball == "own")

@@ -1,11 +1,10 @@
-"""Which parameters an entry of ``layerwise.overrides`` is for: conditions on names, shapes, modules
-and attributes.
-"""
+"""Conditions of overrides and norm groups on names, shapes, modules and attributes."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, ClassVar
@@ -14,6 +13,7 @@ from pydantic import Field
 
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.recipes.base.fields import Section
+from ds_layerwise.recipes.base.recipe import Shape
 
 Text = Annotated[str, Field(min_length=1)]
 #: One text, or several of which any will do.
@@ -21,7 +21,7 @@ Texts = Text | Annotated[tuple[Text, ...], Field(min_length=1)]
 _Whole = Annotated[int, Field(ge=0)]
 #: Sizes of all axes, None for any.
 _Size = Annotated[_Whole | None, Field(json_schema_extra={"expects": "a size, or null for any"})]
-Shape = tuple[_Size, ...]
+Sizes = tuple[_Size, ...]
 
 
 def _told_as(what: str) -> Any:
@@ -30,11 +30,11 @@ def _told_as(what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What conditions ask of one parameter."""
+    """Facts about one parameter that conditions ask for."""
 
     name: str
-    shape: tuple[int, ...]
-    """Of the whole parameter, however many tensor-parallel ranks have cut it."""
+    shape: Shape
+    """Sizes of the whole parameter, however many tensor-parallel ranks have cut it."""
     modules: tuple[str, ...] | None = None
     """The class names of the modules that hold it, short and qualified; None where there is no
     model to ask.
@@ -67,9 +67,9 @@ class Conditions(Section):
         _Whole | Annotated[tuple[_Whole, ...], Field(min_length=1)] | None,
         _told_as("a number of axes, or a list of them"),
     ] = None
-    """How many axes it has."""
+    """The number of its axes."""
     shape: Annotated[
-        Shape | Annotated[tuple[Shape, ...], Field(min_length=1)] | None,
+        Sizes | Annotated[tuple[Sizes, ...], Field(min_length=1)] | None,
         _told_as("a list of sizes, null for any, or a list of such lists"),
     ] = None
     """The sizes of its axes, None for any."""
@@ -82,20 +82,20 @@ class Conditions(Section):
 
     @classmethod
     def condition_keys(cls) -> tuple[str, ...]:
-        """What a config calls the conditions."""
+        """Return the names of the conditions in a config."""
         return tuple(Conditions.model_fields)
 
     def given(self) -> dict[str, Any]:
-        """The conditions that are given, by key."""
+        """Return the conditions that are given, by key."""
         return {
             key: value for key in self.condition_keys() if (value := getattr(self, key)) is not None
         }
 
-    def check_conditions(self, where: str) -> None:
-        """Refuse conditions that nothing can meet, or that are none.
+    def check_conditions(self, where: str, *, required: bool = True) -> None:
+        """Refuse conditions that nothing can meet, or none at all where they are ``required``.
 
         Raises:
-            ConfigError: names the key; ``where`` is what a config calls the conditions.
+            ConfigError: names the key; ``where`` is the name of the conditions in a config.
         """
         for pattern in each_of(self.regex):
             try:
@@ -104,77 +104,70 @@ class Conditions(Section):
                 raise ConfigError(
                     f"{where}.regex must be a regular expression, got {pattern!r}: {e}"
                 ) from e
-        if (
-            self.min_elements is not None
-            and self.max_elements is not None
-            and self.min_elements > self.max_elements
-        ):
+        least, most = self.min_elements, self.max_elements
+        if least is not None and most is not None and least > most:
             raise ConfigError(
-                f"{where}.min_elements is {self.min_elements}, more than max_elements, which is "
-                f"{self.max_elements}: no parameter is between them; lower it"
+                f"{where}.min_elements is {least}, more than max_elements, which is {most}: no "
+                "parameter is between them; lower it"
+            )
+        if required and not self.given():
+            raise ConfigError(
+                f"{where} has no condition; give it one of {', '.join(self.condition_keys())}"
             )
 
     def hold(self, facts: Facts) -> bool:
-        """Whether all conditions that are given hold for a parameter.
+        """Tell whether all conditions that are given hold for a parameter.
 
         Raises:
             RoutingError: a condition asks what ``facts`` do not know, or an attribute is neither
                 true nor false.
         """
-        numel = 1
-        for size in facts.shape:
-            numel *= size
+        numel = math.prod(facts.shape)
         return (
-            (self.name is None or any(fnmatchcase(facts.name, glob) for glob in each_of(self.name)))
-            and (
-                self.regex is None
-                or any(re.fullmatch(each, facts.name) for each in each_of(self.regex))
-            )
-            and (self.ndim is None or len(facts.shape) in each_of(self.ndim))
-            and (self.shape is None or any(_fits(facts.shape, each) for each in self._shapes()))
-            and (self.min_elements is None or numel >= self.min_elements)
-            and (self.max_elements is None or numel <= self.max_elements)
-            and (
-                self.module is None
-                or any(
-                    fnmatchcase(known, glob)
-                    for known in self._modules(facts)
-                    for glob in each_of(self.module)
-                )
-            )
-            and (
-                self.attr is None or any(has_attribute(facts, each) for each in each_of(self.attr))
-            )
+            _meets(self.name, lambda glob: fnmatchcase(facts.name, glob))
+            and _meets(self.regex, lambda pattern: re.fullmatch(pattern, facts.name))
+            and _meets(self.ndim, lambda ndim: len(facts.shape) == ndim)
+            and _meets(self._shapes(), lambda sizes: _fits(facts.shape, sizes))
+            and _meets(self.min_elements, lambda least: numel >= least)
+            and _meets(self.max_elements, lambda most: numel <= most)
+            and _meets(self.module, lambda glob: _in_module(facts, glob))
+            and _meets(self.attr, lambda attr: has_attribute(facts, attr))
         )
 
     @property
     def ask_for_sizes(self) -> bool:
-        """Whether they ask how long axes are."""
-        return any(each is not None for each in (self.shape, self.min_elements, self.max_elements))
+        """True if they ask how long axes are."""
+        return not {"shape", "min_elements", "max_elements"}.isdisjoint(self.given())
 
     def conditions_told(self) -> str:
-        """The conditions as an error has them: the pattern alone where there is but one name."""
+        """Name the conditions for an error: the pattern alone where there is but one name."""
         given = self.given()
         if given.keys() == {"name"} and isinstance(self.name, str):
             return repr(self.name)
         return ", ".join(f"{key} {_as_config(value)!r}" for key, value in given.items())
 
-    def _shapes(self) -> Iterable[Shape]:
+    def _shapes(self) -> Any:
         # One shape has numbers in it, a list of shapes has shapes.
-        one = not self.shape or not isinstance(self.shape[0], tuple)
-        return (self.shape,) if one else self.shape  # type: ignore[return-value]
+        one = self.shape is not None and not any(isinstance(size, tuple) for size in self.shape)
+        return (self.shape,) if one else self.shape
 
-    def _modules(self, facts: Facts) -> tuple[str, ...]:
-        if facts.modules is None:
-            raise RoutingError(
-                f"{facts.name}: a condition asks for module {self.module!r}, and nobody has said "
-                "which modules hold the parameter; pass their class names"
-            )
-        return facts.modules
+
+def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:
+    """Tell whether any of ``wanted`` passes; None asks for nothing."""
+    return wanted is None or any(map(test, each_of(wanted)))
+
+
+def _in_module(facts: Facts, glob: str) -> bool:
+    if facts.modules is None:
+        raise RoutingError(
+            f"{facts.name}: a condition asks for module {glob!r}, and nobody has said which "
+            "modules hold the parameter; pass their class names"
+        )
+    return any(fnmatchcase(module, glob) for module in facts.modules)
 
 
 def has_attribute(facts: Facts, attr: str) -> bool:
-    """Whether a parameter has an attribute of that name that is true.
+    """Tell whether a parameter has an attribute of that name that is true.
 
     Raises:
         RoutingError: there is no parameter to ask, or the attribute is neither true nor false.
@@ -191,16 +184,18 @@ def has_attribute(facts: Facts, attr: str) -> bool:
         ) from e
 
 
-def _fits(shape: tuple[int, ...], wanted: Shape) -> bool:
+def _fits(shape: Shape, wanted: Sizes) -> bool:
     return len(shape) == len(wanted) and all(
-        each in (None, size) for size, each in zip(shape, wanted, strict=True)
+        size in (None, actual) for actual, size in zip(shape, wanted, strict=True)
     )
 
 
 def each_of(value: Any) -> tuple[Any, ...]:
-    """What a key has that takes one or several, or None for none."""
-    return () if value is None else value if isinstance(value, tuple) else (value,)
+    """Return the values of a key that takes one or several, or None for none."""
+    if value is None:
+        return ()
+    return value if isinstance(value, tuple) else (value,)
 
 
 def _as_config(value: Any) -> Any:
-    return [_as_config(each) for each in value] if isinstance(value, tuple) else value
+    return list(map(_as_config, value)) if isinstance(value, tuple) else value

@@ -1,4 +1,4 @@
-"""Learning rates that were found on a narrow model, for a wide one (muP).
+"""muP: learning rates that were found on a narrow model, for a wide one.
 
 Note: the rules, with m the width over the base width
     arXiv 2203.03466, table 8, in which an output head's result is divided by m in the model. Of
@@ -28,17 +28,17 @@ from typing import NamedTuple
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import Count, Section, build
-from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.base.recipe import Recipe, Shape
 
 #: Element-wise rules whose updates are as large whatever gradients are.
 _NORMALISED = ("adamw", "adam", "laprop", "ademamix", "lion", "signum")
 
-#: Of ``scale_mode``, those whose rates carry over.
+#: Values of ``scale_mode`` whose rates carry over.
 _CARRY_OVER = ("unit_rms_norm", "original")
 
 
 class Multipliers(NamedTuple):
-    """What a learning rate and eps are multiplied with."""
+    """Factors of a learning rate and of eps."""
 
     lr: float = 1.0
     eps: float = 1.0
@@ -48,13 +48,13 @@ class Mup(Section):
     """``layerwise.mup``: see the note on the rules."""
 
     base_width: Count
-    """Of the model on which the learning rates were found."""
+    """Width of the model on which the learning rates were found."""
     width: Count
-    """Of this model: the size of its hidden state."""
+    """Width of this model: the size of its hidden state."""
 
     @classmethod
     def from_section(cls, where: str, value: object) -> Mup:
-        """Parse what a config has under the name ``where``."""
+        """Parse a section that a config has under the name ``where``."""
         if not isinstance(value, Mapping) or not {"base_width", "width"} <= value.keys():
             raise ConfigError(
                 f'{where} must be an object like {{"base_width": 256, "width": 4096}}, got '
@@ -64,11 +64,11 @@ class Mup(Section):
 
     @property
     def ratio(self) -> float:
-        """How many times as wide as the base this model is."""
+        """Width of this model over the base width."""
         return self.width / self.base_width
 
     def multipliers(self, recipe: Recipe, *, hidden: bool) -> Multipliers:
-        """What the rates of a parameter are multiplied with that ``recipe`` updates.
+        """Return the factors for the rates of a parameter that ``recipe`` updates.
 
         Args:
             hidden: whether two of its axes grow with the model.
@@ -81,24 +81,22 @@ class Mup(Section):
             _check_matrix_rule(recipe)
             return Multipliers()
         if recipe.rule in _NORMALISED:
+            if not hidden:
+                return Multipliers()
             less = 1 / self.ratio
-            return (
-                Multipliers(less, less if "eps" in recipe.hyper else 1.0)
-                if hidden
-                else Multipliers()
-            )
+            return Multipliers(less, less if "eps" in recipe.hyper else 1.0)
         if recipe.rule == "sgd":
-            return Multipliers() if hidden else Multipliers(self.ratio)
+            return Multipliers(1.0 if hidden else self.ratio)
         raise ValueError(
             f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup "
             "out, and give rates by layerwise.overrides"
         )
 
 
-def is_hidden(shape: tuple[int, ...]) -> bool:
-    """Whether a parameter of ``shape`` that is no embedding and no output head has two axes that
-    grow with the model: the first two, which a depthwise kernel, or one row of positions, does not
-    have."""
+def is_hidden(shape: Shape) -> bool:
+    """Tell whether a parameter that is no embedding and no output head has two axes that grow with
+    the model: the first two, which a depthwise kernel, or one row of positions, does not have.
+    """
     return len(shape) > 1 and shape[0] > 1 and shape[1] > 1
 
 
@@ -112,9 +110,9 @@ def _check_matrix_rule(recipe: Recipe) -> None:
     if recipe.rule == "scion" and hook is None:
         return
     if hook is not None or mode is None or getattr(recipe, "moment2_rescale", True) is False:
-        what = f"{recipe.rule} with {hook}" if hook else recipe.rule
+        name = f"{recipe.rule} with {hook}" if hook else recipe.rule
         raise ValueError(
-            f"how the rate of {what} depends on the width is not known; leave layerwise.mup out, "
+            f"how the rate of {name} depends on the width is not known; leave layerwise.mup out, "
             "or take muon with scale_mode 'unit_rms_norm'"
         )
     if mode not in _CARRY_OVER:

@@ -12,7 +12,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import OR_NULL, NonNegative, build
 from ds_layerwise.recipes.targets.conditions import Conditions
 
-#: What a monitor may call a group, which may make the name of a file of it.
+#: Names of groups; a monitor may make names of files of them.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
@@ -22,19 +22,19 @@ class NormGroup(Conditions):
     example = '{"name": "mtp.*"}'
 
     gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
-    """What their gradients are clipped to by their own norm, which the norm of all others then
-    leaves out; 0: to nothing. None: they are counted, and clipped, with all others."""
+    """Bound of the norm of their gradients, which the norm of all others then leaves out; 0:
+    nothing is left. None: they are counted, and clipped, with all others."""
     optional: bool = False
-    """Whether it may match no parameter."""
+    """True if it may match no parameter."""
 
     @property
     def is_apart(self) -> bool:
-        """Whether its norm alone clips it, and counts nowhere else."""
+        """True if its norm alone clips it, and counts nowhere else."""
         return self.gradient_clipping is not None
 
 
 def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
-    """The groups that a config has under the name ``where``.
+    """Return the groups that a config has under the name ``where``.
 
     Raises:
         ConfigError: a name or an entry cannot be.
@@ -62,10 +62,6 @@ def _checked_name(where: str, name: object) -> str:
 def _checked(where: str, entry: object) -> NormGroup:
     if isinstance(entry, NormGroup):
         return entry
-    found = build(NormGroup, where, entry)
-    found.check_conditions(where)
-    if not found.given():
-        raise ConfigError(
-            f"{where} has no condition; give it one of {', '.join(NormGroup.condition_keys())}"
-        )
-    return found
+    group = build(NormGroup, where, entry)
+    group.check_conditions(where)
+    return group

@@ -1,6 +1,4 @@
-"""One entry of ``layerwise.overrides``, or of overrides in Python: for which parameters, and what
-differs for them.
-"""
+"""Entries of ``layerwise.overrides``, or of overrides in Python."""
 
 from __future__ import annotations
 
@@ -26,14 +24,12 @@ from ds_layerwise.recipes.targets.conditions import Conditions, Facts
 from ds_layerwise.recipes.targets.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
 from ds_layerwise.recipes.targets.param_keys import ParamKey
 
-#: What of an entry is neither a condition nor a change.
+#: Fields that are neither a condition nor a change.
 _ABOUT = ("optional", "settings", "key")
 
 
 class Override(Conditions):
-    """One entry of ``layerwise.overrides``: what differs for the parameters that meet its
-    conditions.
-    """
+    """Differences for the parameters that meet the conditions of an entry."""
 
     optimizer: str | None = None
     """A recipe of the registry with its defaults, or one of the run's two."""
@@ -56,11 +52,9 @@ class Override(Conditions):
     betas: Betas | None = None
     eps: NonNegative | None = None
     optional: bool = False
-    """Whether it may match no parameter."""
+    """True if it may match no parameter."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """What the override sets of the recipe that parameters have, by the names of
-    ``optimizer.params``.
-    """
+    """Settings of the recipe that parameters have, by the names of ``optimizer.params``."""
     key: Annotated[Any, Field(exclude=True)] = None
     """The :class:`~ds_layerwise.recipes.targets.param_keys.ParamKey` that must match as well; None
     in a config.
@@ -68,7 +62,7 @@ class Override(Conditions):
 
     @classmethod
     def entry_keys(cls) -> tuple[str, ...]:
-        """What an entry may say, beside settings of recipes."""
+        """Return the keys of an entry, beside settings of recipes."""
         return tuple(key for key in cls.keys() if key not in ("settings", "key"))
 
     @classmethod
@@ -86,51 +80,44 @@ class Override(Conditions):
             raise ConfigError(
                 f'{where} must be an object like {{"name": "*.bias", ...}}, got {entry!r}'
             )
-        own, of_recipes = cls.entry_keys(), merged_keys(recipes_of_settings())
-        for each in entry:
-            if each not in own and each not in of_recipes:
-                raise unknown_key(where, each, {*own, *of_recipes})
-        settings = tuple(
-            (key, check_setting(of_recipes[key], f"{where}.{key}", key, value))
-            for key, value in entry.items()
-            if key not in own
-        )
-        if "optimizer" in entry:
-            check(any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", entry["optimizer"])
-        found = build(
-            cls,
-            where,
-            checked_split(where, {key: value for key, value in entry.items() if key in own}),
-        )
-        found.check_conditions(where)
-        if key is None and not found.given():
+        own_keys, of_recipes = cls.entry_keys(), merged_keys(recipes_of_settings())
+        own, settings = {}, []
+        for name, value in entry.items():
+            if name in own_keys:
+                own[name] = value
+            elif name in of_recipes:
+                checked = check_setting(of_recipes[name], f"{where}.{name}", name, value)
+                settings.append((name, checked))
+            else:
+                raise unknown_key(where, name, {*own_keys, *of_recipes})
+        if "optimizer" in own:
+            check(any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", own["optimizer"])
+        override = build(cls, where, checked_split(where, own))
+        override.check_conditions(where, required=key is None)
+        override = override.model_copy(update={"settings": tuple(settings), "key": key})
+        if not override.changes():
             raise ConfigError(
-                f"{where} has no condition; give it one of {', '.join(cls.condition_keys())}"
+                f"{where} ({override.conditions_told()}) overrides nothing; add one of "
+                f"{', '.join(cls.change_keys())}, or a setting of the optimizer: "
+                f"{', '.join(of_recipes)}"
             )
-        found = found.model_copy(update={"settings": settings, "key": key})
-        if not found.changes():
-            raise ConfigError(
-                f"{where} ({found.conditions_told()}) overrides nothing; add one of "
-                f"{', '.join([each for each in own if each in cls.change_keys()])}, or a setting "
-                f"of the optimizer: {', '.join(of_recipes)}"
-            )
-        _check_rates(where, found)
-        return found
+        _check_rates(where, override)
+        return override
 
     @classmethod
     def change_keys(cls) -> tuple[str, ...]:
-        """What an entry may change, beside settings of recipes."""
+        """Return the keys that an entry may change, beside settings of recipes."""
         return tuple(key for key in cls.keys() if key not in (*cls.condition_keys(), *_ABOUT))
 
     def changes(self) -> dict[str, Any]:
-        """What the override sets, by key."""
-        own = {
+        """Return the changes that the override makes, by key."""
+        changes = {
             key: value for key in self.change_keys() if (value := getattr(self, key)) is not None
         }
-        return as_one_change({**own, **dict(self.settings)})
+        return as_one_change({**changes, **dict(self.settings)})
 
     def matches(self, facts: Facts) -> bool:
-        """Whether the override is for a parameter.
+        """Tell whether the override is for a parameter.
 
         Raises:
             RoutingError: a condition asks what ``facts`` do not know, or what a function cannot
@@ -139,13 +126,13 @@ class Override(Conditions):
         return self.hold(facts) and (self.key is None or self.key.chooses(facts))
 
     def label(self, index: int) -> str:
-        """What errors call it, which is number ``index`` of all overrides."""
+        """Return the name for errors of the override, number ``index`` of all."""
         return f"layerwise.overrides[{index}]" if self.key is None else f"overrides[{self.key!r}]"
 
 
 def overrides_of(given: object) -> tuple[Override, ...]:
-    """Overrides in Python: a mapping of :class:`ParamKey` to what differs, by the names of an entry
-    in a config.
+    """Return overrides in Python: a mapping of :class:`ParamKey` to what differs, by the names of
+    an entry in a config.
 
     Raises:
         ConfigError: it is none; names the key.
@@ -156,12 +143,8 @@ def overrides_of(given: object) -> tuple[Override, ...]:
         raise ConfigError(f"overrides must be a mapping of ParamKey to what differs, got {given!r}")
     for key in given:
         if not isinstance(key, ParamKey):
-            raise ConfigError(
-                f"overrides must have ParamKey for keys, got {key!r}; ParamKey(name={key!r}) is a "
-                "glob over names"
-                if isinstance(key, str)
-                else f"overrides must have ParamKey for keys, got {key!r}"
-            )
+            glob = f"; ParamKey(name={key!r}) is a glob over names" * isinstance(key, str)
+            raise ConfigError(f"overrides must have ParamKey for keys, got {key!r}{glob}")
     return tuple(
         Override.from_entry(f"overrides[{key!r}]", _joined(key, entry), key=key)
         for key, entry in given.items()
@@ -169,33 +152,36 @@ def overrides_of(given: object) -> tuple[Override, ...]:
 
 
 def _joined(key: ParamKey, entry: object) -> object:
-    """``entry`` with the conditions of ``key`` that must hold as well."""
+    """Return ``entry`` with the conditions of ``key`` that must hold as well."""
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"overrides[{key!r}] must be a mapping like {{'weight_decay': 0.0}}, got {entry!r}"
         )
-    for each in key.narrowed:
-        if each in entry:
+    for name in key.narrowed:
+        if name in entry:
             raise ConfigError(
-                f"overrides[{key!r}] has {each} once more, {entry[each]!r}; keep one of the two"
+                f"overrides[{key!r}] has {name} once more, {entry[name]!r}; keep one of the two"
             )
     return {**key.narrowed, **entry}
 
 
-def _check_rates(where: str, found: Override) -> None:
-    if found.lr is not None and found.lr_scale is not None:
+def _check_rates(where: str, override: Override) -> None:
+    lr, scale, least = override.lr, override.lr_scale, override.min_lr
+    if lr is None:
+        return
+    if scale is not None:
         raise ConfigError(
-            f"{where}.lr is {found.lr:g} and {where}.lr_scale {found.lr_scale:g}: the first is the "
-            "learning rate itself, the second multiplies another; keep one of the two"
+            f"{where}.lr is {lr:g} and {where}.lr_scale {scale:g}: the first is the learning rate "
+            "itself, the second multiplies another; keep one of the two"
         )
-    if found.lr is not None and found.min_lr is not None and found.min_lr > found.lr:
+    if least is not None and least > lr:
         raise ConfigError(
-            f"{where}.min_lr is {found.min_lr:g}, above {where}.lr, which is {found.lr:g}; lower it"
+            f"{where}.min_lr is {least:g}, above {where}.lr, which is {lr:g}; lower it"
         )
 
 
 def check_setting(recipe: type[Section], where: str, key: str, value: object) -> Any:
-    """``value`` as a setting of ``recipe`` that configs call ``key``.
+    """Return ``value`` as a setting of ``recipe`` that configs call ``key``.
 
     Raises:
         ConfigError: it cannot be; ``where`` is the name it is reported under.

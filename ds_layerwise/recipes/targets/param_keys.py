@@ -1,5 +1,4 @@
-"""Keys of overrides in Python: what :mod:`.recipes.targets.conditions` have, and functions of a
-parameter besides.
+"""Keys of overrides in Python: conditions, and functions of a parameter besides.
 
 Reference: the classes of the same names in Megatron-LM,
 ``megatron/core/optimizer/optimizer_config.py``.
@@ -23,7 +22,7 @@ class _Predicate:
 
     name: str
     fn: Callable[..., bool] = field(compare=False, repr=False)
-    """Whether a parameter is meant. It must say the same on every rank."""
+    """Tells whether a parameter is meant. It must say the same on every rank."""
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -35,7 +34,7 @@ class _Predicate:
             raise ConfigError(f"{kind}.fn must be a function, got {self.fn!r}")
 
     def __call__(self, *args: Any) -> bool:
-        """What the function says."""
+        """Call the function."""
         return bool(self.fn(*args))
 
 
@@ -51,9 +50,20 @@ class ParamWithNamePredicate(_Predicate):
     __slots__ = ()
 
 
+#: Conditions of which any will do, with the type of their values.
+_ANY: dict[str, type] = {
+    "name": str,
+    "attr": str,
+    "predicate": ParamPredicate,
+    "with_name_predicate": ParamWithNamePredicate,
+}
+#: Conditions that must all hold.
+_ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamKey:
-    """A choice of parameters, as a key of overrides in Python. Equal keys choose alike.
+    """A choice of parameters, as a key of overrides in Python. Equal keys choose the same.
 
     ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` mean what they do in Megatron-LM:
     each is one or several, and a parameter is chosen if *any* of all these matches. The other
@@ -78,9 +88,10 @@ class ParamKey:
     regex: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        for each in fields(self):
+        names = [each.name for each in fields(self)]
+        for name in names:
             # What is hashed must not be a list.
-            object.__setattr__(self, each.name, normalised(getattr(self, each.name)))
+            object.__setattr__(self, name, normalised(getattr(self, name)))
         for key, kind in _ANY.items():
             for value in each_of(getattr(self, key)):
                 if not isinstance(value, kind) or value == "":
@@ -89,34 +100,31 @@ class ParamKey:
                         f"{value!r}"
                     )
         if not (self.choices or self.narrowed):
-            raise ConfigError(
-                "ParamKey has no condition; give it one of "
-                f"{', '.join(each.name for each in fields(self))}"
-            )
+            raise ConfigError(f"ParamKey has no condition; give it one of {', '.join(names)}")
         self.conditions()
 
     @property
     def choices(self) -> dict[str, Any]:
-        """Those of which any will do, as far as they are given."""
+        """The conditions of which any will do, as far as they are given."""
         return {key: getattr(self, key) for key in _ANY if each_of(getattr(self, key))}
 
     @property
     def narrowed(self) -> dict[str, Any]:
-        """Those that must all hold, as far as they are given."""
+        """The conditions that must all hold, as far as they are given."""
         return {key: value for key in _ALL if (value := getattr(self, key)) is not None}
 
     def conditions(self) -> Conditions:
-        """Those that must all hold.
+        """Return the conditions that must all hold.
 
         Raises:
             ConfigError: one is of the wrong type; names it.
         """
-        found = build(Conditions, "ParamKey", self.narrowed)
-        found.check_conditions("ParamKey")
-        return found
+        conditions = build(Conditions, "ParamKey", self.narrowed)
+        conditions.check_conditions("ParamKey", required=False)
+        return conditions
 
     def matches(self, param: Any, param_name: str, modules: Sequence[str] | None = None) -> bool:
-        """Whether a parameter is chosen.
+        """Tell whether a parameter is chosen.
 
         Args:
             modules: the class names of the modules that hold it, for a key with ``module``.
@@ -125,29 +133,24 @@ class ParamKey:
             RoutingError: the key has ``module``, and ``modules`` is None; an attribute is neither
                 true nor false.
         """
-        facts = Facts(
-            name=param_name,
-            shape=tuple(param.shape),
-            param=param,
-            modules=None if modules is None else tuple(modules),
-        )
+        kinds = None if modules is None else tuple(modules)
+        facts = Facts(name=param_name, shape=tuple(param.shape), param=param, modules=kinds)
         return self.conditions().hold(facts) and self.chooses(facts)
 
     def chooses(self, facts: Facts) -> bool:
-        """Whether any of the four matches, or none of them is given.
+        """Tell whether any of the four matches, or none of them is given.
 
         Raises:
             RoutingError: a function fails, or an attribute is neither true nor false; names the
                 parameter.
         """
-        return not self.choices or (
-            any(fnmatchcase(facts.name, glob) for glob in each_of(self.name))
+        name, param = facts.name, facts.param
+        return (
+            not self.choices
+            or any(fnmatchcase(name, glob) for glob in each_of(self.name))
             or any(has_attribute(facts, attr) for attr in each_of(self.attr))
-            or any(_asked(each, facts, facts.param) for each in each_of(self.predicate))
-            or any(
-                _asked(each, facts, facts.param, facts.name)
-                for each in each_of(self.with_name_predicate)
-            )
+            or any(_asked(fn, name, param) for fn in each_of(self.predicate))
+            or any(_asked(fn, name, param, name) for fn in each_of(self.with_name_predicate))
         )
 
     def __repr__(self) -> str:
@@ -155,17 +158,7 @@ class ParamKey:
         return f"ParamKey({', '.join(f'{key}={value!r}' for key, value in given.items())})"
 
 
-#: What a parameter needs any of, and of what type each is; and what it needs all of.
-_ANY: dict[str, type] = {
-    "name": str,
-    "attr": str,
-    "predicate": ParamPredicate,
-    "with_name_predicate": ParamWithNamePredicate,
-}
-_ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
-
-
-def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
+def _asked(predicate: Callable[..., bool], param_name: str, *args: Any) -> bool:
     try:
         return predicate(*args)
     except (
@@ -178,7 +171,7 @@ def _asked(predicate: Callable[..., bool], facts: Facts, *args: Any) -> bool:
         TypeError,
         ValueError,
     ) as e:
+        first_line = str(e).partition("\n")[0]
         raise RoutingError(
-            f"{facts.name}: {predicate!r} fails for it: {type(e).__name__}: "
-            f"{str(e).partition(chr(10))[0]}"
+            f"{param_name}: {predicate!r} fails for it: {type(e).__name__}: {first_line}"
         ) from e

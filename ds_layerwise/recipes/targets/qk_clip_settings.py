@@ -1,4 +1,4 @@
-"""QK-clip: weights of queries and keys are scaled down where they made attention logits too large.
+"""QK-clip: scales weights of queries and keys down where they made attention logits too large.
 
 Note: the rule
     Of a head whose largest logit over a step's batches is s, where threshold / s = eta is less than
@@ -22,14 +22,14 @@ from pydantic import Field
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import OR_NULL, Count, Positive, Section, build, entries_of
 
-#: What outputs of a layer are: queries, their part that is rotated where keys share theirs, keys,
-#: or something else.
+#: Kind of outputs of a layer: queries, their part that is rotated where keys share theirs, keys, or
+#: something else.
 Role = Literal["query", "rotated", "key", "other"]
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Outputs of one kind that lie one after the other: ``heads`` times ``width``."""
+    """Consecutive outputs of one kind: ``heads`` times ``width``."""
 
     role: Role
     heads: int
@@ -38,42 +38,42 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """What the outputs of a layer are, in their order: ``groups`` times ``runs``."""
+    """The outputs of a layer in their order: ``groups`` times ``runs``."""
 
     runs: tuple[Run, ...]
     groups: int = 1
 
     @property
     def length(self) -> int:
-        """How many there are."""
+        """The number of outputs."""
         return self.groups * sum(run.heads * run.width for run in self.runs)
 
     def heads(self) -> tuple[tuple[Role, int, int], ...]:
-        """The outputs as (role, which head of that role, how many outputs), in their order."""
-        return tuple(
-            (run.role, group * run.heads + head, run.width)
-            for group in range(self.groups)
-            for run in self.runs
-            for head in range(run.heads)
-        )
+        """Return (role, index of the head of that role, number of outputs) in order."""
+        heads = []
+        for group in range(self.groups):
+            for run in self.runs:
+                for head in range(run.heads):
+                    heads.append((run.role, group * run.heads + head, run.width))
+        return tuple(heads)
 
 
 def power_of(role: Role, alpha: float) -> float:
-    """The power of eta that outputs are multiplied with."""
+    """Return the power of eta that outputs are multiplied with."""
     return {"query": alpha, "rotated": 1.0, "key": 1 - alpha, "other": 0.0}[role]
 
 
 class AttentionEntry(Section):
-    """One entry of ``layerwise.qk_clip.attention``: where an attention module has its queries and
-    keys.
-    """
+    """One entry of ``layerwise.qk_clip.attention``: the queries and keys of an attention module."""
+
+    example = '{"name": "*.attn", "heads": 8, "qkv": "qkv"}'
 
     name: Annotated[str, Field(min_length=1)]
     """A glob over the paths of modules."""
     heads: Count
-    """Of queries."""
+    """Heads of queries."""
     kv_heads: Annotated[Count | None, OR_NULL] = None
-    """Of keys; None for as many."""
+    """Heads of keys; None for as many."""
     q: Annotated[str | None, OR_NULL] = None
     """The path, from the module, of the layer that gives queries, or of its weight."""
     k: Annotated[str | None, OR_NULL] = None
@@ -81,19 +81,19 @@ class AttentionEntry(Section):
     qkv: Annotated[str | None, OR_NULL] = None
     """In place of the two, a layer that gives queries, keys and values."""
     by_head: bool = False
-    """Whether ``qkv`` gives queries, keys and values head by head (of keys), and not all queries
+    """True if ``qkv`` gives queries, keys and values head by head (of keys), and not all queries
     first.
     """
     rotated: Annotated[Count | None, OR_NULL] = None
-    """How many outputs at the end of each head of ``q`` meet keys that all heads share."""
+    """Outputs at the end of each head of ``q`` that meet keys that all heads share."""
     values: Annotated[Count | None, OR_NULL] = None
-    """How many outputs at the end of each head of ``k`` are values."""
+    """Outputs at the end of each head of ``k`` that are values."""
 
     def check_keys(self, where: str) -> None:
         """Refuse keys that contradict each other.
 
         Raises:
-            ConfigError: names them; ``where`` is what a config calls the entry.
+            ConfigError: names them; ``where`` is the name of the entry in a config.
         """
         fused = self.qkv is not None
         if fused == (self.q is not None) or (self.q is None) != (self.k is None):
@@ -117,43 +117,37 @@ class AttentionEntry(Section):
 class QkClip(Section):
     """``layerwise.qk_clip``: see the note on the rule."""
 
+    example = '{"threshold": 100}'
+
     threshold: Positive = 100.0
     """No head's largest logit of a step stays above this."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """How much of it queries bear, and keys the rest."""
+    """The share that queries bear, and keys the rest."""
     hook: bool = True
     """Measure logits in the attention of transformers; false: they are given to
     ``note_attention_logits``.
     """
     attention: tuple[AttentionEntry, ...] = ()
-    """Where attention is; empty: in the modules of transformers that are known."""
+    """Attention modules; empty: the modules of transformers that are known."""
 
     @classmethod
     def from_section(cls, where: str, section: object) -> QkClip:
-        """Parse what a config has under the name ``where``.
+        """Parse a section that a config has under the name ``where``.
 
         Raises:
             ConfigError: names the key.
         """
-        if not isinstance(section, Mapping):
-            raise ConfigError(
-                f'{where} must be an object like {{"threshold": 100}}, got {section!r}'
-            )
-        values = dict(section)
-        if "attention" in values:
-            values["attention"] = entries_of(_entry, f"{where}.attention", values["attention"])
-        return build(cls, where, values)
+        if isinstance(section, Mapping) and "attention" in section:
+            entries = entries_of(_entry, f"{where}.attention", section["attention"])
+            section = {**section, "attention": entries}
+        return build(cls, where, section)
 
 
-def _entry(where: str, entry: object) -> AttentionEntry:
-    if not isinstance(entry, Mapping):
-        raise ConfigError(
-            f'{where} must be an object like {{"name": "*.attn", "heads": 8, "qkv": "qkv"}}, '
-            f"got {entry!r}"
-        )
-    for key in ("name", "heads"):
-        if key not in entry:
-            raise ConfigError(f"{where} has no {key}; add it")
-    found = build(AttentionEntry, where, entry)
-    found.check_keys(where)
-    return found
+def _entry(where: str, values: object) -> AttentionEntry:
+    if isinstance(values, Mapping):
+        for key in ("name", "heads"):
+            if key not in values:
+                raise ConfigError(f"{where} has no {key}; add it")
+    entry = build(AttentionEntry, where, values)
+    entry.check_keys(where)
+    return entry

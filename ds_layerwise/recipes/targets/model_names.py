@@ -1,0 +1,122 @@
+"""Names that model families give to projections and to the sizes of attention."""
+
+from __future__ import annotations
+
+import re
+
+#: Layers of queries, and of keys and values, whose heads can be matrices of their own.
+QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
+KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
+
+#: Layers of queries, keys and values together, whose heads have one width.
+FUSED_NAMES = (
+    "c_attn",
+    "qkv",
+    "qkv_proj",
+    "query_key_value",
+    "Wqkv",
+    "wqkv",
+    "att_proj",
+    "in_proj_weight",
+)
+
+#: Pairs of layers of queries and of keys, whose logits can be clipped.
+QUERY_KEY_PAIRS = (
+    ("q_proj", "k_proj"),
+    ("query", "key"),
+    ("q", "k"),
+    ("wq", "wk"),
+    ("q_lin", "k_lin"),
+    ("linear_q", "linear_k"),
+)
+
+#: Layers of queries, keys and values, in all families of transformers or in one.
+QKV = (
+    "qkv",
+    "bark.att_proj",
+    "bloom.query_key_value",
+    "dbrx.Wqkv",
+    "deberta.in_proj",
+    "decision_transformer.c_attn",
+    "falcon.query_key_value",
+    "gpt2.c_attn",
+    "gpt_bigcode.c_attn",
+    "gpt_neox.query_key_value",
+    "gpt_neox_japanese.query_key_value",
+    "imagegpt.c_attn",
+    "modernbert.Wqkv",
+    "mpt.Wqkv",
+    "openai.c_attn",
+    "persimmon.query_key_value",
+    "phi3.qkv_proj",
+    "phi4_multimodal.qkv_proj",
+)
+
+#: Families with :data:`QKV` by head of keys, each with its queries; in others all queries come
+#: first.
+QKV_BY_HEAD = (
+    "bloom",
+    "deberta",
+    "falcon",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "persimmon",
+)
+
+#: Layers of gate and up, or keys and values: two parts of one size, one after the other.
+HALVES = (
+    "gate_up_proj",
+    "Wi",
+    "to_kv",
+    "granitemoe_swa.input_linear",
+    "granitemoehybrid.input_linear",
+    "granitemoeshared.input_linear",
+    "jetmoe.input_linear",
+    "jetmoe.kv_proj",
+)
+
+#: Families of experts whose module does not say that gate and up lie so.
+GATE_UP_EXPERTS = ("llama4", "longcat_flash", "step3p7")
+
+#: Families of which each head of queries has a gate after it.
+GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+
+#: Names of fused projections, known or not.
+LOOKS_FUSED = re.compile(
+    r"(\w+_)?w?qkvz?(_proj)?|Wqkv|query_key_value|c_attn|att_proj|(to_|linear_)?kv|"
+    r"in_proj_(weight|ba)|gate_up(_proj)?|Wi|w1[23]"
+)
+
+#: Numbers of heads of queries, of heads of keys, of the width of a head, and of a hidden state.
+HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+HEAD_WIDTHS = ("head_dim", "attention_head_size")
+HIDDEN_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+
+#: Sizes of attention that goes through latents.
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+#: Heads of keys and of values in linear attention, and the width of all of each.
+LINEAR_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
+
+#: Linear layers that open a block, and those that close one, as Llama, Qwen and GPT-2 call them.
+OPENS_BLOCK = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
+CLOSES_BLOCK = ("o_proj", "down_proj", "c_proj")
+
+#: Embeddings and output layers of the same families.
+TABLES = ("embed_tokens", "wte")
+OUTPUT_LAYERS = ("lm_head",)
+
+#: Modules of the same families that every tensor-parallel rank has a copy of.
+COPIED = (
+    "wpe",
+    "ln_1",
+    "ln_2",
+    "ln_f",
+    "norm",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "q_norm",
+    "k_norm",
+)
