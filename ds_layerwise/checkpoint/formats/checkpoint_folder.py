@@ -217,12 +217,7 @@ class ModelFile:
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerWiseError(f"{path} holds no module; it is no model file of DeepSpeed")
-        shapes: dict[str, tuple[int, ...]] = {}
-        # Each stage of a pipeline has a file of its own; this one counts most.
-        stages = [stage for stage in folder.glob("mp_rank_*_model_states.pt") if stage != path]
-        for stage in sorted(stages, reverse=True):
-            shapes.update(_shapes(load(stage)))
-        shapes.update(_shapes(content))
+        shapes = {**_shapes_of_others(path, load), **_shapes(content)}
         elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())} if is_zero3 else set()
         module = {}
         experts = _experts(folder, _load_trusted if trust else load_safely)
@@ -248,6 +243,15 @@ def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     shapes = {}
     for group in content.get(PARAM_SHAPES) or ():
         shapes.update({name: tuple(shape) for name, shape in group.items()})
+    return shapes
+
+
+def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tuple[int, ...]]:
+    """Read the shapes in the files of the other stages of a pipeline."""
+    shapes = {}
+    for stage in sorted(path.parent.glob("mp_rank_*_model_states.pt"), reverse=True):
+        if stage != path:
+            shapes.update(_shapes(load(stage)))
     return shapes
 
 

@@ -203,6 +203,12 @@ def _listed_in(folder: Path) -> Metadata:
     return found
 
 
+def _shapes_of_weights(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    start = f"{MODEL}."
+    keys = [key for key in sizes if key.startswith(start)]
+    return {key.removeprefix(start): sizes[key] for key in keys}
+
+
 def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a list.
 
@@ -261,9 +267,7 @@ class ShardedCheckpoint:
         ):
             self._metadata = self._read_list(checkpoint)
             self._sizes = _sizes_in(self._metadata)
-        start = f"{MODEL}."
-        keys = [key for key in self._sizes if key.startswith(start)]
-        shapes = {key.removeprefix(start): self._sizes[key] for key in keys}
+        shapes = _shapes_of_weights(self._sizes)
         if not shapes:
             raise LayerWiseError(
                 f"{self._where} has no weights under {MODEL}; it has "

@@ -258,7 +258,7 @@ def _has_ratios(values: Mapping[str, Any]) -> bool:
 
 
 def _state_of(scheduler: Any) -> dict[str, Any]:
-    state = getattr(scheduler, "state_dict", dict)()
+    state: object = getattr(scheduler, "state_dict", dict)()
     return state if isinstance(state, dict) else {}
 
 
