@@ -1,3 +1,1 @@
-"""What each optimizer computes, in values: its settings, its work, its states. Loads neither torch
-nor deepspeed.
-"""
+"""Optimizers in values: settings, work and states. Loads neither torch nor deepspeed."""

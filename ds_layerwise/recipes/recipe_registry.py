@@ -16,7 +16,7 @@ from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
 
 
 class Entry(NamedTuple):
-    """One optimizer. The rule is named, not imported: it takes torch."""
+    """An optimizer. The rule is named, not imported: it takes torch."""
 
     recipe: type[Recipe]
     rule: str

@@ -1,1 +1,1 @@
-"""Which recipe each parameter gets, and why."""
+"""Routes of parameters: the recipe of each, and the reason."""

@@ -104,11 +104,12 @@ def attentions_of(
 
 def matched(model: nn.Module, clip: QkClip | None) -> set[int]:
     """Return the entries of ``clip``, by index, that are for a module of ``model``."""
-    return {
-        i
-        for i, entry in enumerate(clip.attention if clip else ())
-        if any(fnmatchcase(path, entry.name) for path, _ in _inside(model))
-    }
+    found = set()
+    for path, _ in _inside(model):
+        for i, entry in enumerate(clip.attention if clip else ()):
+            if fnmatchcase(path, entry.name):
+                found.add(i)
+    return found
 
 
 def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -224,13 +225,7 @@ def _attention(
     Raises:
         RoutingError: scaling would not scale its logits, or the entry does not fit.
     """
-    for child, normed in module.named_children():
-        if QK_NORM.fullmatch(child) and next(normed.parameters(), None) is not None:
-            raise RoutingError(
-                f"layerwise.qk_clip: {path}.{child} norms queries or keys, so that scaling the "
-                "weights before it leaves logits as they are, and they are bounded without; leave "
-                "qk_clip out, or name other modules in layerwise.qk_clip.attention"
-            )
+    _refuse_norms(path, module)
     layers = [_layer(path, module, where) for where in _paths(entry)]
     kv_heads = entry.kv_heads or entry.heads
     if entry.heads % kv_heads:
@@ -256,6 +251,16 @@ def _attention(
             f"of {path} are; train all of them or none, or leave qk_clip out"
         )
     return Attention(path, module, heads, kv_heads, () if frozen else tuple(scaled))
+
+
+def _refuse_norms(path: str, module: nn.Module) -> None:
+    for child, normed in module.named_children():
+        if QK_NORM.fullmatch(child) and next(normed.parameters(), None) is not None:
+            raise RoutingError(
+                f"layerwise.qk_clip: {path}.{child} norms queries or keys, so that scaling the "
+                "weights before it leaves logits as they are, and they are bounded without; leave "
+                "qk_clip out, or name other modules in layerwise.qk_clip.attention"
+            )
 
 
 def _paths(entry: AttentionEntry) -> list[str]:

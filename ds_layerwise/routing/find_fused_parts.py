@@ -139,32 +139,40 @@ def _known(
     module: nn.Module, leaf: str, length: int, sources: list[Any], cut: int | None
 ) -> Split | None:
     """Return the known split of the outputs, ``length`` in all, that ``module`` calls ``leaf``."""
-    family = family_of(module)
     heads, keys, width = heads_of(sources)
     if leaf == "gate_up_proj" and leaf in module._parameters:
-        if getattr(module, "has_gate", False) is not True and family not in GATE_UP_EXPERTS:
-            return None
-        if getattr(module, "is_concatenated", True):
-            return _equal(length, "gate", "up")
-        return _split(length // 2, gate=1, up=1)
+        return _of_experts(module, length)
     if is_one(HALVES, module, leaf):
         return _equal(length, "k", "v") if "kv" in leaf else _equal(length, "gate", "up")
     of_torch = leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
     if is_one(QKV, module, leaf) or of_torch:
-        by_head = lies_by_head(module)
-        if not by_head and heads == keys:
-            # Vision models may not say how many heads they have, or count them a stage; an encoder
-            # gives no queries.
-            of_encoder = getattr(module, "is_cross_attention", False) is True
-            return _equal(length, *("kv" if of_encoder else "qkv"))
-        groups = (keys or 1) if by_head else 1
-        kv = (keys or 0) * width // groups
-        return _split(groups, q=(heads or 0) * width // groups, k=kv, v=kv)
+        return _of_attention(module, length, heads or 0, keys or 0, width)
     if hasattr(module, "kv_b_proj"):
         return _of_latents(leaf, sources, heads, cut)
-    if leaf == "q_proj" and family in GATED_QUERIES:
+    if leaf == "q_proj" and family_of(module) in GATED_QUERIES:
         return _split(heads, cut, q=width, gate=width)
     return _of_linear_attention(module, leaf)
+
+
+def _of_experts(module: nn.Module, length: int) -> Split | None:
+    known = family_of(module) in GATE_UP_EXPERTS
+    if getattr(module, "has_gate", False) is not True and not known:
+        return None
+    if getattr(module, "is_concatenated", True):
+        return _equal(length, "gate", "up")
+    return _split(length // 2, gate=1, up=1)
+
+
+def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: int) -> Split:
+    by_head = lies_by_head(module)
+    if not by_head and heads == keys:
+        # Vision models may not say how many heads they have, or count them a stage; an encoder
+        # gives no queries.
+        of_encoder = getattr(module, "is_cross_attention", False) is True
+        return _equal(length, *("kv" if of_encoder else "qkv"))
+    groups = (keys or 1) if by_head else 1
+    kv = keys * width // groups
+    return _split(groups, q=heads * width // groups, k=kv, v=kv)
 
 
 def _of_latents(leaf: str, sources: list[Any], heads: int | None, cut: int | None) -> Split | None:

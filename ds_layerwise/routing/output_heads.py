@@ -162,11 +162,7 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
     for head, members in ends.items():
         if head not in outer and names[_numberless(head)] == 1:
             named.update(members.values())
-    losses = tuple(
-        f"{path}."
-        for path, module in model.named_modules()
-        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
-    )
+    losses = _losses(model)
     first = next(iter(layers.values()), model)
     for path, module in layers.items():
         if _plain(path) in named and not _widens_input(module, first):
@@ -186,6 +182,14 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
                 yield weight, "output head (get_output_embeddings)"
 
 
+def _losses(model: nn.Module) -> tuple[str, ...]:
+    return tuple(
+        f"{path}."
+        for path, module in model.named_modules()
+        if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss)
+    )
+
+
 def _widens_input(module: nn.Module, first: nn.Module) -> bool:
     """Tell whether ``module`` is a convolution of the image that the ``first`` layer takes, as
     EDSR's head.
@@ -199,7 +203,7 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
     """Yield the last linear layer, where it is a head by its shape, that of a table, or by its
     place.
     """
-    layers = [path for path, _ in _layers(model)]
+    layers = list(dict(_layers(model)))
     _, linears = tables_and_linears(model, leave_out=others.tied)
     linears = [(path, weight) for path, weight in linears if path in layers]
     if not linears or others.linear_after:
@@ -208,14 +212,8 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
     if any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
         return
     last = {weight for path, weight in linears if _plain(path) == _plain(end)}
-    followed = others.followed or layers[-1] != end
-    in_list = False
-    for path, module, own in modules_of(model):
-        if end.startswith(f"{path}." if path else ""):
-            # Blocks and experts that lie in a list are equal, and so is the last of them.
-            in_list |= isinstance(module, nn.ModuleList)
-            # A bare matrix beside a layer has no place in the order of modules.
-            followed |= _has_matrix(module, own)
+    in_list, beside_matrix = _surroundings(model, end)
+    followed = others.followed or layers[-1] != end or beside_matrix
     alone = not (others.has_matrices or has_matrices(model, leave_out=last))
     by_place = not others.head_shapes
     for weight in last:
@@ -223,6 +221,18 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
             yield weight, "output head (last linear layer, shaped like an embedding)"
         elif by_place and not (followed or in_list or alone):
             yield weight, "output head (last linear layer)"
+
+
+def _surroundings(model: nn.Module, end: str) -> tuple[bool, bool]:
+    """Tell whether the module at ``end`` lies in a list, and beside a bare matrix."""
+    in_list = beside_matrix = False
+    for path, module, own in modules_of(model):
+        if not path or end.startswith(f"{path}."):
+            # Blocks and experts that lie in a list are equal, and so is the last of them.
+            in_list |= isinstance(module, nn.ModuleList)
+            # A bare matrix beside a layer has no place in the order of modules.
+            beside_matrix |= _has_matrix(module, own)
+    return in_list, beside_matrix
 
 
 def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:

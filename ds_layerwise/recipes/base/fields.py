@@ -129,7 +129,10 @@ def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
     """Return the first of ``sections`` that has a key, by key."""
-    return {key: section for section in reversed(sections) for key in section.keys()}
+    merged: dict[str, type[Section]] = {}
+    for section in reversed(sections):
+        merged.update(dict.fromkeys(section.keys(), section))
+    return merged
 
 
 @lru_cache(maxsize=None)

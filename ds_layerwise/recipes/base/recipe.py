@@ -27,7 +27,7 @@ HyperText = Callable[[str], str]
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """One tensor that an optimizer keeps for a parameter from step to step."""
+    """A tensor that an optimizer keeps for a parameter from step to step."""
 
     shape: Shape
     dtype: str = "float32"

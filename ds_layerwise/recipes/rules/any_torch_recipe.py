@@ -56,7 +56,7 @@ Arguments = Annotated[
 
 
 class AnyTorch(Recipe):
-    """One class of ``torch.optim.Optimizer``, with its own arguments.
+    """A class of ``torch.optim.Optimizer``, with its own arguments.
 
     Its ``lr`` and, where it has one, its ``weight_decay`` are those of the parameter group, so that
     schedules move them; where it has none, weight decay is decoupled, beside it. A subclass stands

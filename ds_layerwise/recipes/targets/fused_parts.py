@@ -33,7 +33,7 @@ _PROBE = (3, 5)
 
 
 class Part(Section):
-    """One named piece of the axis."""
+    """A named piece of the axis."""
 
     size: Count
     """Rows, or columns, in one group."""
@@ -156,7 +156,7 @@ class Parts:
             along = [groups, (part.size, step)]
         axes = [outer] if batch or part.heads else []
         axes += [along, across] if self.axis == -2 else [across, along]
-        seen = tuple(math.prod(size for size, _ in axis) for axis in axes)
+        seen = tuple(map(_size_of, axes))
         runs = [_joined(axis) for axis in axes]
         flat = sum(runs, [])
         strides = tuple(stride for _, stride in flat)
@@ -204,6 +204,10 @@ class Parts:
 def whole_states(recipe: Recipe) -> frozenset[str]:
     """Return the states of ``recipe`` that have one element for each of the parameter."""
     return frozenset(key for key, spec in recipe.states(_PROBE).items() if spec.shape == _PROBE)
+
+
+def _size_of(runs: list[tuple[int, int]]) -> int:
+    return math.prod(size for size, _ in runs)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -64,7 +64,7 @@ def power_of(role: Role, alpha: float) -> float:
 
 
 class AttentionEntry(Section):
-    """One entry of ``layerwise.qk_clip.attention``: the queries and keys of an attention module."""
+    """An entry of ``layerwise.qk_clip.attention``: the queries and keys of an attention module."""
 
     example = '{"name": "*.attn", "heads": 8, "qkv": "qkv"}'
 
@@ -79,7 +79,7 @@ class AttentionEntry(Section):
     k: Annotated[str | None, OR_NULL] = None
     """The layer that gives keys."""
     qkv: Annotated[str | None, OR_NULL] = None
-    """In place of the two, a layer that gives queries, keys and values."""
+    """A layer that gives queries, keys and values, in place of the two."""
     by_head: bool = False
     """True if ``qkv`` gives queries, keys and values head by head (of keys), and not all queries
     first.
