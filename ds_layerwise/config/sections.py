@@ -131,7 +131,7 @@ class Hyper(Section):
     """The settings that a parameter group may have, too: those of stock DeepSpeed's Muon."""
 
     lr: NonNegative = DEFAULT_ADAM_LR
-    """The rate that schedulers move, ``param_groups[i]["lr"]``; the two below follow it in ratio."""
+    """The rate that schedulers move, ``param_groups[i]["lr"]``; the next two follow in ratio."""
     muon_lr: NonNegative = DEFAULT_MUON_LR
     """Learning rate of recipes that need whole matrices while ``lr`` stands at its configured
     value.

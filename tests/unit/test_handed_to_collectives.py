@@ -25,7 +25,7 @@ from tests.support.ways import in_cuts
 
 pytestmark = rooms("bucket_transfers", "exchange", "grad_sync", "param_sync", "nodes", "comm")
 
-MODELS = Path(model_file.__file__).parent / "models"
+MODELS = Path(model_file.__file__).parents[1] / "models"
 
 
 #: By ranks, how many hold different experts.

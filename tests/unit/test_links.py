@@ -60,7 +60,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("links", "transport", "even_rows", "draft_buckets", "prediction", "planner")
 
-MODELS = Path(model_file.__file__).parent / "models"
+MODELS = Path(model_file.__file__).parents[1] / "models"
 
 #: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
 SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,

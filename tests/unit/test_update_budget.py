@@ -29,7 +29,7 @@ pytestmark = rooms("muon", "muon_recipe", "adafactor", "adafactor_recipe", "batc
                    "newton_schulz_settings", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
-MODELS = Path(model_file.__file__).parent / "models"
+MODELS = Path(model_file.__file__).parents[1] / "models"
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 
 #: Experts that are one parameter: gpt-oss-120b's and Qwen3-30B-A3B's.
