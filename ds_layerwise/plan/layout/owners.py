@@ -128,7 +128,7 @@ def _is_better_trade(by_both: _Placed, by_work: _Placed, total_work: int, total_
         return False
     # Shares of different totals, compared by cross-multiplication.
     worse = max(work * total_numel, numel * total_work)
-    return worse < max(least_work * total_numel, its_numel * total_work)
+    return bool(worse < max(least_work * total_numel, its_numel * total_work))
 
 
 def _longest_first(
