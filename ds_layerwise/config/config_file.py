@@ -1,5 +1,4 @@
-"""A DeepSpeed config as ``ds-layerwise plan`` gets it: from a file, unchecked, and with what only a
-Trainer fills in.
+"""A DeepSpeed config from a file, as ``ds-layerwise plan`` gets it: unchecked, with "auto" in it.
 
 DeepSpeed itself and Hugging Face's Trainer look at a config before this package does in training;
 what they would have found wrong, or put in, is found and put in here.
@@ -14,8 +13,8 @@ from typing import Any
 
 from ds_layerwise.errors import ConfigError
 
-#: What Hugging Face's Trainer puts in place of "auto", where nobody gave its TrainingArguments
-#: other values.
+#: The values of Hugging Face's Trainer in place of "auto", where nobody gave its TrainingArguments
+#: other ones.
 _FILLED_IN: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "bf16.enabled": False,
@@ -28,55 +27,30 @@ _FILLED_IN: dict[str, Any] = {
     "scheduler.params.warmup_max_lr": 5e-5,
 }
 
-#: The same, of which nothing that is planned depends.
-_WITHOUT_EFFECT = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-    "scheduler.params.total_num_steps",
-    "scheduler.params.warmup_num_steps",
-)
+#: Keys of the same kind on which nothing that is planned depends.
+_WITHOUT_EFFECT = """
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
+    scheduler.params.total_num_steps scheduler.params.warmup_num_steps
+""".split()
 
 #: Sections that must be objects, wherever they are.
-_OBJECTS = (
-    "optimizer",
-    "optimizer.params",
-    "layerwise",
-    "zero_optimization",
-    "zero_optimization.offload_optimizer",
-    "zero_optimization.offload_param",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-    "tensor_parallel",
-    "checkpoint",
-    "scheduler",
-    "scheduler.params",
-    "amp",
-    "compile",
-    "hybrid_engine",
-    "eigenvalue",
-    "expert_parallel",
-)
+_OBJECTS = """
+    optimizer optimizer.params layerwise zero_optimization zero_optimization.offload_optimizer
+    zero_optimization.offload_param bf16 bfloat16 fp16 torch_autocast data_types tensor_parallel
+    checkpoint scheduler scheduler.params amp compile hybrid_engine eigenvalue expert_parallel
+""".split()
 
-#: Switches of which a plan, or a check of the config, depends: DeepSpeed takes other values for
+#: Switches on which a plan, or a check of the config, depends: DeepSpeed takes other values for
 #: them as well.
-_FLAGS = (
-    "bf16.enabled",
-    "bfloat16.enabled",
-    "fp16.enabled",
-    "torch_autocast.enabled",
-    "zero_optimization.cpu_offload",
-    "zero_optimization.compute_grad_norm",
-    "checkpoint.use_node_local_storage",
-    "managed_gradient_accumulation",
-)
+_FLAGS = """
+    bf16.enabled bfloat16.enabled fp16.enabled torch_autocast.enabled zero_optimization.cpu_offload
+    zero_optimization.compute_grad_norm checkpoint.use_node_local_storage
+    managed_gradient_accumulation
+""".split()
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """The DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
+    """Return the DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
 
     Raises:
         ConfigError: the file cannot be read or is neither, names a key twice, or holds something
@@ -104,19 +78,18 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ConfigError(
-            f"the config names {next(key for key in keys if keys.count(key) > 1)!r} twice in one "
-            "object; remove one of the two"
-        )
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ConfigError(
+                f"the config names {key!r} twice in one object; remove one of the two"
+            )
+        found[key] = value
     return found
 
 
 def config_of(given: object) -> Mapping[str, Any]:
-    """``given``, if it is an object whose sections are objects and whose switches are true or
-    false.
+    """Return ``given`` if it is an object of objects whose switches are true or false.
 
     Raises:
         ConfigError: names what is not.
@@ -127,11 +100,13 @@ def config_of(given: object) -> Mapping[str, Any]:
         value = at(given, path)
         if value is not None and not isinstance(value, Mapping):
             raise ConfigError(f"{path} must be an object, got {value!r}")
-    kind = at(given, "optimizer.type")
-    if kind is not None and not isinstance(kind, str):
-        raise ConfigError(f"optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got {kind!r}")
-    if not isinstance(at(given, "scheduler.type"), str | None):
-        raise ConfigError(f"scheduler.type must be a name, got {at(given, 'scheduler.type')!r}")
+    for path, wanted in (
+        ("optimizer.type", "'LayerWiseMuon' or 'LayerWise'"),
+        ("scheduler.type", "a name"),
+    ):
+        value = at(given, path)
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{path} must be {wanted}, got {value!r}")
     for path in _FLAGS:
         value = at(given, path)
         if value is not None and value != "auto" and not isinstance(value, bool):
@@ -140,7 +115,7 @@ def config_of(given: object) -> Mapping[str, Any]:
 
 
 def at(given: Mapping[str, Any], path: str) -> Any:
-    """What ``given`` has at a path of keys with dots between them; None if nothing."""
+    """Return the value of ``given`` at a path of keys with dots between them; None if nothing."""
     value: Any = given
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -150,25 +125,25 @@ def at(given: Mapping[str, Any], path: str) -> Any:
 def fill_in(
     given: Mapping[str, Any], *, hidden_size: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A copy of ``given`` with values for every "auto" that a Trainer fills in, and what those are,
-    by path.
+    """Return a copy of ``given`` with values for every "auto" of a Trainer, and these by path.
 
     Args:
-        hidden_size: of the model, if it is known: a Trainer makes buckets of its square.
+        hidden_size: that of the model, if it is known: a Trainer makes buckets of its square.
     """
     filled = json.loads(json.dumps(given))
     values = {path: value for path, value in _FILLED_IN.items() if at(given, path) == "auto"}
-    if "scheduler.params.warmup_max_lr" in values and isinstance(
-        lr := at(given, "optimizer.params.lr"), (int, float)
-    ):
+    lr = at(given, "optimizer.params.lr")
+    if "scheduler.params.warmup_max_lr" in values and isinstance(lr, (int, float)):
         values["scheduler.params.warmup_max_lr"] = lr
     if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
         values["zero_optimization.reduce_bucket_size"] = hidden_size**2
     for path in (*values, *_WITHOUT_EFFECT):
-        *sections, key = path.split(".")
-        section = at(filled, ".".join(sections)) if sections else filled
+        if at(filled, path) != "auto":
+            continue
+        section, _, key = path.rpartition(".")
+        holder = at(filled, section) if section else filled
         if path in values:
-            section[key] = values[path]
-        elif isinstance(section, dict) and section.get(key) == "auto":
-            del section[key]
+            holder[key] = values[path]
+        else:
+            del holder[key]
     return filled, values

@@ -1,7 +1,8 @@
-"""What the rest of a DeepSpeed config, outside our two sections, may say with this backend."""
+"""The rest of a DeepSpeed config, outside our two sections: what it may say with this backend."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import Any, get_args
@@ -13,8 +14,46 @@ from ds_layerwise.config.sections import belongs_in, only_known
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import NonNegative, Positive, check, nearest, plain
 
-#: Keys elsewhere in a DeepSpeed config that this backend does not honour: what they may say, and
-#: the way out.
+#: Keys elsewhere in a DeepSpeed config that must be false with this backend, and the way out.
+_MUST_BE_FALSE = {
+    "zero_optimization.cpu_offload_param": "parameters stay on the device; remove it",
+    "zero_optimization.legacy_stage1": "DeepSpeed has no such stage any more; remove it",
+    "sparse_gradients": "sparse gradients cannot be cut into shards; remove it",
+    "fp16.fp16_master_weights_and_grads": "masters are float32; remove it",
+    "amp.enabled": "use the bf16 or fp16 section instead",
+    "compile.deepcompile": (
+        "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it"
+    ),
+    "hybrid_engine.enabled": "remove it",
+    "eigenvalue.enabled": (
+        "it differentiates gradients that do not stay on the parameters; remove it"
+    ),
+    "expert_parallel.enabled": "build the model with deepspeed.moe.layer.MoE instead",
+    "use_data_before_expert_parallelism": "experts are dealt out rank after rank; remove it",
+    **dict.fromkeys(
+        """
+    bf16.bf16_master_weights_and_grads bf16.bf16_optimizer_states
+    bfloat16.bf16_master_weights_and_grads bfloat16.bf16_optimizer_states
+""".split(),
+        "masters and states are float32; remove it",
+    ),
+}
+
+#: Keys of ZeRO stage 3, and the value with which they ask for nothing.
+_OF_STAGE_3 = {
+    "offload_optimizer.super_offload": False,
+    "pipeline_loading_checkpoint": False,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zeropp_loco_param": None,
+    "zero_quantized_gradients": False,
+    "mics_shard_size": -1,
+    "mics_hierarchical_params_gather": False,
+}
+
+#: Keys elsewhere in a DeepSpeed config that this backend honours with some values alone: these
+#: values, and the way out.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
         (1, 2),
@@ -28,174 +67,97 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
         ("none",),
         "parameters stay on the device; remove it",
     ),
-    "zero_optimization.cpu_offload_param": ((False,), "parameters stay on the device; remove it"),
-    "zero_optimization.legacy_stage1": (
-        (False,),
-        "DeepSpeed has no such stage any more; remove it",
-    ),
     "zero_optimization.zenflow": ((None,), "remove it"),
     **{
         f"zero_optimization.{key}": ((neutral,), "it belongs to ZeRO stage 3; remove it")
-        for key, neutral in {
-            "offload_optimizer.super_offload": False,
-            "pipeline_loading_checkpoint": False,
-            "zero_hpz_partition_size": 1,
-            "zero_quantized_weights": False,
-            "zero_quantized_nontrainable_weights": False,
-            "zeropp_loco_param": None,
-            "zero_quantized_gradients": False,
-            "mics_shard_size": -1,
-            "mics_hierarchical_params_gather": False,
-        }.items()
+        for key, neutral in _OF_STAGE_3.items()
     },
-    "sparse_gradients": ((False,), "sparse gradients cannot be cut into shards; remove it"),
-    "fp16.fp16_master_weights_and_grads": ((False,), "masters are float32; remove it"),
-    **{
-        f"{section}.bf16_{what}": ((False,), "masters and states are float32; remove it")
-        for section in ("bf16", "bfloat16")
-        for what in ("master_weights_and_grads", "optimizer_states")
-    },
-    "amp.enabled": ((False,), "use the bf16 or fp16 section instead"),
-    "compile.deepcompile": (
-        (False,),
-        "DeepCompile takes ZeRO's buffers apart; use engine.compile() without it",
-    ),
-    "hybrid_engine.enabled": ((False,), "remove it"),
-    "eigenvalue.enabled": (
-        (False,),
-        "it differentiates gradients that do not stay on the parameters; remove it",
-    ),
-    "expert_parallel.enabled": ((False,), "build the model with deepspeed.moe.layer.MoE instead"),
-    "use_data_before_expert_parallelism": (
-        (False,),
-        "experts are dealt out rank after rank; remove it",
-    ),
+    **{path: ((False,), way_out) for path, way_out in _MUST_BE_FALSE.items()},
 }
 
-#: What Hugging Face fills in, and DeepSpeed reads as it stands, or takes for false.
-_NEVER_AUTO = (
-    "bf16.enabled",
-    "bfloat16.enabled",
-    "fp16.enabled",
-    "gradient_clipping",
-    "managed_gradient_accumulation",
-    "data_types.grad_accum_dtype",
-    "data_types.param_dtype",
-    "data_types.buffer_dtype",
-)
+#: Keys for which Hugging Face fills in "auto", and which DeepSpeed reads as they stand, or takes
+#: for false.
+_NEVER_AUTO = """
+    bf16.enabled bfloat16.enabled fp16.enabled gradient_clipping managed_gradient_accumulation
+    data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype
+""".split()
 
-
-_ANY = object()
 
 #: Keys that are accepted and change nothing, because they only say how, how fast or in what order
-#: stock DeepSpeed does its work, and the one value with which they say nothing: what happens here
-#: anyway, or DeepSpeed's default.
+#: stock DeepSpeed does its work. These say nothing when they are true: that is what happens here.
+_IDLE_IF_TRUE = """
+    zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
+    zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
+    zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
+    zero_force_ds_cpu_optimizer
+""".split()
+
+#: Keys of the same kind that say nothing when they are false.
+_IDLE_IF_FALSE = """
+    zero_optimization.round_robin_gradients zero_optimization.parameter_alignment
+    zero_optimization.elastic_checkpoint zero_optimization.cpu_offload_use_pin_memory
+    zero_optimization.log_trace_cache_warnings zero_optimization.enable_sanity_checks
+    zero_optimization.save_muon_momentum_buffer_in_memory
+    zero_optimization.stage3_gather_fp16_weights_on_model_save
+    zero_optimization.offload_optimizer.pipeline_read
+    zero_optimization.offload_optimizer.pipeline_write
+    zero_optimization.offload_optimizer.fast_init
+    zero_optimization.gather_16bit_weights_on_model_save
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.use_all_reduce_for_fetch_params
+    zero_optimization.stage3_use_all_reduce_for_fetch_params
+    zero_optimization.allgather_sequential zero_optimization.stage3_allgather_sequential
+    prescale_gradients bf16.immediate_grad_update bfloat16.immediate_grad_update
+    zero_allow_untested_optimizer disable_allgather
+""".split()
+
+#: Keys of the same kind of which every value asks for something.
+_IDLE = """
+    zero_optimization.allgather_bucket_size zero_optimization.sub_group_size
+    zero_optimization.leaf_module.classes zero_optimization.leaf_module.names
+    zero_optimization.leaf_module.name_suffixes
+    zero_optimization.offload_optimizer.nvme_path zero_optimization.offload_optimizer.buffer_count
+    zero_optimization.offload_optimizer.cpuadam_cores_perc
+    zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count
+    zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu
+    zero_optimization.offload_param.pin_memory
+    zero_optimization.prefetch_bucket_size zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.param_persistence_threshold
+    zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.model_persistence_threshold
+    zero_optimization.stage3_model_persistence_threshold
+    zero_optimization.max_live_parameters zero_optimization.stage3_max_live_parameters
+    zero_optimization.max_reuse_distance zero_optimization.stage3_max_reuse_distance
+    zero_optimization.module_granularity_threshold
+    zero_optimization.stage3_module_granularity_threshold
+""".split()
+
+#: The idle keys, each with the value with which it says nothing.
 _WITHOUT_EFFECT: dict[str, Any] = {
-    **{
-        f"zero_optimization.{key}": True
-        for key in (
-            "contiguous_gradients",
-            "reduce_scatter",
-            "use_multi_rank_bucket_allreduce",
-            "allgather_partitions",
-            "memory_efficient_linear",
-            "override_module_apply",
-        )
-    },
-    **{
-        f"zero_optimization.{key}": False
-        for key in (
-            "round_robin_gradients",
-            "parameter_alignment",
-            "elastic_checkpoint",
-            "cpu_offload_use_pin_memory",
-            "log_trace_cache_warnings",
-            "enable_sanity_checks",
-            "save_muon_momentum_buffer_in_memory",
-            "stage3_gather_fp16_weights_on_model_save",
-            "offload_optimizer.pipeline_read",
-            "offload_optimizer.pipeline_write",
-            "offload_optimizer.fast_init",
-        )
-    },
-    **{
-        f"zero_optimization.{prefix}{key}": False
-        for prefix in ("", "stage3_")
-        for key in (
-            "gather_16bit_weights_on_model_save",
-            "use_all_reduce_for_fetch_params",
-            "allgather_sequential",
-        )
-    },
-    **{
-        f"zero_optimization.{key}": _ANY
-        for key in (
-            "allgather_bucket_size",
-            "sub_group_size",
-            "leaf_module.classes",
-            "leaf_module.names",
-            "leaf_module.name_suffixes",
-            "offload_optimizer.nvme_path",
-            "offload_optimizer.buffer_count",
-            "offload_optimizer.cpuadam_cores_perc",
-            "offload_param.nvme_path",
-            "offload_param.buffer_count",
-            "offload_param.buffer_size",
-            "offload_param.max_in_cpu",
-            "offload_param.pin_memory",
-        )
-    },
-    **{
-        f"zero_optimization.{prefix}{key}": _ANY
-        for prefix in ("", "stage3_")
-        for key in (
-            "prefetch_bucket_size",
-            "param_persistence_threshold",
-            "model_persistence_threshold",
-            "max_live_parameters",
-            "max_reuse_distance",
-            "module_granularity_threshold",
-        )
-    },
-    "prescale_gradients": False,
+    **dict.fromkeys(_IDLE_IF_TRUE, True),
+    **dict.fromkeys(_IDLE_IF_FALSE, False),
+    **dict.fromkeys(_IDLE),
     "gradient_predivide_factor": 1,
-    "bf16.immediate_grad_update": False,
-    "bfloat16.immediate_grad_update": False,
-    "zero_allow_untested_optimizer": False,
-    "zero_force_ds_cpu_optimizer": True,
-    "disable_allgather": False,
 }
 
 
 def with_plain_numbers(section: Any) -> Any:
-    """``section`` with Python's own numbers for numpy's and for tensors without axes; itself where
-    there are none.
+    """Return ``section`` with Python's own numbers for numpy's and for tensors.
 
     DeepSpeed writes its config as JSON at start, which knows no others.
     """
     if isinstance(section, Mapping):
-        changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
-        return (
-            changed if any(changed[key] is not value for key, value in section.items()) else section
-        )
+        return {key: with_plain_numbers(value) for key, value in section.items()}
     if isinstance(section, (list, tuple)):
-        changed = [with_plain_numbers(value) for value in section]
-        return (
-            changed
-            if any(new is not old for new, old in zip(changed, section, strict=True))
-            else section
-        )
-    return plain(
-        section.tolist()
-        if getattr(section, "shape", ()) != () and hasattr(section, "tolist")
-        else section
-    )
+        numbers = map(with_plain_numbers, section)
+        return tuple(numbers) if isinstance(section, tuple) else list(numbers)
+    if getattr(section, "shape", ()) != () and hasattr(section, "tolist"):
+        section = section.tolist()
+    return plain(section)
 
 
 def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """The keys of ``ds_config`` that ask for something, are accepted, and change nothing with this
-    backend.
-    """
+    """Return the keys of ``ds_config`` that ask for something, are accepted, and change nothing."""
     return tuple(
         path.removeprefix("zero_optimization.")
         for path, neutral in _WITHOUT_EFFECT.items()
@@ -205,30 +167,16 @@ def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
 
 #: Sections and keys of a config that ranks must agree on: by what they differ in here, they would
 #: train differently.
-_SAME_ON_ALL_RANKS = (
-    "optimizer",
-    "layerwise",
-    "zero_optimization",
-    "bf16",
-    "bfloat16",
-    "fp16",
-    "torch_autocast",
-    "data_types",
-    "communication_data_type",
-    "seq_parallel_communication_data_type",
-    "gradient_clipping",
-    "gradient_allreduce_op",
-    "managed_gradient_accumulation",
-    "tensor_parallel",
-    "sequence_parallel_size",
-    "scheduler",
-    "checkpoint",
-)
+_SAME_ON_ALL_RANKS = """
+    optimizer layerwise zero_optimization bf16 bfloat16 fp16 torch_autocast data_types
+    communication_data_type seq_parallel_communication_data_type gradient_clipping
+    gradient_allreduce_op managed_gradient_accumulation tensor_parallel sequence_parallel_size
+    scheduler checkpoint
+""".split()
 
 
 def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
-    """One line for each key that ranks must agree on, nested ones with dots, in the order of their
-    names.
+    """Return a line for each key that ranks must agree on, nested ones with dots, sorted by name.
 
     ``layerwise.links`` is none of them: a file of the same links may lie elsewhere on each node.
     """
@@ -270,56 +218,52 @@ _KNOWN = {
 }
 
 
-def _is_slip(one: str, other: str) -> bool:
-    """Whether ``one`` is ``other`` with a letter too many, too few, changed, or swapped with the
-    next.
-    """
-    alike = len(commonprefix([one, other]))
-    rest, its = one[alike:], other[alike:]
+def _is_slip(key: str, meant: str) -> bool:
+    """Tell whether ``key`` is ``meant`` with a letter too many, too few, changed, or swapped."""
+    same = len(commonprefix([key, meant]))
+    rest, its = key[same:], meant[same:]
     return its in (rest, rest[1:]) or its[1:] in (rest, rest[1:]) or its == rest[1::-1] + rest[2:]
 
 
 def _flat(name: object) -> str:
-    return str(name).lower().translate({ord(c): None for c in "_- ."})
+    return re.sub("[-_ .]", "", str(name).lower())
 
 
 def type_meant(optimizer_type: object) -> str | None:
-    """The name of this backend that somebody most likely meant with an ``optimizer.type`` that is
-    none.
-    """
+    """Return the name of this backend most likely meant by an unknown ``optimizer.type``."""
     spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
     close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
     return spelled[close] if close else None
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a misspelt ``layerwise`` section, and keys of our sections where nobody would read
-    them.
+    """Refuse a misspelt ``layerwise`` section, and keys of our sections where nobody reads them.
 
     Raises:
         ConfigError: says where it belongs.
     """
     for section in ("", "zero_optimization", "bf16", "fp16", "checkpoint"):
-        keys = (ds_config.get(section) or {}) if section else ds_config
+        keys = at(ds_config, section) if section else ds_config
         for key in keys if isinstance(keys, Mapping) else ():
-            path = f"{section}.{key}" if section else str(key)
-            if path == "layerwise":
-                continue
-            if nearest(_flat(key), ["layerwise"], cutoff=0.8):
-                raise ConfigError(
-                    f"{path} is no section of the config; did you mean 'layerwise' at the top "
-                    "level?"
-                )
-            if home := belongs_in(str(key)):
-                raise ConfigError(f"{path} is not read; did you mean {home}?")
-            known = _KNOWN.get(section, [])
-            for meant in known if key not in known else ():
-                if _is_slip(_flat(key), _flat(meant)):
-                    raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
+            _refuse_misplaced(f"{section}.{key}".lstrip("."), str(key), _KNOWN.get(section, ()))
+
+
+def _refuse_misplaced(path: str, key: str, known: Sequence[str]) -> None:
+    if path == "layerwise":
+        return
+    if nearest(_flat(key), ["layerwise"], cutoff=0.8):
+        raise ConfigError(
+            f"{path} is no section of the config; did you mean 'layerwise' at the top level?"
+        )
+    if home := belongs_in(key):
+        raise ConfigError(f"{path} is not read; did you mean {home}?")
+    for meant in known:
+        if key not in known and _is_slip(_flat(key), _flat(meant)):
+            raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Check everything outside our two sections that this backend could not honour.
+    """Refuse everything outside our two sections that this backend could not honour.
 
     Raises:
         ConfigError: names the key, its value, what it may say and the way out.
@@ -337,8 +281,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
     check(NonNegative, "gradient_clipping", ds_config.get("gradient_clipping", 1.0))
     check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
-    zero = ds_config.get("zero_optimization") or {}
-    if not isinstance(zero, Mapping) or "stage" not in zero:
+    if at(ds_config, "zero_optimization.stage") is None:
         raise ConfigError(
             "zero_optimization.stage must be 1 or 2 with this optimizer, but is not set"
         )
@@ -347,40 +290,45 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
         ds_config.get("data_types") or {},
         ("grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"),
     )
-    asked = at(ds_config, "data_types.grad_accum_dtype")
-    if zero["stage"] == 2 and asked not in (None, "fp32", "float32", "float"):
+    _refuse_contradictions(ds_config)
+
+
+def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
+    zero = ds_config["zero_optimization"]
+    at_stage_2 = zero["stage"] == 2
+    overlaps = zero.get("overlap_comm") is True
+    accumulated = at(ds_config, "data_types.grad_accum_dtype")
+    if at_stage_2 and accumulated not in (None, "fp32", "float32", "float"):
         raise ConfigError(
-            f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {asked!r}: owners "
-            "add up averaged gradients in float32; remove it"
+            f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {accumulated!r}: "
+            "owners add up averaged gradients in float32; remove it"
         )
-    if zero.get("compute_grad_norm") is False and ds_config.get("gradient_clipping", 1.0):
-        raise ConfigError(
-            "zero_optimization.compute_grad_norm is false, but gradient_clipping needs the norm; "
-            "set gradient_clipping to 0"
-        )
-    is_managed = ds_config.get("managed_gradient_accumulation") is not False
-    if zero["stage"] == 1 and zero.get("overlap_comm") is True and not is_managed:
+    if zero.get("compute_grad_norm") is False:
+        if ds_config.get("gradient_clipping", 1.0):
+            raise ConfigError(
+                "zero_optimization.compute_grad_norm is false, but gradient_clipping needs the "
+                "norm; set gradient_clipping to 0"
+            )
+        for key in ("grad_norm_skip_threshold", "norm_groups"):
+            if at(ds_config, f"layerwise.{key}"):
+                raise ConfigError(
+                    f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the "
+                    "norm; remove one of the two"
+                )
+    if not at_stage_2 and overlaps and ds_config.get("managed_gradient_accumulation") is False:
         raise ConfigError(
             "zero_optimization.overlap_comm is true, which at stage 1 sends gradients in the last "
             "backward pass of a step, and managed_gradient_accumulation is false, so that nobody "
             "knows which that is; set overlap_comm to false, or stage to 2"
         )
-    if at(ds_config, "layerwise.max_waiting_buckets") is not None and not (
-        zero["stage"] == 2 and zero.get("overlap_comm") is True
-    ):
+    is_bounded = at(ds_config, "layerwise.max_waiting_buckets") is not None
+    if is_bounded and not (at_stage_2 and overlaps):
         raise ConfigError(
             "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 with "
             "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
         )
-    for key in ("grad_norm_skip_threshold", "norm_groups"):
-        if zero.get("compute_grad_norm") is False and at(ds_config, f"layerwise.{key}"):
-            raise ConfigError(
-                f"zero_optimization.compute_grad_norm is false, but layerwise.{key} needs the "
-                "norm; remove one of the two"
-            )
-    if at(ds_config, "checkpoint.use_node_local_storage") and at(
-        ds_config, "layerwise.save_universal"
-    ):
+    is_local = at(ds_config, "checkpoint.use_node_local_storage")
+    if is_local and at(ds_config, "layerwise.save_universal"):
         raise ConfigError(
             "layerwise.save_universal is true, which needs a disk that all ranks share, but "
             "checkpoint.use_node_local_storage is true; remove one of the two"
@@ -392,18 +340,14 @@ _AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
 
 
 def check_autocast(ds_config: Mapping[str, Any]) -> None:
-    """Check the ``torch_autocast`` section, and what the rest of a DeepSpeed config may not say
-    beside it.
+    """Check the ``torch_autocast`` section, and the rest of a DeepSpeed config beside it.
 
     Raises:
         ConfigError: names the key, its value and the way out.
     """
     section = ds_config.get("torch_autocast") or {}
     only_known("torch_autocast", section, _AUTOCAST_KEYS)
-    enabled = section.get("enabled", False)
-    if not isinstance(enabled, bool):
-        raise ConfigError(f"torch_autocast.enabled must be true or false, got {enabled!r}")
-    if not enabled:
+    if not check(bool, "torch_autocast.enabled", section.get("enabled", False)):
         return
     if section.get("dtype") not in _AUTOCAST_DTYPES:
         raise ConfigError(
@@ -444,8 +388,9 @@ _SECTION_OF = {
 
 
 def retell(error: Exception) -> None:
-    """Raise in the words of this package what DeepSpeed finds wrong with a config; do nothing for
-    any other error.
+    """Raise in the words of this package what DeepSpeed finds wrong with a config.
+
+    Any other error is left alone.
 
     Raises:
         ConfigError: names the first key of a section and its value; all of DeepSpeed's words are
@@ -455,8 +400,9 @@ def retell(error: Exception) -> None:
         raise ConfigError(str(error)) from error
     if not isinstance(error, ValidationError):
         return
-    first, section = error.errors()[0], _SECTION_OF.get(error.title, error.title)
-    key = ".".join(str(part) for part in ((section,) if section else ()) + first["loc"])
+    first = error.errors()[0]
+    section = _SECTION_OF.get(error.title, error.title)
+    key = ".".join(map(str, (section, *first["loc"]))).lstrip(".")
     if first["type"] != "extra_forbidden":
         raise ConfigError(
             f"{key} is {first['input']!r}, which DeepSpeed refuses: {first['msg']}"
@@ -469,14 +415,19 @@ def retell(error: Exception) -> None:
 
 
 def _fields(model: str, path: Sequence[int | str]) -> list[str]:
-    """The keys of what lies at ``path`` in a section that DeepSpeed checks, by the name of its
-    class.
-    """
+    """Return the keys at ``path`` in a section that DeepSpeed checks, by the name of its class."""
     kinds: list[Any] = [BaseModel]
     for kind in kinds:
         kinds += kind.__subclasses__()
     found = [kind for kind in kinds if kind.__name__ == model]
     for part in path:
-        inner = [kind.model_fields[part].annotation for kind in found if part in kind.model_fields]
-        found = [each for kind in inner for each in (kind, *get_args(kind)) if each in kinds]
-    return [key for kind in found for key in kind.model_fields]
+        inner: list[Any] = []
+        for kind in found:
+            if part in kind.model_fields:
+                annotation = kind.model_fields[part].annotation
+                inner += (annotation, *get_args(annotation))
+        found = [kind for kind in inner if kind in kinds]
+    keys: list[str] = []
+    for kind in found:
+        keys += kind.model_fields
+    return keys

@@ -7,7 +7,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field
 
 from ds_layerwise.config.config_file import at, config_of
 from ds_layerwise.config.ds_config import (
@@ -18,11 +20,12 @@ from ds_layerwise.config.ds_config import (
 )
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.recipes.base.fields import check
 
-#: What DeepSpeed takes for zero_optimization.reduce_bucket_size where the config says nothing.
+#: The value of DeepSpeed for zero_optimization.reduce_bucket_size where the config says nothing.
 DEFAULT_BUCKET_NUMEL = 500_000_000
 
-#: Of keys that count here, what DeepSpeed takes where "auto" is left.
+#: The values of DeepSpeed for keys that count here, where "auto" is left.
 _LEFT_TO_DEEPSPEED = {
     "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL,
     "zero_optimization.overlap_comm": False,
@@ -32,22 +35,17 @@ _LEFT_TO_DEEPSPEED = {
 }
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-_ACCUMULATION_DTYPES = {
-    **{
-        spelling: name
-        for short, name in _DTYPES.items()
-        for spelling in (short, name, f"torch.{name}")
-    },
-    "half": "float16",
-    "float": "float32",
-}
+_ACCUMULATION_DTYPES = {"half": "float16", "float": "float32"}
+for _short, _name in _DTYPES.items():
+    _ACCUMULATION_DTYPES.update({_short: _name, _name: _name, f"torch.{_name}": _name})
+
+
+_Ratio = Annotated[float, Field(ge=0, le=1, json_schema_extra={"expects": "a number in [0, 1]"})]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """What a DeepSpeed config says to this backend: the one reading of it, for training and for
-    plans.
-    """
+    """The settings of a run: the one reading of a DeepSpeed config, for training and for plans."""
 
     optimizer: OptimizerConfig
     layerwise: LayerWiseConfig
@@ -61,7 +59,7 @@ class RunConfig:
     wire_dtype: str | None
     host_ratio: float
     autocast: bool
-    """Whether ``torch_autocast`` decides what gradients travel in."""
+    """True where ``torch_autocast`` decides what gradients travel in."""
     without_effect: tuple[str, ...]
     """Keys that are accepted, but change nothing."""
 
@@ -101,16 +99,16 @@ class RunConfig:
         )
 
     def stored_as(self, dtype: str) -> str:
-        """What gradients of parameters of ``dtype`` are accumulated in."""
+        """Return the dtype in which gradients of parameters of ``dtype`` are accumulated."""
         return "float32" if self.stage == 2 else self.accumulation_dtype or dtype
 
     def sent_as(self, dtype: str) -> str:
-        """What gradients of parameters of ``dtype`` travel in."""
+        """Return the dtype in which gradients of parameters of ``dtype`` travel."""
         return self.wire_dtype or (dtype if self.stage == 2 else self.stored_as(dtype))
 
 
 def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """By path, the default that DeepSpeed takes for each "auto" in ``given`` that counts here."""
+    """Return by path the default of DeepSpeed for each "auto" in ``given`` that counts here."""
     return {path: value for path, value in _LEFT_TO_DEEPSPEED.items() if at(given, path) == "auto"}
 
 
@@ -131,43 +129,37 @@ def _bucket_numel(value: object) -> int:
 
 
 def _host_ratio(zero: Mapping[str, Any]) -> float:
-    offload = zero.get("offload_optimizer") or {}
     if zero.get("cpu_offload") is True:
         return 1.0
-    given = offload.get("ratio", "auto")
+    offload = zero.get("offload_optimizer") or {}
+    ratio = offload.get("ratio", "auto")
     # As DeepSpeed reads it.
-    ratio = 1.0 if given == "auto" else checked_ratio(given)
+    ratio = 1.0 if ratio == "auto" else checked_ratio(ratio)
     return ratio if offload.get("device") == "cpu" else 0.0
 
 
 def checked_ratio(ratio: object) -> float:
-    """``zero_optimization.offload_optimizer.ratio`` as a number.
+    """Return ``zero_optimization.offload_optimizer.ratio`` as a number.
 
     Raises:
         ConfigError: it is none from 0 to 1.
     """
-    if isinstance(ratio, bool) or not isinstance(ratio, (int, float)) or not 0 <= ratio <= 1:
-        raise ConfigError(
-            f"zero_optimization.offload_optimizer.ratio must be a number in [0, 1], got {ratio!r}"
-        )
-    return float(ratio)
+    return float(check(_Ratio, "zero_optimization.offload_optimizer.ratio", ratio))
 
 
 def _param_dtype(given: Mapping[str, Any]) -> str:
-    halves = [
-        name
-        for section, name in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16"))
-        if at(given, f"{section}.enabled")
-    ]
-    if len(set(halves)) > 1:
+    is_bf16 = at(given, "bf16.enabled") or at(given, "bfloat16.enabled")
+    if not at(given, "fp16.enabled"):
+        return "bfloat16" if is_bf16 else "float32"
+    if is_bf16:
         raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
-    return halves[0] if halves else "float32"
+    return "float16"
 
 
 def _dtype(key: str, given: Mapping[str, Any], known: Mapping[str, str]) -> str | None:
-    if (value := at(given, key)) is None:
+    value = at(given, key)
+    if value is None:
         return None
-    name = known.get(value.lower() if isinstance(value, str) else "")
-    if name is None:
+    if not isinstance(value, str) or value.lower() not in known:
         raise ConfigError(f"{key} must be fp32, bf16 or fp16 with this optimizer, got {value!r}")
-    return name
+    return known[value.lower()]

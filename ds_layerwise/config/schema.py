@@ -10,7 +10,13 @@ from typing import Any, Literal, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
-from ds_layerwise.config.sections import ALWAYS_TRUE, Hyper, LayerWiseConfig, params_model
+from ds_layerwise.config.sections import (
+    ALWAYS_TRUE,
+    Hyper,
+    LayerWiseConfig,
+    fields_of,
+    params_model,
+)
 from ds_layerwise.recipes.base.fields import Positive, Section, merged_keys
 from ds_layerwise.recipes.recipe_registry import REGISTRY, recipes_of_settings
 from ds_layerwise.recipes.rules.any_torch_recipe import any_of
@@ -19,7 +25,7 @@ from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.targets.norm_groups import NormGroup
 from ds_layerwise.recipes.targets.overrides import Override
 
-#: What Hugging Face's Trainer fills in where a config says "auto".
+#: The keys that Hugging Face's Trainer fills in where a config says "auto".
 _FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 
 
@@ -35,28 +41,18 @@ def json_schema() -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def schema_model() -> type[BaseModel]:
-    """What :func:`json_schema` describes: a config as a file has it, before a Trainer has filled in
-    its "auto".
-    """
-    recipes = recipes_of_settings()
-    of_recipes: dict[str, Any] = {
-        key: (recipe.model_fields[key].annotation, recipe.model_fields[key])
-        for key, recipe in merged_keys(recipes).items()
-    }
-    # What is 0 would take all other rates with it.
-    bounds = {
-        key: Positive if key == "lr" else Hyper.model_fields[key].rebuild_annotation()
-        for key in _FILLED_IN
-    }
-    of_params: dict[str, Any] = {
-        **of_recipes,
-        "adam_w_mode": (bool, True),
-        **{
-            key: (bound | Literal["auto"], Hyper.model_fields[key].default)
-            for key, bound in bounds.items()
-        },
-        **{key: (Literal[True], Field(True, description=why)) for key, why in ALWAYS_TRUE.items()},
-    }
+    """Return the model of :func:`json_schema`: a config in a file, which may still have "auto"."""
+    of_recipes: dict[str, Any] = {}
+    for key, recipe in merged_keys(recipes_of_settings()).items():
+        of_recipes.update(fields_of(recipe, [key]))
+    of_params: dict[str, Any] = {**of_recipes, "adam_w_mode": (bool, True)}
+    for key in _FILLED_IN:
+        field = Hyper.model_fields[key]
+        # What is 0 would take all other rates with it.
+        bound = Positive if key == "lr" else field.rebuild_annotation()
+        of_params[key] = (bound | Literal["auto"], field.default)
+    for key, why in ALWAYS_TRUE.items():
+        of_params[key] = (Literal[True], Field(True, description=why))
     params = create_model("optimizer.params", __base__=params_model(Muon, AdamW, True), **of_params)
     kind: Any = Literal["LayerWiseMuon", "LayerWise"]
     optimizer = create_model(
@@ -66,21 +62,13 @@ def schema_model() -> type[BaseModel]:
         params=(params, params()),
         legacy_fusion=(Literal[False], False),
     )
-    own = {key: Override.model_fields[key] for key in Override.entry_keys()}
-    kinds = {
-        key: _without_none(field.rebuild_annotation())
-        for key, field in {**{key: field for key, (_, field) in of_recipes.items()}, **own}.items()
-    }
-    kinds["optimizer"] = any_of("matrix", "scalar", *REGISTRY)
-    of_entry: dict[str, Any] = {
-        key: (its, Field(None, json_schema_extra=_without_default)) for key, its in kinds.items()
-    }
+    of_entry: dict[str, Any] = {}
+    for key, (_, field) in {**of_recipes, **fields_of(Override, Override.entry_keys())}.items():
+        of_entry[key] = (_without_none(field.rebuild_annotation()), _optional())
+    of_entry["optimizer"] = (any_of("matrix", "scalar", *REGISTRY), _optional())
     entry = create_model("layerwise.overrides", __base__=Section, **of_entry)
     entries: Any = tuple[entry, ...]  # type: ignore[valid-type]
-    conditions: dict[str, Any] = {
-        key: (kinds[key], Field(None, json_schema_extra=_without_default))
-        for key in NormGroup.condition_keys()
-    }
+    conditions = {key: of_entry[key] for key in NormGroup.condition_keys()}
     group = create_model("layerwise.norm_groups", __base__=NormGroup, **conditions)
     groups: Any = Mapping[str, group]  # type: ignore[valid-type]
     layerwise = create_model(
@@ -92,15 +80,19 @@ def schema_model() -> type[BaseModel]:
     return create_model(
         "DeepSpeed config with ds_layerwise",
         __config__=ConfigDict(extra="allow", strict=True),
-        optimizer=(optimizer, Field(None, json_schema_extra=_without_default)),
+        optimizer=(optimizer, _optional()),
         layerwise=(layerwise, layerwise()),
     )
 
 
 def _without_none(annotation: Any) -> Any:
-    """What a field takes, without the None that it is where a config says nothing."""
+    """Return the type of a field without the None that it is where a config says nothing."""
     kinds = tuple(kind for kind in get_args(annotation) if kind is not type(None))
     return Union[kinds] if type(None) in get_args(annotation) else annotation
+
+
+def _optional() -> Any:
+    return Field(None, json_schema_extra=_without_default)
 
 
 def _without_default(schema: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ laid out (:class:`LayerWiseConfig`). Whoever holds one of these need not check i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -51,6 +51,7 @@ from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
 #: them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
 
+Name = Annotated[str, Field(min_length=1)]
 LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
 Reduction = Literal["auto", "ordered", "native"]
 OnMissingState = Literal["fresh", "error"]
@@ -74,22 +75,23 @@ HYPER_KEYS = (
 
 
 def is_ours(optimizer_type: str | None) -> bool:
-    """Whether ``optimizer.type`` names this backend, in any letter case."""
+    """Tell whether ``optimizer.type`` names this backend, in any letter case."""
     return optimizer_type is not None and optimizer_type.lower() in OPTIMIZER_TYPES
 
 
 def is_for_us(ds_config: Mapping[str, Any]) -> bool:
-    """Whether a DeepSpeed config means this backend: by its type, or, beside an optimizer that a
-    script gives, by a ``layerwise`` section without an ``optimizer`` section."""
+    """Tell whether a DeepSpeed config means this backend.
+
+    It does by its type, or, beside an optimizer that a script gives, by a ``layerwise`` section
+    without an ``optimizer`` section.
+    """
     section = ds_config.get("optimizer")
     kind = section.get("type") if isinstance(section, Mapping) else None
     return is_ours(kind) if isinstance(kind, str) else section is None and "layerwise" in ds_config
 
 
 def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a key of ``section`` that is not ``known``, with a ConfigError that suggests the
-    nearest one.
-    """
+    """Refuse a key of ``section`` that is not ``known``; the error suggests the nearest one."""
     for key in section:
         if key not in known:
             raise unknown_key(where, key, known)
@@ -98,8 +100,10 @@ def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -
 def belongs_in(
     key: str, *, shared: Collection[str] = ("lr", "momentum", "weight_decay", "betas", "eps")
 ) -> str | None:
-    """Where a key of one of our two sections stands, if ``key`` is one, or nearly; ``shared`` have
-    other meanings.
+    """Return the place of ``key`` if it is one of our two sections, or nearly; None if it is not.
+
+    Args:
+        shared: the keys that have other meanings elsewhere.
     """
     for section, keys in (
         ("layerwise", LayerWiseConfig.keys()),
@@ -111,27 +115,23 @@ def belongs_in(
 
 
 def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse keys that are not known, see :func:`only_known`; a key of our other section is told
-    where it belongs.
-    """
+    """Refuse keys that are not known, and say where a key of our other section belongs."""
     for key in section:
-        home = (
-            "layerwise at the top level"
-            if str(key).lower().replace("_", "") == "layerwise"
-            else belongs_in(str(key), shared=())
-        )
-        if key not in known and home and home.rpartition(".")[0] != where:
+        if key in known:
+            continue
+        home = belongs_in(str(key), shared=())
+        if str(key).lower().replace("_", "") == "layerwise":
+            home = "layerwise at the top level"
+        if home and home.rpartition(".")[0] != where:
             raise ConfigError(f"{where}.{key} is not an option; did you mean {home}?")
     only_known(where, section, known)
 
 
 class Hyper(Section):
-    """What a parameter group may say, too: names, meanings and defaults of stock DeepSpeed's
-    Muon.
-    """
+    """The settings that a parameter group may have, too: those of stock DeepSpeed's Muon."""
 
     lr: NonNegative = DEFAULT_ADAM_LR
-    """What schedulers move: ``param_groups[i]["lr"]``. The two below follow it in a fixed ratio."""
+    """The rate that schedulers move, ``param_groups[i]["lr"]``; the next two follow in ratio."""
     muon_lr: NonNegative = DEFAULT_MUON_LR
     """Learning rate of recipes that need whole matrices while ``lr`` stands at its configured
     value.
@@ -154,7 +154,7 @@ def check_hyper(where: str, key: str, value: object) -> Any:
 
 
 class Recipes(NamedTuple):
-    """What a run does with parameters of which nobody says more."""
+    """The recipes of parameters of which nobody says more."""
 
     matrix: Recipe = Muon()
     """For matrices; for everything, if it does not need them whole."""
@@ -173,43 +173,40 @@ class OptimizerConfig(Hyper):
     per_head_muon: bool = False
     """Orthogonalise every attention head of the query, key and value projections on its own."""
     decay_vectors: bool = False
-    """Whether weight decay is for parameters with fewer than two axes, too: norms, biases,
-    gains.
-    """
+    """Decay the weights of parameters with fewer than two axes, too: norms, biases, gains."""
     scalar_weight_decay: Annotated[NonNegative | None, OR_NULL] = None
     """Weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
     preset: Annotated[Literal[tuple(PRESETS)] | None, OR_NULL] = None  # type: ignore[valid-type]
-    """Whose starting values those are that the config leaves out; see :mod:`.recipes.presets`."""
+    """The published recipe with the values that the config leaves out; see :mod:`.recipes.presets`.
+    """
     from_preset: tuple[str, ...] = ()
-    """The keys that it has given."""
+    """The keys that the preset has given."""
     given: tuple[str, ...] = ()
-    """Those that the config has."""
+    """The keys that the config has."""
     matrix: Recipe = Muon()
     scalar: Recipe = AdamW()
 
     @property
     def recipes(self) -> Recipes:
-        """The two that parameters go to by the rules."""
+        """The two recipes that parameters go to by the rules."""
         return Recipes(self.matrix, self.scalar)
 
     @property
     def matrix_lr_ratio(self) -> float:
-        """What recipes for whole matrices multiply a group's ``lr`` with."""
+        """The factor of a group's ``lr`` in recipes for whole matrices."""
         return self.muon_lr / self.lr
 
     @property
     def scalar_lr_ratio(self) -> float:
-        """What element-wise recipes multiply a group's ``lr`` with."""
+        """The factor of a group's ``lr`` in element-wise recipes."""
         return self.adam_lr / self.lr
 
     def group(self) -> dict[str, Any]:
-        """The parameter group of a run that has but one, before any schedule."""
+        """Return the parameter group of a run that has but one, before any schedule."""
         return {"configured_lr": self.lr, **{key: getattr(self, key) for key in HYPER_KEYS}}
 
     def for_the_run(self) -> dict[str, Any]:
-        """By their names in ``optimizer.params``, the settings that no parameter group can
-        change.
-        """
+        """Return the settings of ``optimizer.params`` that no parameter group can change."""
         return {
             **self.scalar.settings(),
             **self.matrix.settings(),
@@ -233,58 +230,51 @@ class OptimizerConfig(Hyper):
                 raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
         named = _named(params, "matrix_optimizer", "muon", _matrix_names()) if general else "muon"
-        matrix, scalar = (
-            entry_of(named, whole=True).recipe,
-            entry_of(_scalar_name(params), whole=False).recipe,
-        )
+        matrix = entry_of(named, whole=True).recipe
+        scalar = entry_of(_scalar_name(params), whole=False).recipe
         if not matrix.whole:
             scalar = matrix
         model = params_model(matrix, scalar, general)
         refuse_of_others(params, matrix, scalar, {*model.keys()})
         _only_ours("optimizer.params", params, {*model.keys(), *ALWAYS_TRUE, "adam_w_mode"})
-        for key in ALWAYS_TRUE:
-            if params.pop(key, True) is not True:
-                raise ConfigError(
-                    f"optimizer.params.{key} must be true, got false: {ALWAYS_TRUE[key]}; remove it"
-                )
-        if not check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True)):
-            if scalar.rule != "adam":
-                raise ConfigError(
-                    "optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', "
-                    f"got {scalar.rule!r}; remove one of the two"
-                )
+        _drop_switches(params, scalar)
         preset = _preset(params, model)
         checked = build(model, "optimizer.params", {**preset, **params})
-
-        def of(kind: type[Section]) -> dict[str, Any]:
-            return {
-                name: getattr(checked, name)
-                for name in kind.model_fields
-                if name in checked.model_fields_set
-            }
-
+        for_the_run = _set_in(checked, _FOR_THE_RUN)
+        if not matrix.whole:
+            for_the_run.pop("per_head_muon", None)
+        values = {
+            **_set_in(checked, Hyper.model_fields),
+            **for_the_run,
+            "matrix": build(matrix, "optimizer.params", _set_in(checked, matrix.model_fields)),
+            "scalar": build(scalar, "optimizer.params", _set_in(checked, scalar.model_fields)),
+        }
         return cls(
             from_preset=tuple(preset),
             given=tuple(key for key, value in params.items() if value is not None),
-            **_with_rates(
-                {
-                    **of(Hyper),
-                    **{
-                        key: value
-                        for key, value in of(cls).items()
-                        if key in _FOR_THE_RUN and (matrix.whole or key != "per_head_muon")
-                    },
-                    "matrix": build(matrix, "optimizer.params", of(matrix)),
-                    "scalar": build(scalar, "optimizer.params", of(scalar)),
-                }
-            ),
+            **_with_rates(values),
         )
 
 
+def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
+    """Take the switches of stock DeepSpeed's Adam out of ``params``; refuse other values."""
+    for key, why in ALWAYS_TRUE.items():
+        if params.pop(key, True) is not True:
+            raise ConfigError(f"optimizer.params.{key} must be true, got false: {why}; remove it")
+    is_adamw = check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True))
+    if not is_adamw and scalar.rule != "adam":
+        raise ConfigError(
+            "optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', "
+            f"got {scalar.rule!r}; remove one of the two"
+        )
+
+
+def _set_in(checked: Section, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: getattr(checked, key) for key in keys if key in checked.model_fields_set}
+
+
 def _matrix_names() -> tuple[str, ...]:
-    """What ``matrix_optimizer`` may name: what has whole matrices, or, for everything, what does
-    not need them.
-    """
+    """Return the names of ``matrix_optimizer``: optimizers of whole matrices, or of everything."""
     return (*names(whole=True), *names(whole=False))
 
 
@@ -306,7 +296,7 @@ def _named(params: Mapping[str, Any], key: str, default: str, known: Sequence[st
 
 
 def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any]:
-    """What the preset that ``params`` name sets, as far as they do not."""
+    """Return the settings of the preset that ``params`` name, as far as they have none."""
     if params.get("preset") is None:
         return {}
     name: str = check(Literal[tuple(PRESETS)], "optimizer.params.preset", params["preset"])
@@ -326,22 +316,13 @@ def _scalar_name(params: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=None)
 def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> type[Section]:
-    """What ``optimizer.params`` may say with these two recipes; ``general`` for the type
-    "LayerWise".
-    """
+    """Return the model of ``optimizer.params`` for two recipes; ``general``: of "LayerWise"."""
     # One for everything takes the place of another, whose settings may stay.
     kinds = (scalar, matrix) if matrix.whole else (*recipes_of_settings(), matrix)
-    fields: dict[str, Any] = {
-        name: (field.annotation, field)
-        for kind in kinds
-        for name, field in kind.model_fields.items()
-    }
-    fields.update(
-        {
-            key: (OptimizerConfig.model_fields[key].annotation, OptimizerConfig.model_fields[key])
-            for key in _FOR_THE_RUN
-        }
-    )
+    fields: dict[str, Any] = {}
+    for kind in kinds:
+        fields.update(fields_of(kind, kind.model_fields))
+    fields.update(fields_of(OptimizerConfig, _FOR_THE_RUN))
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
         fields["matrix_optimizer"] = (any_of(*_matrix_names()), "muon")
@@ -349,13 +330,16 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     return model
 
 
+def fields_of(section: type[Section], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the fields ``keys`` of ``section`` as pydantic's ``create_model`` takes them."""
+    fields = section.model_fields
+    return {key: (fields[key].annotation, fields[key]) for key in keys}
+
+
 @lru_cache(maxsize=None)
 def _all_params() -> tuple[str, ...]:
-    recipes = recipes_of_settings()
-    return (
-        *params_model(Muon, AdamW, True).keys(),
-        *(key for key in merged_keys(recipes) if key not in Muon.keys()),
-    )
+    of_recipes = merged_keys(recipes_of_settings())
+    return tuple(dict.fromkeys((*params_model(Muon, AdamW, True).keys(), *of_recipes)))
 
 
 def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
@@ -365,12 +349,12 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
             "optimizer.params.lr must be greater than 0: muon_lr and adam_lr are kept in ratio to "
             "it, got 0; let a scheduler start at 0 instead"
         )
-    as_adamw = values["matrix"].takes_rate_of_adamw
+    kind = values["matrix"]
+    as_adamw = kind.takes_rate_of_adamw
     if lr is not None and "muon_lr" not in values and not as_adamw:
-        kind = values["matrix"]
-        one_rate = (
-            f", or set {kind.as_adamw}, with which lr is right for both" if kind.as_adamw else ""
-        )
+        one_rate = ""
+        if kind.as_adamw:
+            one_rate = f", or set {kind.as_adamw}, with which lr is right for both"
         raise ConfigError(
             f"optimizer.params.lr is {lr:g} without muon_lr, and {kind.rule.capitalize()}'s rate "
             f"is far from AdamW's: give muon_lr, such as {DEFAULT_MUON_LR}{one_rate}"
@@ -391,8 +375,8 @@ class LayerWiseConfig(Section):
     "auto" is "ordered" on a CPU.
     """
     links: str = "auto"
-    """What ways of buckets are chosen for: a set of :mod:`.plan.network.links` or a file; "auto"
-    goes by what talks.
+    """The links that ways of buckets are chosen for: a set of :mod:`.plan.network.links` or a file;
+    "auto" goes by what talks.
     """
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
@@ -411,7 +395,7 @@ class LayerWiseConfig(Section):
     norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
     """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
     monitor: Monitor = Monitor()
-    """What DeepSpeed's monitor is told of updates, beside what it always is."""
+    """The figures of updates that DeepSpeed's monitor gets beside the usual ones."""
     verify_first_step: bool = False
     """Compare the first update with what one process would have computed; see
     :mod:`.zero.verify.first_step`.
@@ -423,11 +407,11 @@ class LayerWiseConfig(Section):
     :mod:`.routing.find_fused_parts`.
     """
     master_dtype: MasterDtype = "float32"
-    """What masters of bfloat16 parameters are kept in; see
+    """The dtype of masters of bfloat16 parameters; see
     :mod:`ds_layerwise.optimizers.split_masters`.
     """
     rounding_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """What chance begins with where states are rounded by chance (``stochastic_rounding``)."""
+    """The seed of chance where states are rounded by chance (``stochastic_rounding``)."""
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False
@@ -435,20 +419,21 @@ class LayerWiseConfig(Section):
     fsync: bool = False
     """Let no checkpoint count before all of its files are on the disk."""
     on_missing_state: OnMissingState = "fresh"
-    """What to do at a load with a parameter of which the checkpoint holds no optimizer state."""
+    """The way at a load with a parameter of which the checkpoint holds no optimizer state."""
     on_optimizer_change: OnOptimizerChange = "error"
-    """What to do at a load with a parameter that another optimizer updated before."""
+    """The way at a load with a parameter that another optimizer updated before."""
     on_hyper_change: OnHyperChange = "checkpoint"
-    """Which wins at a load where the config gives a group another hyper-parameter than it did
-    before.
-    """
-    rename: Mapping[str, str] = Field(default_factory=dict)
+    """The winner at a load where the config gives a group another hyper-parameter than before."""
+    rename: Mapping[Name, Name] = Field(
+        default_factory=dict,
+        json_schema_extra={"expects": "an object of names in checkpoints to names in the model"},
+    )
     """Globs over names in checkpoints to names in the model, each ``*`` standing for the same text
     in both.
     """
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
-    """Of an optimizer that the script gives to ``initialize``; see
+    """Settings of an optimizer that the script gives to ``initialize``; see
     :mod:`.recipes.rules.client_recipe`.
     """
     decoupled_lr: Annotated[NonNegative | None, OR_NULL] = None
@@ -460,9 +445,7 @@ class LayerWiseConfig(Section):
     bound.
     """
     apply_wd_to_qk_layernorm: bool = False
-    """Whether vectors of norms over queries and keys are decayed though others are not;
-    Megatron-LM's key.
-    """
+    """Decay vectors of norms over queries and keys though others are not; Megatron-LM's key."""
     mup: Annotated[Mup | None, OR_NULL] = None
     """Learning rates and eps are those of a narrower model; see :mod:`.recipes.targets.mup`. None:
     of this one.
@@ -475,7 +458,7 @@ class LayerWiseConfig(Section):
     """Measure and report the largest attention logits, which ``qk_clip`` does anyway; Megatron-LM's
     key.
     """
-    dump_param_map: Annotated[Annotated[str, Field(min_length=1)] | None, OR_NULL] = None
+    dump_param_map: Annotated[Name | None, OR_NULL] = None
     """A file that rank 0 writes at start: what ``ds-layerwise plan --list --json`` tells; None for
     none.
     """
@@ -497,32 +480,20 @@ class LayerWiseConfig(Section):
                 f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                 f"{lr:g}; lower it"
             )
+        for old, new in found.rename.items():
+            if old.count("*") != new.count("*"):
+                raise ConfigError(
+                    f"layerwise.rename[{old!r}] has {old.count('*')} times '*', its new name "
+                    f"{new!r} {new.count('*')}; each stands for the same text in both"
+                )
         return found
 
 
-def _renames(where: str, value: object) -> dict[str, str]:
-    if not isinstance(value, Mapping):
-        raise ConfigError(
-            f"{where} must be an object of names in checkpoints to names in the model, got "
-            f"{value!r}"
-        )
-    for old, new in value.items():
-        if not isinstance(old, str) or not isinstance(new, str) or not old or not new:
-            raise ConfigError(f"{where} must map names to names, got {old!r}: {new!r}")
-        if old.count("*") != new.count("*"):
-            raise ConfigError(
-                f"{where}[{old!r}] has {old.count('*')} times '*', its new name {new!r} "
-                f"{new.count('*')}; each stands for the same text in both"
-            )
-    return dict(value)
-
-
-#: How what is a section of its own within it is parsed.
+#: The functions that parse sections within ``layerwise``.
 _SECTIONS: dict[str, Any] = {
     "mup": Mup.from_section,
     "qk_clip": QkClip.from_section,
     "norm_groups": norm_groups_of,
-    "rename": _renames,
     "overrides": partial(entries_of, Override.from_entry),
     "client_optimizer": partial(build, ClientOptimizerConfig),
     "monitor": partial(build, Monitor),

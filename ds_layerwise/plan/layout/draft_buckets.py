@@ -27,15 +27,17 @@ class Draft:
     offsets: Sequence[int]
     wire: str
     """The dtype that its gradients travel in."""
-    shards: Shards
-    """The shards of ``shard_numels``."""
     way: Way = "even"
     """Until it is chosen, which it must be where shards differ in length, ``even``."""
 
     def with_longer_last(self, more: int) -> Draft:
-        """The same with ``more`` elements of padding in the last shard that is not empty."""
-        numels = self.shard_numels.with_longer_last(more)
-        return replace(self, shard_numels=numels, shards=Shards.of(numels, 0))
+        """Return the bucket with ``more`` elements of padding in the last shard that has any."""
+        return replace(self, shard_numels=self.shard_numels.with_longer_last(more))
+
+    @property
+    def shards(self) -> Shards:
+        """The shards of ``shard_numels``."""
+        return Shards.of(self.shard_numels, 0)
 
     @property
     def position(self) -> int:
@@ -51,51 +53,47 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
     which is how long all of its shards become: whatever a bucket has less than that is padding.
     """
     buckets: list[list[Item]] = []
-    held = least = bucket_numel
+    numel = least = bucket_numel
     for item in items:
-        if held >= least:
+        if numel >= least:
             buckets.append([])
-            held, least = 0, bucket_numel
+            numel = 0
+            least = bucket_numel
         buckets[-1].append(item)
-        held += item.numel
+        numel += item.numel
         least = max(least, equal_shards * item.numel * 9 // 10)
     return buckets
 
 
 def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
-    """Back to back, cut into equal shards."""
+    """Lay ``items`` back to back, cut into equal shards."""
     *offsets, total = accumulate((item.span for item in items), initial=0)
     shard = -(-total // holders)
     shard += -shard % alignment
-    numels = Numels.equal(shard, holders)
-    return Draft(False, numels, items, offsets, wire, Shards.of(numels, 0))
+    return Draft(False, Numels.equal(shard, holders), items, offsets, wire)
 
 
 def draft_owned(
     items: Sequence[Item], owners: Iterable[int], holders: int, wire: str, shard: int | None = None
 ) -> Draft:
-    """A bucket of whole parameters, one owner each; shards of ``shard`` elements, or else as long
-    as they need be.
-    """
+    """Lay out whole parameters, one owner each; ``shard`` elements a shard, or any number."""
     by_rank: dict[int, list[Item]] = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
         by_rank[owner].append(item)
     in_order: list[Item] = []
     offsets: list[int] = []
     lengths: list[int] = []
-    shard_start = 0
+    end = 0
     for rank in sorted(by_rank):
-        offset = shard_start if shard is None else rank * shard
+        start = end if shard is None else rank * shard
+        end = start
         for item in by_rank[rank]:
             in_order.append(item)
-            offsets.append(offset)
-            offset += item.span
-        if shard is None:
-            lengths.append(offset - shard_start)
-            shard_start = offset
-    numels = (
-        Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
-        if shard is None
-        else Numels.equal(shard, holders)
-    )
-    return Draft(True, numels, in_order, offsets, wire, Shards.of(numels, 0))
+            offsets.append(end)
+            end += item.span
+        lengths.append(end - start)
+    if shard is None:
+        numels = Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
+    else:
+        numels = Numels.equal(shard, holders)
+    return Draft(True, numels, in_order, offsets, wire)

@@ -14,18 +14,19 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from typing import Any, Literal, cast, get_args
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.shards import Numels, Shards
 
-#: How a bucket gets to its owners and back; see :class:`Bucket`.
+#: The ways of a bucket to its owners and back; see :class:`Bucket`.
 Way = Literal["even", "ragged", "cuts"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """What a planner knows of one parameter.
+    """The facts that a planner knows of one parameter.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is
     the FLOPs of one update, 0 for what is cut; ``state_bytes`` those of all its states together.
@@ -87,7 +88,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """The offset behind the last element."""
         return self.start + self.numel
 
 
@@ -130,14 +131,14 @@ class Bucket:
     whole: bool
     start: int
     shard_numels: Sequence[int]
-    """How many elements each shard has; kept as :class:`.plan.layout.shards.Numels`."""
+    """The number of elements of each shard; kept as :class:`.plan.layout.shards.Numels`."""
     slots: tuple[Slot, ...]
     ep_size: int = 1
     way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
     shards: Shards = field(init=False, repr=False, compare=False)
-    """What follows from ``shard_numels``; where they start is an offset in the buffer."""
+    """The shards of ``shard_numels``; their starts are offsets in the buffer."""
     holders: int = field(init=False, repr=False, compare=False)
-    """How many shards there are: the size of a group of ranks that hold the bucket together."""
+    """The number of shards: the size of a group of ranks that hold the bucket together."""
     cut_numel: int = field(init=False, repr=False, compare=False)
     """The length of each of as many equal cuts as there are shards; of use where the way is
     ``cuts``.
@@ -223,26 +224,26 @@ class Bucket:
         i = 0
         for slot in self.slots:
             i = bisect_right(starts, slot.start, i) - 1
-            if slot.stop > starts[i] + lengths[i]:
+            stop = starts[i] + lengths[i]
+            if slot.stop > stop:
                 raise LayoutError(
                     f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
-                    f"{starts[i] + lengths[i]}) of rank {filled[i] * self.ep_size} in bucket "
-                    f"{self.index}"
+                    f"{stop}) of rank {filled[i] * self.ep_size} in bucket {self.index}"
                 )
 
     @property
     def is_even(self) -> bool:
-        """Whether all shards have the same length."""
+        """True where all shards have the same length."""
         return self.shards.is_even
 
     @property
     def numel(self) -> int:
-        """All shards together, padding included."""
+        """The elements of all shards together, padding included."""
         return self.shards.numel
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """The offset behind the last element."""
         return self.start + self.shards.numel
 
     @property
@@ -251,8 +252,7 @@ class Bucket:
         return self.holders * self.ep_size
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """``(start, stop)`` of the shard of ``rank`` in the buffer; both are equal where it is
-        empty.
+        """Return ``(start, stop)`` of the shard of ``rank`` in the buffer; equal where it is empty.
 
         Raises:
             LayoutError: the layout has no such rank.
@@ -260,28 +260,25 @@ class Bucket:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
         number = rank // self.ep_size
-        i = bisect_left(self.shards.filled, number)
-        start = self.shards.starts[i] if i < len(self.shards.starts) else self.stop
-        is_filled = i < len(self.shards.filled) and self.shards.filled[i] == number
-        return start, start + (self.shards.lengths[i] if is_filled else 0)
+        filled, starts, lengths = self.shards[:3]
+        i = bisect_left(filled, number)
+        if i == len(filled):
+            return self.stop, self.stop
+        return starts[i], starts[i] + (lengths[i] if filled[i] == number else 0)
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
-        """``(rank, numel)`` of every shard that has elements, in rank order."""
-        return (
-            (number * self.ep_size + ep_rank, numel)
-            for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True)
-            for ep_rank in range(self.ep_size)
-        )
+        """Yield ``(rank, numel)`` of every shard that has elements, in rank order."""
+        for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True):
+            for ep_rank in range(self.ep_size):
+                yield number * self.ep_size + ep_rank, numel
 
     def owners(self, slot: Slot) -> range:
-        """The ranks that hold ``slot`` as a whole: one, or as many as there are experts of its
-        name.
-        """
+        """Return the ranks that hold ``slot`` as a whole: one, or one for each of its experts."""
         owner = self.owner(slot)
         return range(owner, owner + self.ep_size)
 
     def owner(self, slot: Slot) -> int:
-        """The rank that holds ``slot``, or the first expert of its name, as a whole.
+        """Return the rank that holds ``slot``, or the first expert of its name, as a whole.
 
         Raises:
             LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
@@ -294,18 +291,48 @@ class Bucket:
         return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What lies in the shard of ``rank``, in memory order, without padding."""
+        """Return what lies in the shard of ``rank``, in memory order, without padding."""
         start, stop = self.shard(rank)
         if start == stop:
             return ()
         first = bisect_right(self.slots, start, key=lambda slot: slot.stop)
         last = bisect_left(self.slots, stop, key=lambda slot: slot.start)
-        return tuple(_cut(slot, start, stop) for slot in self.slots[first:last])
+        pieces = []
+        for slot in self.slots[first:last]:
+            begin = max(slot.start, start)
+            numel = min(slot.stop, stop) - begin
+            pieces.append(Piece(slot.name, begin, numel, begin - slot.start))
+        return tuple(pieces)
 
+    def to_values(self) -> dict[str, Any]:
+        """Return the bucket as JSON has it; :meth:`of_values` reads it."""
+        values: dict[str, Any] = {
+            "dtype": self.dtype,
+            "whole": self.whole,
+            "start": self.start,
+            "shards": Numels.of(self.shard_numels).runs(),
+            "slots": [[slot.name, slot.start, slot.numel] for slot in self.slots],
+        }
+        if self.ep_size > 1:
+            values["variants"] = self.ep_size
+        if self.way != self._default_way:
+            values["way"] = self.way
+        return values
 
-def _cut(slot: Slot, start: int, stop: int) -> Piece:
-    begin = max(slot.start, start)
-    return Piece(slot.name, begin, min(slot.stop, stop) - begin, begin - slot.start)
+    @classmethod
+    def of_values(cls, index: int, values: dict[str, Any]) -> Bucket:
+        """Make the bucket that :meth:`to_values` returned."""
+        way: Any = values.get("way")
+        return cls(
+            index,
+            values["dtype"],
+            values["whole"],
+            values["start"],
+            Numels.of_runs(values["shards"]),
+            tuple(Slot(*slot) for slot in values["slots"]),
+            values.get("variants", 1),
+            way,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -361,14 +388,14 @@ class Layout:
                 f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one "
                 f"before it stops at {expected_start}"
             )
-        for rank, numel in (
-            [(0, bucket.shard_numels[0])] if bucket.is_even else bucket.non_empty_shards()
-        ):
+        for rank, numel in bucket.non_empty_shards():
             if numel % self.alignment:
                 raise LayoutError(
                     f"bucket {index}: the shard of rank {rank} has {numel} elements, not a "
                     f"multiple of {self.alignment}"
                 )
+            if bucket.is_even:  # The others are as long.
+                break
         if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
             raise LayoutError(
                 f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
@@ -386,7 +413,7 @@ class Layout:
         return tuple(self._buffers)
 
     def buffer_numel(self, dtype: str) -> int:
-        """The length of the buffer of ``dtype``, padding included."""
+        """Return the length of the buffer of ``dtype``, padding included."""
         if dtype not in self._buffers:
             raise LayoutError(
                 f"no parameter of this layout is {dtype}; it has "
@@ -395,11 +422,11 @@ class Layout:
         return self._buffers[dtype]
 
     def bucket_of(self, name: str) -> Bucket:
-        """The bucket that holds the parameter ``name``."""
+        """Return the bucket that holds the parameter ``name``."""
         return self._home(name)[0]
 
     def slot(self, name: str) -> Slot:
-        """The home of the parameter ``name``."""
+        """Return the home of the parameter ``name``."""
         return self._home(name)[1]
 
     def _home(self, name: str) -> tuple[Bucket, Slot]:
@@ -408,39 +435,22 @@ class Layout:
         return self._homes[name]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What ``rank`` holds, bucket by bucket, in memory order. Offsets are in the buffer of the
-        bucket's dtype.
-        """
-        return tuple(piece for bucket in self.buckets for piece in bucket.pieces(rank))
+        """Return what ``rank`` holds, bucket by bucket, in memory order."""
+        return tuple(chain.from_iterable(bucket.pieces(rank) for bucket in self.buckets))
 
     def to_json(self) -> str:
-        """The layout as one line. Shard lengths are run-length coded: ``[[how many ranks, numel],
-        ...]``.
-        """
-        return json.dumps(
-            {
-                "policy": self.policy,
-                "world_size": self.world_size,
-                "alignment": self.alignment,
-                "buckets": [
-                    {
-                        "dtype": b.dtype,
-                        "whole": b.whole,
-                        "start": b.start,
-                        "shards": Numels.of(b.shard_numels).runs(),
-                        "slots": [[s.name, s.start, s.numel] for s in b.slots],
-                        **({"variants": b.ep_size} if b.ep_size > 1 else {}),
-                        **({"way": b.way} if b.way != b._default_way else {}),
-                    }
-                    for b in self.buckets
-                ],
-            },
-            separators=(",", ":"),
-        )
+        """Return the layout as one line, with lengths as runs ``[[how many, numel], ...]``."""
+        values = {
+            "policy": self.policy,
+            "world_size": self.world_size,
+            "alignment": self.alignment,
+            "buckets": [bucket.to_values() for bucket in self.buckets],
+        }
+        return json.dumps(values, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """The layout that :meth:`to_json` wrote.
+        """Return the layout that :meth:`to_json` wrote.
 
         Raises:
             LayoutError: ``text`` is something else, or breaks an invariant.
@@ -451,7 +461,7 @@ class Layout:
                 values["policy"],
                 values["world_size"],
                 values["alignment"],
-                tuple(_bucket_from_json(index, b) for index, b in enumerate(values["buckets"])),
+                tuple(map(Bucket.of_values, count(), values["buckets"])),
             )
         except LayoutError:
             raise
@@ -461,19 +471,5 @@ class Layout:
             ) from e
 
     def digest(self) -> str:
-        """A short hash: equal on two ranks if and only if their layouts are equal."""
+        """Return a short hash: equal on two ranks if and only if their layouts are equal."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:12]
-
-
-def _bucket_from_json(index: int, values: dict[str, Any]) -> Bucket:
-    way: Any = values.get("way")
-    return Bucket(
-        index,
-        values["dtype"],
-        values["whole"],
-        values["start"],
-        Numels.of_runs(values["shards"]),
-        tuple(Slot(*slot) for slot in values["slots"]),
-        values.get("variants", 1),
-        way,
-    )

@@ -30,16 +30,16 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: What balancing memory as well may cost, in percent of what balancing work alone reaches.
+#: The most that balancing memory as well may cost, in percent of what balancing work alone reaches.
 _TOLERANCE_PERCENT = 2
 
 #: Work and memory are compared as shares of their totals, in parts of this: whole numbers that fit
 #: 64 bits.
 _PARTS = 2**40
 
-#: How many swaps are looked at in one search, and in all: a few seconds at most. There are as many
-#: as shards, times the kinds that the busiest has, times all kinds; with two parameters on either
-#: side times the squares of both.
+#: The most swaps that are looked at in one search, and in all: a few seconds at most. There are as
+#: many as shards, times the kinds that the busiest has, times all kinds; with two parameters on
+#: either side times the squares of both.
 _MAX_AT_ONCE, _MAX_COMBINATIONS = 2**22, 2**27
 
 
@@ -59,7 +59,7 @@ class Item(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """What parameters have in common that can take each other's place."""
+    """The sizes of parameters that can take each other's place."""
 
     ep_size: int
     work: int
@@ -68,24 +68,16 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Placed:
-    """Who holds how many of what, and the loads that come of it."""
+    """The parameters on each shard, and the loads that come of it."""
 
     shards: dict[_Kind, list[int]]
     """The shard of each parameter of a kind, in the order in which they were placed."""
     loads: NDArray[np.int64]
     """Work and elements (2, ranks)."""
 
-    @property
-    def most(self) -> tuple[int, int]:
-        """Work and elements of the ranks that have most of either."""
-        work, numel = self.loads.max(axis=1).tolist()
-        return work, numel
-
 
 def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[int, int]:
-    """The owner of each parameter of ``buckets``, by its position; all of one bucket have the same
-    ``ep_size``.
-    """
+    """Return the owners of the parameters of ``buckets``, of one ``ep_size`` each, by position."""
     by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
     by_kind: dict[_Kind, list[Item]] = defaultdict(list)
     for bucket in buckets:
@@ -106,12 +98,9 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
 
 
 def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int]]:
-    """The shard of each parameter of a kind: by work, or by work and memory where that is the
-    better trade.
-    """
-    total_work, total_numel = (
-        sum(kind.ep_size * kind[i] * count for kind, count in counts.items()) for i in (1, 2)
-    )
+    """Place parameters by work, or by work and memory where that is the better trade."""
+    total_work = sum(kind.ep_size * kind.work * count for kind, count in counts.items())
+    total_numel = sum(kind.ep_size * kind.numel * count for kind, count in counts.items())
     # Work has 64 bits here, too: the common factor alters no comparison, and what is left over 62
     # bits no balance.
     unit = max(1, math.gcd(*(kind.work for kind in counts)))
@@ -125,23 +114,21 @@ def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int
             for kind, (work, numel) in exact.items()
         }
         by_both = _longest_first(counts, world_size, exact, shares)
-        if _is_better_trade(by_both.most, placed.most, total_work, total_numel):
+        if _is_better_trade(by_both, placed, total_work, total_numel):
             placed = by_both
     _swap(placed, exact)
     return placed.shards
 
 
-def _is_better_trade(
-    by_both: tuple[int, int], by_work: tuple[int, int], total_work: int, total_numel: int
-) -> bool:
+def _is_better_trade(by_both: _Placed, by_work: _Placed, total_work: int, total_numel: int) -> bool:
+    work, numel = by_both.loads.max(axis=1).tolist()
+    least_work, its_numel = by_work.loads.max(axis=1).tolist()
     within = 100 + _TOLERANCE_PERCENT
-    if any(100 * ours > within * theirs for ours, theirs in zip(by_both, by_work, strict=True)):
+    if 100 * work > within * least_work or 100 * numel > within * its_numel:
         return False
     # Shares of different totals, compared by cross-multiplication.
-    worse, worse_by_work = (
-        max(work * total_numel, numel * total_work) for work, numel in (by_both, by_work)
-    )
-    return worse < worse_by_work
+    worse = max(work * total_numel, numel * total_work)
+    return bool(worse < max(least_work * total_numel, its_numel * total_work))
 
 
 def _longest_first(
@@ -150,7 +137,7 @@ def _longest_first(
     exact: Mapping[_Kind, tuple[int, int]],
     shares: Mapping[_Kind, tuple[int, int]] | None = None,
 ) -> _Placed:
-    """Most work first, to the ranks with least work, then least elements, then the lowest number.
+    """Place most work first, on the ranks with least work, then elements, then number.
 
     With ``shares``, the largest share of the model first, to the ranks whose larger share, of work
     or of elements, stays smallest. Parameters without work come last, and for them only elements
@@ -165,23 +152,25 @@ def _longest_first(
         return (work if shares is None else max(work, numel)), work, numel, kind.ep_size
 
     for kind in sorted(counts, key=longest, reverse=True):
-        left, (work, numel) = counts[kind], sizes[kind]
-        by_shard, exactly = (each.reshape(2, -1, kind.ep_size) for each in (loads, placed.loads))
-        for _ in range(left):  # each go places one at least
-            if not left:
-                break
+        left = counts[kind]
+        work, numel = sizes[kind]
+        by_shard = loads.reshape(2, -1, kind.ep_size)
+        exactly = placed.loads.reshape(2, -1, kind.ep_size)
+        while left:  # each go places one at least
             held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
             # Who has least after it, then what decides between equals; and by how much at least
             # those grow who take one: of the ranks that are ahead by less, none gets a second one
             # before all of them have one.
             if shares is not None:
-                after, then, step = (
-                    np.maximum(held[0] + work, held[1] + numel),
-                    held[0] * 0,
-                    max(1, min(work, numel)),
-                )
+                after = np.maximum(held[0] + work, held[1] + numel)
+                then = held[0] * 0
+                step = max(1, min(work, numel))
+            elif work:
+                after, then = held
+                step = work
             else:
-                (after, then), step = (held, work) if work else (held[::-1], numel)
+                then, after = held
+                step = numel
             highest = after.min() + step - 1
             if left < len(after):  # sorting them all would take longest
                 highest = min(highest, np.partition(after, left - 1)[left - 1])
@@ -191,8 +180,9 @@ def _longest_first(
             # the same.
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
             times = left // len(after) if same else 1
-            for each, size in ((by_shard, sizes[kind]), (exactly, exact[kind]))[shares is None :]:
-                each[:, chosen] += times * np.array(size)[:, None, None]
+            exactly[:, chosen] += times * np.array(exact[kind])[:, None, None]
+            if shares is not None:
+                by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]
             left -= times * len(chosen)
             placed.shards[kind] += times * chosen.tolist()
     return placed
@@ -205,11 +195,10 @@ def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
     by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
     for kind in sorted(placed.shards):
         by_ep_size[kind.ep_size].append(kind)
-    swaps = [
-        _Swaps(kinds, placed, np.array([exact[kind] for kind in kinds]))
-        for ep_size, kinds in by_ep_size.items()
-        if len(kinds) * placed.loads.shape[1] <= _MAX_AT_ONCE * ep_size
-    ]
+    swaps = []
+    for ep_size, kinds in by_ep_size.items():
+        if len(kinds) * placed.loads.shape[1] <= _MAX_AT_ONCE * ep_size:
+            swaps.append(_Swaps(kinds, placed, np.array([exact[kind] for kind in kinds])))
     lowered = True
     while lowered:
         lowered = False
@@ -260,8 +249,7 @@ class _Swaps:
     def _best(
         self, load: int, loads: NDArray[np.int64], busiest: int, num: int
     ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-        """The swap after which the busier of two shards has least of ``load``: the other shard,
-        what it gets and gives.
+        """Find the swap after which the busier of two shards has least: the other, gets, gives.
 
         Both sides give at most ``num`` parameters. None if no swap helps.
         """
@@ -303,11 +291,11 @@ class _Swaps:
         )
 
     def _bundles(self, kinds: Iterable[int], num: int) -> NDArray[np.int64]:
-        """Up to ``num`` parameters of ``kinds`` (bundles, num), filled up with nothing."""
+        """Return up to ``num`` parameters of ``kinds`` (bundles, num), filled up with nothing."""
         return np.array(list(combinations_with_replacement([*kinds, self._nothing], num)))
 
     def _has(self, bundles: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Which of ``shards`` have all of a bundle (bundles, shards)."""
+        """Tell which of ``shards`` have all of a bundle (bundles, shards)."""
         needed = (bundles[:, :, None] == bundles[:, None, :]).sum(axis=2)[:, :, None]
         has: NDArray[np.bool_] = np.all(self._held[:, shards][bundles] >= needed, axis=1)
         return has
@@ -374,8 +362,7 @@ class _Takers:
         return -self._quota[rank], -self._left[rank], rank
 
     def take(self, num: int, held: Mapping[int, int]) -> list[int]:
-        """Up to ``num`` ranks, which take one each: the emptiest by what is ``held`` in this
-        bucket.
+        """Take up to ``num`` ranks, one parameter each: the emptiest by ``held`` in this bucket.
 
         Of these, those that still have most to take: else the last buckets would be left with a few
         ranks that must take everything.
@@ -399,9 +386,7 @@ class _Takers:
         return taken
 
     def _most_to_take(self, num: int, held: Mapping[int, int]) -> tuple[list[int], list[int]]:
-        """Up to ``num`` ranks that hold nothing, most to take first; and all that were looked at,
-        now out of the heap.
-        """
+        """Return up to ``num`` ranks that hold nothing, and all ranks that left the heap."""
         found: list[int] = []
         passed: list[int] = []
         while self._heap and len(found) < num:
@@ -417,7 +402,7 @@ class _Takers:
 
 
 def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:
-    """The lengths of the longest shard of each bucket, added up: what the collectives take."""
+    """Add up the longest shard of each bucket: what the collectives take."""
     total = 0
     for bucket in buckets:
         held: dict[int, int] = defaultdict(int)

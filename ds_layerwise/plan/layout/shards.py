@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain, compress, repeat
 from typing import Any, NamedTuple
 
@@ -22,16 +21,16 @@ from ds_layerwise.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Numels(Sequence[int]):
-    """How many elements each shard has, by number; as a tuple is, and equal to one."""
+    """The elements of each shard, by number: a sequence like a tuple, and equal to one."""
 
     size: int
-    """How many shards there are."""
+    """The number of shards."""
     filled: Sequence[int]
     """Numbers of those that are not empty."""
     lengths: Sequence[int]
-    """How many elements these have, where not all shards have the same."""
+    """The elements of these, where not all shards have the same number."""
     each: int | None = None
-    """How many all shards have, where it is the same."""
+    """The elements of every shard, where it is the same number."""
 
     @classmethod
     def equal(cls, each: int, size: int) -> Numels:
@@ -52,7 +51,7 @@ class Numels(Sequence[int]):
             return numels
         return cls.of_filled(
             len(numels),
-            tuple(compress(_count_to(len(numels)), numels)),
+            tuple(compress(range(len(numels)), numels)),
             tuple(compress(numels, numels)),
         )
 
@@ -105,11 +104,11 @@ class Numels(Sequence[int]):
         return Numels.of_filled(self.size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
 
     def __len__(self) -> int:
-        """How many shards there are."""
+        """Return the number of shards."""
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        """Of each, in order."""
+        """Yield the elements of each shard, in order."""
         if self.each is not None:
             return repeat(self.each, self.size)
         numels = [0] * self.size
@@ -118,7 +117,7 @@ class Numels(Sequence[int]):
         return iter(numels)
 
     def __getitem__(self, number: Any) -> Any:
-        """Of one, or a tuple of some."""
+        """Return the elements of a shard, or a tuple for some."""
         if isinstance(number, slice) or number < 0:
             return tuple(self)[number]
         if number >= self.size:
@@ -129,7 +128,7 @@ class Numels(Sequence[int]):
         return self.lengths[i] if i < len(self.filled) and self.filled[i] == number else 0
 
     def __eq__(self, other: object) -> bool:
-        """Whether ``other`` lists the same."""
+        """Tell whether ``other`` lists the same."""
         if isinstance(other, Numels):
             return (self.size, self.each) == (other.size, other.each) and (
                 self.each is not None
@@ -138,27 +137,27 @@ class Numels(Sequence[int]):
         return isinstance(other, (tuple, list)) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
-        """That of the tuple."""
+        """Return the hash of the tuple."""
         return hash(tuple(self))
 
     def __repr__(self) -> str:
-        """As runs; see :meth:`runs`."""
+        """Return the shards as runs; see :meth:`runs`."""
         return f"Numels.of_runs({self.runs()})"
 
 
 class Shards(NamedTuple):
-    """What follows from the lengths of shards that lie back to back."""
+    """The shards that lie back to back: their starts, their lengths and their sum."""
 
     filled: Sequence[int]
     """Numbers of the shards that are not empty."""
     starts: Sequence[int]
-    """Where these start."""
+    """The starts of these."""
     lengths: Sequence[int]
-    """How long these are."""
+    """The lengths of these."""
     numel: int
-    """All together."""
+    """The elements of all shards together."""
     is_even: bool
-    """Whether all have the same length."""
+    """True where all have the same length."""
     shortest: int
     """The length of the shortest that is not empty, or of all; below 0 if any is."""
 
@@ -192,32 +191,29 @@ class InOwnCuts(NamedTuple):
     """
 
     counts: list[int]
-    """How many of them each bucket has."""
+    """The number of them in each bucket."""
     filled: NDArray[np.int64]
     """Their numbers."""
     lengths: NDArray[np.int64]
     stays: NDArray[np.int64]
-    """How many of their elements lie there."""
+    """The number of their elements that lie there."""
 
 
 def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
-    """Of ``buckets``, each of which travels in equal cuts of so many elements: there may be ten
-    thousand.
+    """Return the shards of ``buckets``, each of which travels in equal cuts of so many elements.
+
+    There may be ten thousand buckets.
     """
     counts = [len(shards.filled) for shards in buckets]
-    filled, lengths = (
-        np.fromiter(chain.from_iterable(each), np.int64, sum(counts))
-        for each in ((shards.filled for shards in buckets), (shards.lengths for shards in buckets))
-    )
-    before, cut = (
-        np.repeat(np.array(each, np.int64), counts)
-        for each in (list(accumulate((shards.numel for shards in buckets), initial=0))[:-1], cuts)
-    )
+    filled = _joined((shards.filled for shards in buckets), counts)
+    lengths = _joined((shards.lengths for shards in buckets), counts)
+    numels = np.array([shards.numel for shards in buckets], np.int64)
+    before = np.repeat(np.cumsum(numels) - numels, counts)
+    cut = np.repeat(np.array(cuts, np.int64), counts)
     stops = np.cumsum(lengths) - before
     stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
     return InOwnCuts(counts, filled, lengths, np.maximum(stays, 0))
 
 
-@lru_cache(maxsize=4)
-def _count_to(size: int) -> tuple[int, ...]:
-    return tuple(range(size))
+def _joined(parts: Iterable[Sequence[int]], counts: Sequence[int]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(parts), np.int64, sum(counts))

@@ -1,4 +1,4 @@
-"""What a collective takes on given links: the model that plans choose by, and predict seconds with.
+"""The times of collectives on given links: the model that plans choose by, and predict with.
 
 A link has a bandwidth and a latency; a collective takes what its slowest link takes for the bytes
 that it must carry, and the latency of its longest chain of messages. Bytes count per direction.
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -52,13 +52,11 @@ class Links(Section):
     them evenly.
     """
     peer_us: Latency = 0.5
-    """What each peer of an all-to-all, and each collective that is fused with others, adds;
-    microseconds.
-    """
+    """The time of each peer of an all-to-all, and of each fused collective, microseconds."""
     memory_gb_s: Rate = 2000.0
     """At which a rank reads and writes its own memory to add up what it has received, GB/s."""
     on_host: bool = False
-    """Whether what travels lies in host memory, where gloo sends it: all-gathers go inside nodes
+    """True where what travels lies in host memory, where gloo sends it: all-gathers go inside nodes
     and between them one after the other, and shards of any length by all-to-all, however sums are
     made."""
     tflops: Rate = 200.0
@@ -67,7 +65,7 @@ class Links(Section):
     """
 
     def are_full(self, size: int) -> bool:
-        """Whether ``size`` ranks are equally many on each of their nodes."""
+        """Tell whether ``size`` ranks are equally many on each of their nodes."""
         return size <= self.ranks_per_node or size % self.ranks_per_node == 0
 
     def summary(self) -> str:
@@ -119,7 +117,7 @@ TCP = Links(
     on_host=True,
 )
 
-#: By the name that a user gives.
+#: The sets of links, by the name that a user gives.
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
 
 
@@ -131,7 +129,7 @@ def links_of_run(
     where: str = "layerwise.links",
     places: int = 1,
 ) -> Links:
-    """The links that a run plans with: as ``links`` says, or for "auto" by what talks.
+    """Return the links that a run plans with: as ``links`` says, or for "auto" by what talks.
 
     Their nodes are those of the run. Links with a name have an interface a device then; what a file
     says of interfaces stays.
@@ -152,27 +150,23 @@ def links_of_run(
     if links == "auto":
         links = "tcp" if on_host else "nvlink-ib"
     found = find_links(links, where=where, others=("auto",))
-    one_each = links in LINKS and not found.on_host
+    changed: dict[str, Any] = {}
     if on_host is not None:
         # What talks decides how collectives go, as of gloo's or NCCL's, at whatever rates.
-        found = found.model_copy(update={"on_host": on_host})
-    if ranks_per_node is None:
-        return found
-    if one_each:
-        return found.model_copy(update={"ranks_per_node": ranks_per_node, "rails": ranks_per_node})
-    rails = max(1, found.rails // places)
-    return found.model_copy(
-        update={
-            "ranks_per_node": ranks_per_node,
-            "rails": rails,
-            "between_gb_s": found.between_gb_s * found.rails / places / rails,
-        }
-    )
+        changed["on_host"] = on_host
+    if ranks_per_node is not None:
+        changed["ranks_per_node"] = ranks_per_node
+        if links in LINKS and not found.on_host:
+            changed["rails"] = ranks_per_node
+        else:
+            changed["rails"] = max(1, found.rails // places)
+            total = found.between_gb_s * found.rails
+            changed["between_gb_s"] = total / places / changed["rails"]
+    return found.model_copy(update=changed)
 
 
 def unlike_the_run(links: str, *, on_host: bool) -> str:
-    """What to tell of links that say of themselves that they are not between what talks in a run;
-    empty if none do.
+    """Return a warning of links that are not between what talks in a run; empty if there is none.
 
     A file that does not say ``on_host`` is of either.
 
@@ -199,7 +193,7 @@ def unlike_the_run(links: str, *, on_host: bool) -> str:
 
 
 def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) -> Links:
-    """The links that ``links`` names, or that the JSON file of that path has.
+    """Return the links that ``links`` names, or that the JSON file of that path has.
 
     Args:
         where: who says so, for errors.
@@ -212,10 +206,8 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
     if links in LINKS:
         return LINKS[links]
     names = (*others, *LINKS)
-    path, wanted = (
-        Path(links),
-        f"{where} must be one of {', '.join(names)} or a file, got {links!r}",
-    )
+    path = Path(links)
+    wanted = f"{where} must be one of {', '.join(names)} or a file, got {links!r}"
     try:
         text = path.read_bytes() if path.is_file() else None
     except OSError as e:
@@ -233,12 +225,10 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
         raise ConfigError(
             f"{path.name} must be an object with {', '.join(Links.keys())}, got {content!r}"
         )
-    for key, field in Links.model_fields.items():
-        if field.is_required() and key not in content:
-            raise ConfigError(
-                f"{path.name}.{key} is missing; it needs "
-                f"{', '.join(k for k, f in Links.model_fields.items() if f.is_required())}"
-            )
+    required = [key for key, field in Links.model_fields.items() if field.is_required()]
+    for key in required:
+        if key not in content:
+            raise ConfigError(f"{path.name}.{key} is missing; it needs {', '.join(required)}")
     return build(Links, path.name, content)
 
 
@@ -258,23 +248,23 @@ class Group:
 
     @cached_property
     def local(self) -> int:
-        """How many of the ranks share a node."""
+        """The number of the ranks that share a node."""
         return min(self.size, max(1, self.links.ranks_per_node // self.stride))
 
     @cached_property
     def nodes(self) -> int:
-        """How many nodes they are on."""
+        """The number of nodes that they are on."""
         return -(-self.size // self.local)
 
     @cached_property
     def node_gb_s(self) -> float:
-        """What all ranks of the group on one node together get of its interfaces."""
+        """The share of all ranks of the group on one node in its interfaces."""
         on_node = min(self.links.ranks_per_node, self.size * self.stride)
         return self.links.between_gb_s * self.links.rails * self.local / on_node
 
     @cached_property
     def rank_gb_s(self) -> float:
-        """What one rank gets of them while the others of its group are silent."""
+        """The share of one rank while the others of its group are silent."""
         return min(
             self.node_gb_s,
             self.links.between_gb_s * max(1, self.links.rails // self.links.ranks_per_node),
@@ -377,9 +367,7 @@ class Group:
 
     @cached_property
     def has_levels(self) -> bool:
-        """Whether there are several nodes with several ranks, so that it pays to add up inside a
-        node first.
-        """
+        """True for several nodes with several ranks: it pays to add up inside a node first."""
         return 1 < self.local < self.size
 
 

@@ -1,4 +1,4 @@
-"""How sums over ranks are made: by whom, in which dtype, and how many at a time.
+"""The ways to make sums over ranks: by whom, in which dtype, and how many at a time.
 
 Note: the two ways
     ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what
@@ -11,11 +11,9 @@ Note: the two ways
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Literal, get_args
+from typing import Literal
 
-from ds_layerwise.errors import LayoutError
-
-#: How sums are made; see the note.
+#: The ways to make sums; see the note.
 Reduction = Literal["native", "ordered"]
 
 #: Bytes of a sum at its owner: float32.
@@ -28,8 +26,7 @@ ROWS_AT_ONCE = 16
 
 
 def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
-    """What sums are in that lie in cuts, and on their way to their owners, of gradients that travel
-    in ``wire``.
+    """Return the dtype of sums in cuts, and on their way, of gradients that travel in ``wire``.
 
     The backend makes them in that dtype, and owners divide them in float32. At stage 2 those of
     further micro-batches are added to them in the cut, and sums in rank order are float32 to begin
@@ -39,8 +36,7 @@ def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
 
 
 def partial_sums(rows: int) -> Iterator[int]:
-    """How many partial sums a device makes of ``rows`` rows, and of those again, before the last
-    sum.
+    """Yield how many partial sums a device makes of ``rows`` rows, and of those again.
 
     Each is of :data:`ROWS_AT_ONCE`, the last of fewer; so the kernels of a sum grow with the
     logarithm of the ranks.
@@ -51,7 +47,7 @@ def partial_sums(rows: int) -> Iterator[int]:
 
 
 def most_partial_sums(ranks: int, *, per_node: int = 1) -> int:
-    """How many partial sums, as long as what a rank ends up with, a device has at a time.
+    """Return how many partial sums, as long as a rank's part, a device has at a time.
 
     Args:
         per_node: ranks that add up inside a node first, for those in their place on each of the
@@ -62,21 +58,7 @@ def most_partial_sums(ranks: int, *, per_node: int = 1) -> int:
 
 
 def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
-    """How a run makes sums: as it is set, or for "auto" the backend's way, unless what travels lies
-    in host memory.
-    """
+    """Return how a run makes sums; "auto": the backend's way where nothing lies in host memory."""
     if setting == "auto":
         return "ordered" if on_host else "native"
     return setting
-
-
-def check_reduction(reduction: str) -> None:
-    """Refuse what is no way to make sums.
-
-    Raises:
-        LayoutError: it is none.
-    """
-    if reduction not in get_args(Reduction):
-        raise LayoutError(
-            f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}"
-        )

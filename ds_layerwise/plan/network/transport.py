@@ -1,5 +1,4 @@
-"""Which way a bucket travels, and what a step's collectives take: chosen, and predicted, by the
-model of the links.
+"""The ways of buckets, and the times of a step's collectives, by the model of the links.
 
 Note: the three ways, and what they cost
     Straight to owners with equal shards, ``even``, costs what ZeRO-1's collectives do. Straight to
@@ -20,7 +19,6 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from operator import mul
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -42,9 +40,7 @@ MAX_UNDER_WAY = 2
 
 
 class Levels(NamedTuple):
-    """What a collective takes inside nodes, and between them, nanoseconds. One follows the
-    other.
-    """
+    """The time of a collective inside nodes, and after it between them, nanoseconds."""
 
     inside: int
     between: int
@@ -59,7 +55,7 @@ class InLevels(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What the time of a bucket depends on."""
+    """The sizes that the time of a bucket depends on."""
 
     numel: int
     shards: Shards
@@ -75,30 +71,17 @@ class Load:
     def of_draft(cls, draft: Draft, reduction: Reduction = "ordered", stage: int = 1) -> Load:
         """Make the load of a bucket that has no place in a layout yet."""
         item = draft.items[0]
-        return cls(
-            draft.shards.numel,
-            draft.shards,
-            len(draft.shard_numels),
-            item.ep_size,
-            itemsize(draft.wire),
-            itemsize(item.dtype),
-            itemsize(sum_dtype(draft.wire, reduction, stage)),
-        )
+        widths = _widths(draft.wire, item.dtype, reduction, stage)
+        shards = draft.shards
+        return cls(shards.numel, shards, len(draft.shard_numels), item.ep_size, *widths)
 
     @classmethod
     def of_bucket(
         cls, bucket: Bucket, wire: str, reduction: Reduction = "ordered", stage: int = 1
     ) -> Load:
         """Make the load of a bucket in a layout, whose gradients travel in the dtype ``wire``."""
-        return cls(
-            bucket.numel,
-            bucket.shards,
-            bucket.holders,
-            bucket.ep_size,
-            itemsize(wire),
-            itemsize(bucket.dtype),
-            itemsize(sum_dtype(wire, reduction, stage)),
-        )
+        widths = _widths(wire, bucket.dtype, reduction, stage)
+        return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, *widths)
 
     @property
     def longest(self) -> int:
@@ -112,7 +95,7 @@ class Load:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """What decides how long its reduction and its gather take, whichever way it goes."""
+        """The numbers that decide how long its reduction and its gather take, by any way."""
         return (
             self.numel,
             self.holders,
@@ -124,6 +107,10 @@ class Load:
             len(self.shards.filled),
             self.spread,
         )
+
+
+def _widths(wire: str, dtype: str, reduction: Reduction, stage: int) -> tuple[int, int, int]:
+    return itemsize(wire), itemsize(dtype), itemsize(sum_dtype(wire, reduction, stage))
 
 
 def itemsize(dtype: str) -> int:
@@ -153,17 +140,14 @@ def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reducti
         return sum(reduce_levels(load, numel, group, reduction))
     if reduction == "native":
         return _ragged_ring(load, load.wire_bytes, group)
-    # The busiest rank is the one that receives most: its shard from everybody.
-    most = max(load.longest * (group.size - 1), numel) * load.wire_bytes
-    return group.all_to_all(
-        most, numel * load.wire_bytes * (group.size - 1) / group.size
-    ) + group.added_up(load.longest * group.size * load.wire_bytes, load.longest * SUM_BYTES)
+    moved = _ragged_all_to_all(load, load.wire_bytes, numel, group)
+    return moved + group.added_up(
+        load.longest * group.size * load.wire_bytes, load.longest * SUM_BYTES
+    )
 
 
 def reduce_levels(load: Load, numel: int, group: Group, reduction: Reduction) -> Levels:
-    """What the reduction of equal shards or cuts takes at its levels; all of it at the second where
-    there is one.
-    """
+    """Return the time of reducing equal shards or cuts, by level; all at the second for a ring."""
     if reduction == "ordered":
         return ordered_levels(numel, load.wire_bytes, group)
     return _ring(numel * load.wire_bytes, group)
@@ -176,7 +160,8 @@ def reduce_all_ns(
     this order.
     """
     # When the first level of the latest is over, and all levels of those that are under way.
-    first, over = 0, deque([0] * MAX_UNDER_WAY)
+    first = 0
+    over = deque([0] * MAX_UNDER_WAY)
 
     @_once
     def levels(load: Load, way: Way) -> tuple[int, int]:
@@ -197,26 +182,24 @@ def reduce_all_ns(
 def ordered_levels(
     numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None
 ) -> Levels:
-    """What a reduction of equal shards or cuts takes that adds up in rank order: inside nodes, then
-    between them.
+    """Return the time of reducing equal shards or cuts in rank order, inside nodes and between.
 
     Args:
-        sum_bytes: of what a node has added up, on its way to the others; as the gradients travel if
-            None.
+        sum_bytes: of a sum of a node on its way to the others; as the gradients travel if None.
     """
     sum_bytes = wire_bytes if sum_bytes is None else sum_bytes
     if not group.has_levels:
-        took = group.all_to_all(
-            numel * wire_bytes * (group.size - 1) / group.size
-        ) + group.added_up(numel * wire_bytes, numel / group.size * SUM_BYTES)
+        took = _added_up(numel, wire_bytes, SUM_BYTES, group)
         return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
-    inner, outer, part = group.inner, group.outer, numel / group.local
     return Levels(
-        inner.all_to_all(numel * wire_bytes * (inner.size - 1) / inner.size)
-        + inner.added_up(numel * wire_bytes, part * sum_bytes),
-        outer.all_to_all(part * sum_bytes * (outer.size - 1) / outer.size)
-        + outer.added_up(part * sum_bytes, part / outer.size * SUM_BYTES),
+        _added_up(numel, wire_bytes, sum_bytes, group.inner),
+        _added_up(numel / group.local, sum_bytes, SUM_BYTES, group.outer),
     )
+
+
+def _added_up(numel: float, itemsize: int, sum_bytes: int, group: Group) -> int:
+    moved = group.all_to_all(numel * itemsize * (group.size - 1) / group.size)
+    return moved + group.added_up(numel * itemsize, numel / group.size * sum_bytes)
 
 
 def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
@@ -227,8 +210,7 @@ def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
     if way == "ragged":
         if not group.links.on_host:
             return _ragged_ring(load, load.param_bytes, group)
-        most = max(load.longest * (group.size - 1), numel) * load.param_bytes
-        return group.all_to_all(most, nbytes * (group.size - 1) / group.size)
+        return _ragged_all_to_all(load, load.param_bytes, numel, group)
     return sum(gather_levels(nbytes, group) if group.links.on_host else _ring(nbytes, group))
 
 
@@ -253,9 +235,7 @@ def ring_levels(nbytes: float, group: Group) -> Levels:
 
 
 def takes_levels(nbytes: float, group: Group) -> bool:
-    """Whether the two of :func:`ring_levels`, one after the other, take less than one ring through
-    all ranks.
-    """
+    """Tell whether the two rings of :func:`ring_levels` take less than one through all ranks."""
     return group.has_levels and sum(ring_levels(nbytes, group)) < group.ring(nbytes)
 
 
@@ -264,6 +244,12 @@ def _ring(nbytes: float, group: Group) -> Levels:
     return (
         ring_levels(nbytes, group) if takes_levels(nbytes, group) else Levels(0, group.ring(nbytes))
     )
+
+
+def _ragged_all_to_all(load: Load, itemsize: int, numel: int, group: Group) -> int:
+    # The busiest rank is the one that receives, or sends, most: its shard from everybody.
+    most = max(load.longest * (group.size - 1), numel) * itemsize
+    return group.all_to_all(most, numel * itemsize * (group.size - 1) / group.size)
 
 
 def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:
@@ -276,9 +262,7 @@ def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:
 
 
 def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
-    """``of``, called once for all loads of the same sizes that go the same way: there may be 50,000
-    of them.
-    """
+    """Call ``of`` once for all loads of the same sizes and way: there may be 50,000 of them."""
     known: dict[tuple[tuple[int, ...], Way], _T] = {}
 
     def looked_up(load: Load, way: Way) -> _T:
@@ -294,14 +278,14 @@ def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
 
 
 class Exchange(NamedTuple):
-    """What moving sums from cuts to owners takes, and updated parameters back, nanoseconds."""
+    """The times of moving sums from cuts to owners, and updated parameters back, nanoseconds."""
 
     sums: int
     params: int
 
 
 def exchange(loads: Iterable[Load], group: Group) -> Exchange:
-    """One exchange for all of ``loads``, which travel in cuts within the same ``group``.
+    """Return the time of one exchange for all of ``loads``, which travel in cuts within ``group``.
 
     What of a shard lies in its owner's own cut stays there. The busiest rank is the one that
     receives, or sends, most. Not counted: the latency of all rounds but one, see
@@ -313,21 +297,17 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     counts, filled, lengths, stays = in_own_cuts([load.shards for load in loads], cuts)
     received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
     sent = np.zeros_like(received)
-    for row, nbytes in enumerate(
-        ([load.sum_bytes for load in loads], [load.param_bytes for load in loads])
-    ):
-        of_each = np.repeat(np.array(nbytes, np.int64), counts)
+    widths = np.array([(load.sum_bytes, load.param_bytes) for load in loads], np.int64).T
+    for row, nbytes in enumerate(widths):
+        of_each = np.repeat(nbytes, counts)
         np.add.at(received[row], filled, (lengths - stays) * of_each)
-        sent[row] = sum(map(mul, cuts, nbytes))
+        sent[row] = nbytes @ cuts
         np.subtract.at(sent[row], filled, stays * of_each)
     if not sent.any():
         return Exchange(0, 0)
-    return Exchange(
-        *(
-            group.all_to_all(int(max(one.max(), other.max())), int(one.sum()) / group.size)
-            for one, other in zip(received, sent, strict=True)
-        )
-    )
+    most = np.maximum(received, sent).max(axis=1).tolist()
+    mean = [total / group.size for total in received.sum(axis=1).tolist()]
+    return Exchange(*map(group.all_to_all, most, mean))
 
 
 def choose_ways(
@@ -341,46 +321,41 @@ def choose_ways(
     at once, so that the way would change what is added to what.
     """
     ways: list[Way] = ["even" if load.shards.is_even else "ragged" for load in loads]
-    cuts: Way = "cuts"
     gains: dict[int, dict[int, int]] = defaultdict(dict)
 
     @_once
     def gain(load: Load, way: Way) -> int:
-        """What cuts gain without their part of an exchange that is on its way anyhow; 0 if less
-        than that takes.
+        """Return the gain of cuts without their part of an exchange that is on its way anyhow.
+
+        It is 0 if the gain is less than that part takes.
         """
-        group, numel = (
-            group_of(load.holders, links, load.ep_size),
-            padded_for_cuts(load.numel, load.holders, alignment),
-        )
-        straight, cut = (
-            reduce_ns(load, each, n, group, reduction) + gather_ns(load, each, n, group)
-            for each, n in ((way, load.numel), (cuts, numel))
-        )
+        group = group_of(load.holders, links, load.ep_size)
+        straight = sum(_both_ns(load, way, load.numel, group, reduction))
+        numel = padded_for_cuts(load.numel, load.holders, alignment)
+        cut = sum(_both_ns(load, "cuts", numel, group, reduction))
         moved = load.numel / load.holders * (load.holders - 1) / load.holders
-        part = sum(
-            group.all_to_all(moved * each) - group.all_to_all(0)
-            for each in (load.sum_bytes, load.param_bytes)
-        )
+        part = group.all_to_all(moved * load.sum_bytes) + group.all_to_all(moved * load.param_bytes)
+        part -= 2 * group.all_to_all(0)
         return straight - cut if cut + part < straight else 0
 
     for index, load in enumerate(loads):
         if ways[index] == "even":
             continue
         if reduction == "ordered" and group_of(load.holders, links, load.ep_size).has_levels:
-            ways[index] = cuts
+            ways[index] = "cuts"
         elif gained := gain(load, ways[index]):
             gains[load.ep_size][index] = gained
-    for ep_size, of in gains.items():
-        group = group_of(loads[next(iter(of))].holders, links, ep_size)
-        if sum(of.values()) > sum(exchange((loads[index] for index in of), group)):
-            for index in of:
+    for ep_size, gained_by in gains.items():
+        cut_loads = [loads[index] for index in gained_by]
+        group = group_of(cut_loads[0].holders, links, ep_size)
+        if sum(gained_by.values()) > sum(exchange(cut_loads, group)):
+            for index in gained_by:
                 ways[index] = "cuts"
     return ways
 
 
 class WireTime(NamedTuple):
-    """What the collectives of a step take, nanoseconds, one after another."""
+    """The times of the collectives of a step, nanoseconds, one after another."""
 
     reduce: int
     """All reductions, without the exchange."""
@@ -400,44 +375,47 @@ class WireTime(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """What is left to do for the sums when the last gradient is in, at least."""
+        """The least that is left to do for the sums when the last gradient is in."""
         return self.last + self.sums
 
 
 def wire_time(
     loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction
 ) -> WireTime:
-    """What ``loads`` take in a step, of which each goes its way; the last of them is reduced
-    last.
-    """
+    """Return what ``loads`` take in a step if each goes its way; the last is reduced last."""
     gather = last = 0
     in_cuts: dict[int, list[Load]] = defaultdict(list)
 
     @_once
-    def reduced_and_gathered(load: Load, way: Way) -> tuple[int, int]:
+    def both(load: Load, way: Way) -> tuple[int, int]:
         group = group_of(load.holders, links, load.ep_size)
-        return reduce_ns(load, way, load.numel, group, reduction), gather_ns(
-            load, way, load.numel, group
-        )
+        return _both_ns(load, way, load.numel, group, reduction)
 
     for load, way in zip(loads, ways, strict=True):
-        last, gathered = reduced_and_gathered(load, way)
+        last, gathered = both(load, way)
         gather += gathered
         if way == "cuts":
             in_cuts[load.ep_size].append(load)
-    moved = [
-        exchange(cut, group_of(cut[0].holders, links, ep_size)) for ep_size, cut in in_cuts.items()
-    ]
+    sums = params = 0
+    for ep_size, cut in in_cuts.items():
+        moved = exchange(cut, group_of(cut[0].holders, links, ep_size))
+        sums += moved.sums
+        params += moved.params
     reduce = reduce_all_ns(loads, ways, links, reduction)
-    return WireTime(
-        reduce, sum(each.sums for each in moved), sum(each.params for each in moved), gather, last
-    )
+    return WireTime(reduce, sums, params, gather, last)
+
+
+def _both_ns(
+    load: Load, way: Way, numel: int, group: Group, reduction: Reduction
+) -> tuple[int, int]:
+    reduced = reduce_ns(load, way, numel, group, reduction)
+    return reduced, gather_ns(load, way, numel, group)
 
 
 def time_of_drafts(
     drafts: Iterable[Draft], links: Links, reduction: Reduction, stage: int
 ) -> WireTime:
-    """What ``drafts`` take in a step; see :func:`wire_time`."""
+    """Return what ``drafts`` take in a step; see :func:`wire_time`."""
     drafts = sorted(drafts, key=lambda draft: draft.position)
     return wire_time(
         [Load.of_draft(draft, reduction, stage) for draft in drafts],
@@ -450,22 +428,22 @@ def time_of_drafts(
 def in_levels(
     buckets: Iterable[Bucket], wires: Sequence[str], links: Links, reduction: Reduction
 ) -> InLevels:
-    """Which of ``buckets`` the backend reduces, and gathers, as rings in two levels.
+    """Return which of ``buckets`` the backend reduces, and gathers, as rings in two levels.
 
     Sums that are ``ordered``, and what gloo gathers, are in two levels wherever several nodes have
     several ranks.
 
     Args:
-        wires: what gradients travel in, by bucket.
+        wires: the dtype that gradients travel in, by bucket.
     """
-    reduce, gather = set(), set()
+    reduce: set[int] = set()
+    gather: set[int] = set()
     for bucket in buckets:
-        group = group_of(bucket.holders, links, bucket.ep_size)
         if bucket.way == "ragged":
             continue
-        if reduction == "native" and takes_levels(
-            bucket.numel * itemsize(wires[bucket.index]), group
-        ):
+        group = group_of(bucket.holders, links, bucket.ep_size)
+        sent = bucket.numel * itemsize(wires[bucket.index])
+        if reduction == "native" and takes_levels(sent, group):
             reduce.add(bucket.index)
         if not links.on_host and takes_levels(bucket.numel * itemsize(bucket.dtype), group):
             gather.add(bucket.index)

@@ -24,7 +24,7 @@ _PART_OF_MODEL = 16
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What of a stream goes in rows, and what does not."""
+    """The parts of a stream: rows, and the rest."""
 
     buckets: Sequence[Sequence[Item]]
     """Each of one row or several; parameter i of a row belongs to shard i."""
@@ -34,21 +34,17 @@ class Rows:
     """The owners of the parameters that are in no row, by position."""
 
     def drafts(self, holders: int, wire: str) -> list[Draft]:
-        """The buckets, laid out in ``holders`` equal shards."""
-        return [
-            draft_owned(
-                bucket,
-                [number % holders for number in range(len(bucket))],
-                holders,
-                wire,
-                sum(item.span for item in bucket) // holders,
-            )
-            for bucket in self.buckets
-        ]
+        """Return the buckets, laid out in ``holders`` equal shards."""
+        drafts = []
+        for bucket in self.buckets:
+            owners = [*range(holders)] * (len(bucket) // holders)
+            shard = sum(item.span for item in bucket) // holders
+            drafts.append(draft_owned(bucket, owners, holders, wire, shard))
+        return drafts
 
 
 def row_limit(bucket_numel: int, model_numel: int) -> int:
-    """The most elements that a row of such a model may have."""
+    """Return the most elements that a row of such a model may have."""
     return max(bucket_numel, model_numel // _PART_OF_MODEL)
 
 
@@ -77,16 +73,15 @@ def take_rows(
         # The first ones in backward order: what is left over makes the last reductions, which
         # nothing hides, short.
         left = np.repeat(np.arange(holders), counts - num_rows).tolist()
-        new_owners.update(
-            zip((item.position for item in equal[num_rows * holders :]), left, strict=True)
-        )
+        for item, owner in zip(equal[num_rows * holders :], left, strict=True):
+            new_owners[item.position] = owner
     rows.sort(key=lambda row: row[-1].position)
     buckets: list[list[Item]] = []
-    held = bucket_numel
+    in_bucket = bucket_numel
     for row in rows:
-        if held >= bucket_numel:
+        if in_bucket >= bucket_numel:
             buckets.append([])
-            held = 0
+            in_bucket = 0
         buckets[-1] += row
-        held += sum(item.numel for item in row)
+        in_bucket += row[0].numel * holders
     return Rows(buckets, [item for item in items if item.position in new_owners], new_owners)

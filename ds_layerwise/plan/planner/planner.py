@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import NamedTuple, get_args
 
 from ds_layerwise.config.sections import LayoutPolicy
@@ -22,7 +23,7 @@ from ds_layerwise.plan.layout.draft_buckets import Draft, cut_stream, draft_owne
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
 from ds_layerwise.plan.network.links import NVLINK_IB, Links, group_of
-from ds_layerwise.plan.network.reduction import Reduction, check_reduction
+from ds_layerwise.plan.network.reduction import Reduction
 from ds_layerwise.plan.network.transport import (
     Load,
     WireTime,
@@ -68,23 +69,17 @@ def plan_layout(
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
-    return Layout(
-        policy,
+    drafts = draft_layout(
+        specs,
         world_size,
-        alignment,
-        _assemble(
-            draft_layout(
-                specs,
-                world_size,
-                bucket_numel=bucket_numel,
-                policy=policy,
-                alignment=alignment,
-                links=links,
-                reduction=reduction,
-                stage=stage,
-            )
-        ),
+        bucket_numel=bucket_numel,
+        policy=policy,
+        alignment=alignment,
+        links=links,
+        reduction=reduction,
+        stage=stage,
     )
+    return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
 def draft_layout(
@@ -98,30 +93,45 @@ def draft_layout(
     reduction: Reduction = "ordered",
     stage: int = 1,
 ) -> list[Draft]:
-    """The buckets of :func:`plan_layout`, which takes the same and raises the same, in launch
-    order.
+    """Return the buckets of :func:`plan_layout`, which takes and raises the same, in launch order.
 
     They are all that a prediction of times asks for, without the memory, and take half the time.
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
     links = links or NVLINK_IB
-    made = partial(
-        _drafts,
-        specs,
-        world_size,
-        policy=policy,
-        alignment=alignment,
-        links=links,
-        reduction=reduction,
-        stage=stage,
-    )
+    streams: dict[_Stream, list[Item]] = defaultdict(list)
+    for position, spec in enumerate(reversed(specs)):
+        span = spec.numel + -spec.numel % alignment
+        streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
+            Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size)
+        )
+    send = partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment)
+    model_numel = sum(spec.numel for spec in specs)
+
+    def made(bucket_numel: int) -> list[Draft]:
+        drafts: list[Draft] = []
+        owned: dict[_Stream, list[Item]] = {}
+        for stream, items in streams.items():
+            holders = world_size // stream.ep_size
+            if not stream.whole:
+                for bucket in cut_stream(items, bucket_numel):
+                    drafts.append(draft_split(bucket, holders, stream.wire, alignment))
+            elif policy == "size_matching":
+                drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
+            elif policy == "lpt":
+                for bucket in cut_stream(items, bucket_numel, holders):
+                    drafts.append(_equal_shards(bucket, holders, stream.wire))
+            else:
+                owned[stream] = items
+        limit = row_limit(bucket_numel, model_numel) if stage == 1 else 0
+        return drafts + _balance(owned, world_size, bucket_numel, limit, send)
+
     drafts = made(bucket_numel)
-    if (
-        policy == "balanced"
-        and _overlaps_levels(world_size, links, reduction)
-        and len(drafts) <= _FEW_BUCKETS
-    ):
-        full = min(bucket_numel, sum(spec.numel for spec in specs))
+    # Do sums of one bucket inside nodes and those of another between them take place at a time?
+    overlaps = reduction == "ordered" and not links.on_host
+    overlaps = overlaps and group_of(world_size, links, 1).has_levels
+    if policy == "balanced" and overlaps and len(drafts) <= _FEW_BUCKETS:
+        full = min(bucket_numel, model_numel)
         drafts = _or_faster(
             drafts,
             [made(-(-full // parts)) for parts in _PARTS],
@@ -132,75 +142,23 @@ def draft_layout(
     return sorted(drafts, key=lambda draft: draft.position)
 
 
-def _drafts(
-    specs: Sequence[ParamSpec],
-    world_size: int,
-    bucket_numel: int,
-    *,
-    policy: str,
-    alignment: int,
-    links: Links,
-    reduction: Reduction,
-    stage: int,
-) -> list[Draft]:
-    streams: dict[_Stream, list[Item]] = defaultdict(list)
-    for position, spec in enumerate(reversed(specs)):
-        span = spec.numel + -spec.numel % alignment
-        streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
-            Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size)
-        )
-    drafts: list[Draft] = []
-    owned: dict[_Stream, list[Item]] = {}
-    for stream, items in streams.items():
-        holders = world_size // stream.ep_size
-        if not stream.whole:
-            drafts += [
-                draft_split(bucket, holders, stream.wire, alignment)
-                for bucket in cut_stream(items, bucket_numel)
-            ]
-        elif policy == "size_matching":
-            drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
-        elif policy == "lpt":
-            drafts += [
-                _equal_shards(bucket, holders, stream.wire)
-                for bucket in cut_stream(items, bucket_numel, holders)
-            ]
-        else:
-            owned[stream] = items
-    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
-    drafts += _balance(
-        owned,
-        world_size,
-        bucket_numel,
-        limit,
-        partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment),
-    )
-    return drafts
-
-
-#: What other buckets must gain, in percent of what the collectives take, to be worth it: rows make
+#: The gain that makes other buckets worth it, in percent of what the collectives take: rows make
 #: gradients wait, and more buckets are more to launch.
 _MUST_GAIN = 2
 
-#: Of so few buckets, sums inside nodes and those of another bucket between them have little time
-#: beside each other.
+#: The number of buckets up to which sums inside nodes, and those of another bucket between them,
+#: have little time beside each other.
 _FEW_BUCKETS = 8
-#: Into how many parts a bucket may be cut then.
+#: The numbers of parts that a bucket may be cut into then.
 _PARTS = (2, 4, 8)
-
-
-def _overlaps_levels(holders: int, links: Links, reduction: Reduction) -> bool:
-    """Whether sums of one bucket inside nodes and those of another between them are made at a
-    time.
-    """
-    return reduction == "ordered" and not links.on_host and group_of(holders, links, 1).has_levels
 
 
 def _or_faster(
     drafts: list[Draft], others: Sequence[list[Draft]], took: Callable[[list[Draft]], WireTime]
 ) -> list[Draft]:
-    """``drafts``, or the fastest of ``others`` that leave no more to do after the last gradient, if
-    that gains.
+    """Return ``drafts``, or the fastest of ``others`` that leave no more to do at the end.
+
+    The end is after the last gradient, and the fastest must gain.
 
     Nobody knows here how long a backward pass is: half of what it may hide counts.
     """
@@ -210,12 +168,13 @@ def _or_faster(
         return wire.total - (wire.reduce - wire.last) // 2
 
     limit = took(drafts).tail
-    found = min((each for each in others if took(each).tail <= limit), key=felt, default=drafts)
-    return found if 100 * felt(found) <= (100 - _MUST_GAIN) * felt(drafts) else drafts
+    able = [other for other in others if took(other).tail <= limit]
+    fastest = min(able, key=felt, default=drafts)
+    return fastest if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts) else drafts
 
 
 class _Stream(NamedTuple):
-    """What parameters have in common that may share a bucket."""
+    """The properties that parameters of one bucket have in common."""
 
     dtype: str
     whole: bool
@@ -238,11 +197,12 @@ def _check(
     ):
         if value < 1:
             raise LayoutError(f"{name} must be at least 1, got {value}")
-    if policy not in get_args(LayoutPolicy):
-        raise LayoutError(
-            f"policy must be one of {', '.join(get_args(LayoutPolicy))}, got {policy!r}"
-        )
-    check_reduction(reduction)
+    for name, choice, known in (
+        ("policy", policy, get_args(LayoutPolicy)),
+        ("reduction", reduction, get_args(Reduction)),
+    ):
+        if choice not in known:
+            raise LayoutError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
     seen: set[str] = set()
     for spec in specs:
         if spec.name in seen:
@@ -261,16 +221,24 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
     buckets: list[Bucket] = []
     for index, draft in enumerate(drafts):
-        dtype, ep_size = draft.items[0].dtype, draft.items[0].ep_size
-        start = ends[dtype]
+        item = draft.items[0]
+        start = ends[item.dtype]
         slots = tuple(
             Slot(item.name, start + offset, item.numel)
             for item, offset in zip(draft.items, draft.offsets, strict=True)
         )
-        buckets.append(
-            Bucket(index, dtype, draft.whole, start, draft.shard_numels, slots, ep_size, draft.way)
+        bucket = Bucket(
+            index,
+            item.dtype,
+            draft.whole,
+            start,
+            draft.shard_numels,
+            slots,
+            item.ep_size,
+            draft.way,
         )
-        ends[dtype] = buckets[-1].stop
+        buckets.append(bucket)
+        ends[item.dtype] = bucket.stop
     return tuple(buckets)
 
 
@@ -285,9 +253,8 @@ def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
         held, rank = heap[0]
         heapq.heapreplace(heap, (held + item.span, rank))
         owner_of[item.position] = rank
-    return draft_owned(
-        items, [owner_of[item.position] for item in items], world_size, wire, max(heap)[0]
-    )
+    owners = [owner_of[item.position] for item in items]
+    return draft_owned(items, owners, world_size, wire, max(heap)[0])
 
 
 class _Shelves:
@@ -356,72 +323,59 @@ def _balance(
     limit: int,
     send: Callable[[list[Draft]], tuple[list[Draft], int]],
 ) -> list[Draft]:
-    """Buckets of whole parameters, with or without rows, whichever ``send`` makes faster; ``limit``
-    0 for none.
+    """Return buckets of whole parameters, with or without rows, whichever ``send`` makes faster.
+
+    Args:
+        limit: the longest row; 0 for none.
     """
     cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
-    owners = choose_owners([bucket for buckets in cut.values() for bucket in buckets], world_size)
-
-    def drafts(cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int]) -> list[Draft]:
-        return [
-            draft_owned(
-                bucket,
-                [owners[item.position] for item in bucket],
-                world_size // stream.ep_size,
-                stream.wire,
-            )
-            for stream, buckets in cut.items()
-            for bucket in buckets
-        ]
-
-    plain, plain_ns = send(drafts(cut, owners))
+    owners = choose_owners(list(chain.from_iterable(cut.values())), world_size)
+    plain, plain_ns = send(_draft_streams(cut, owners, world_size))
     if not limit:
         return plain
-    rows = {
-        stream: take_rows(
-            items, owners, world_size // stream.ep_size, bucket_numel=bucket_numel, limit=limit
-        )
-        for stream, items in streams.items()
-        if world_size > stream.ep_size
-    }
-    if not any(taken.buckets for taken in rows.values()):
-        return plain
-    rest: dict[_Stream, list[list[Item]]] = {}
+    drafts: list[Draft] = []
     by_holders: dict[int, list[list[Item]]] = defaultdict(list)
-    for stream in streams:
-        rest[stream] = (
-            cut_stream(rows[stream].rest, bucket_numel) if stream in rows else cut[stream]
-        )
-        by_holders[world_size // stream.ep_size] += rest[stream] if stream in rows else []
-    left = {position: owner for taken in rows.values() for position, owner in taken.owners.items()}
+    left: dict[int, int] = {}
+    for stream, items in streams.items():
+        holders = world_size // stream.ep_size
+        if holders == 1:
+            continue
+        rows = take_rows(items, owners, holders, bucket_numel=bucket_numel, limit=limit)
+        drafts += rows.drafts(holders, stream.wire)
+        cut[stream] = cut_stream(rows.rest, bucket_numel)
+        by_holders[holders] += cut[stream]
+        left.update(rows.owners)
+    if not drafts:
+        return plain
     for holders, buckets in by_holders.items():
         left.update(spread(buckets, left, holders))
-    in_rows, in_rows_ns = send(
-        [
-            draft
-            for stream, taken in rows.items()
-            for draft in taken.drafts(world_size // stream.ep_size, stream.wire)
-        ]
-        + drafts(rest, {**owners, **left})
-    )
+    drafts += _draft_streams(cut, {**owners, **left}, world_size)
+    in_rows, in_rows_ns = send(drafts)
     return in_rows if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns else plain
+
+
+def _draft_streams(
+    cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int], world_size: int
+) -> list[Draft]:
+    drafts: list[Draft] = []
+    for stream, buckets in cut.items():
+        holders = world_size // stream.ep_size
+        for bucket in buckets:
+            ranks = [owners[item.position] for item in bucket]
+            drafts.append(draft_owned(bucket, ranks, holders, stream.wire))
+    return drafts
 
 
 def _send(
     drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int, alignment: int
 ) -> tuple[list[Draft], int]:
-    """``drafts`` with their ways, padded where they travel in cuts, and what their collectives
-    take, nanoseconds.
-    """
+    """Return ``drafts`` with their ways, padded where they travel in cuts, and their time in ns."""
     loads = [Load.of_draft(draft, reduction, stage) for draft in drafts]
     ways = choose_ways(loads, links, reduction, alignment)
     for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
-        numel = (
-            padded_for_cuts(load.numel, load.holders, alignment) if way == "cuts" else load.numel
-        )
-        if numel > load.numel:
-            drafts[index] = drafts[index].with_longer_last(numel - load.numel)
+        drafts[index] = replace(drafts[index], way=way)
+        padding = padded_for_cuts(load.numel, load.holders, alignment) - load.numel
+        if way == "cuts" and padding:
+            drafts[index] = drafts[index].with_longer_last(padding)
             loads[index] = Load.of_draft(drafts[index], reduction, stage)
-        if way != drafts[index].way:
-            drafts[index] = replace(drafts[index], way=way)
     return drafts, wire_time(loads, ways, links, reduction).total

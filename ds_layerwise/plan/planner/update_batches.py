@@ -17,15 +17,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """What one parameter gives to updates: one matrix, a batch of them, or parts of different
-    shapes.
-    """
+    """The matrices of one parameter: one, a batch of them, or parts of different shapes."""
 
     name: str
     alike: Hashable
     """Equal for parameters that one update may have."""
     numels: Sequence[tuple[tuple[int, int], int]] = ()
-    """By (rows, cols), sorted, the elements of all its matrices of that shape."""
+    """The elements of all its matrices of a shape, by (rows, cols), sorted."""
     most: int = 0
     """Elements of one shape up to which others are taken along; 0: it takes none along, and none
     takes it.
@@ -39,24 +37,24 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
     Args:
         buckets: what one rank has of each.
     """
-    # Those that may be taken along, by what they are alike in and the shapes they have, next turn
-    # first.
+    # Parameters that may be taken along, by kind and shapes, next turn first.
     waiting: dict[Hashable, dict[tuple[tuple[int, int], ...], deque[tuple[int, Matrices]]]] = {}
     for index in reversed(range(len(buckets))):
-        for each in buckets[index]:
-            if each.most:
-                shapes = tuple(shape for shape, _ in each.numels)
-                waiting.setdefault(each.alike, {}).setdefault(shapes, deque()).append((index, each))
+        for matrices in buckets[index]:
+            if matrices.most:
+                shapes = tuple(shape for shape, _ in matrices.numels)
+                queues = waiting.setdefault(matrices.alike, {})
+                queues.setdefault(shapes, deque()).append((index, matrices))
     updates: list[list[tuple[Matrices, ...]]] = [[] for _ in buckets]
     taken: set[str] = set()
     for index in reversed(range(len(buckets))):
         own: dict[Hashable, list[Matrices]] = {}
-        for each in buckets[index]:
-            if each.name not in taken:
-                own.setdefault(each.alike, []).append(each)
+        for matrices in buckets[index]:
+            if matrices.name not in taken:
+                own.setdefault(matrices.alike, []).append(matrices)
         for alike, members in own.items():
             along = _take_along(members, list(waiting.get(alike, {}).values()), index)
-            taken.update(each.name for each in along)
+            taken.update(matrices.name for matrices in along)
             updates[index].append((*members, *along))
     return updates
 
@@ -64,27 +62,24 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
 def _take_along(
     own: Sequence[Matrices], queues: Sequence[deque[tuple[int, Matrices]]], index: int
 ) -> list[Matrices]:
-    """Take out of ``queues`` those of buckets below ``index`` that fill the batches of ``own``, all
-    of that bucket.
-    """
+    """Take what fills the batches of ``own``, all of one bucket, from ``queues`` of lower ones."""
     filled: Counter[tuple[int, int]] = Counter()
-    for each in own:
-        filled.update(dict(each.numels))
+    for matrices in own:
+        filled.update(dict(matrices.numels))
     for queue in queues:
         while queue and queue[0][0] >= index:
             queue.popleft()
-    taken: list[Matrices] = []
-    while fitting := [
-        queue
-        for queue in queues
-        if queue
-        and all(
-            shape in filled and filled[shape] + numel <= own[0].most
-            for shape, numel in queue[0][1].numels
+
+    def fits(matrices: Matrices) -> bool:
+        most = own[0].most
+        return all(
+            shape in filled and filled[shape] + numel <= most for shape, numel in matrices.numels
         )
-    ]:
+
+    taken: list[Matrices] = []
+    while fitting := [queue for queue in queues if queue and fits(queue[0][1])]:
         # Those whose turn comes next.
-        each = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
-        taken.append(each)
-        filled.update(dict(each.numels))
+        matrices = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
+        taken.append(matrices)
+        filled.update(dict(matrices.numels))
     return taken

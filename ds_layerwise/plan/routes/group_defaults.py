@@ -1,5 +1,4 @@
-"""What a config says of kinds of parameters: of vectors, of what element-wise recipes train, of
-embeddings and heads, of what grows with the width of a model.
+"""The defaults of kinds of parameters: vectors, element-wise recipes, embeddings, heads, by width.
 
 Weight decay of a parameter, first that is there: what an override sets; what its parameter group
 says for itself; none for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for
@@ -19,7 +18,7 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.client_recipe import ClientTorch
 from ds_layerwise.recipes.targets.mup import Mup, is_hidden
 
-#: What model families call a norm over queries or keys, with what is in it.
+#: The names in model families of a norm over queries or keys, with what is in it.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
 #: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and
@@ -32,13 +31,13 @@ _VECTOR = re.compile(
 
 
 def own_name(name: str) -> str:
-    """The last part of ``name``; of a parameter in a list that of the list."""
+    """Return the last part of ``name``; of a parameter in a list that of the list."""
     *path, last = name.split(".")
     return path[-1] if path and last.isdecimal() else last
 
 
 def is_vector(name: str) -> bool:
-    """Whether the parameter ``name`` is a vector by its own name, whatever its shape."""
+    """Tell whether the parameter ``name`` is a vector by its own name, whatever its shape."""
     # Relative positions may be the weight of a layer that is called a bias.
     return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
 
@@ -56,7 +55,7 @@ class ByKind:
 
     @classmethod
     def of(cls, optimizer: OptimizerConfig, layerwise: LayerWiseConfig) -> ByKind:
-        """What the two sections say."""
+        """Return the keys of the two sections."""
         return cls(
             decay_vectors=optimizer.decay_vectors,
             scalar_weight_decay=optimizer.scalar_weight_decay,
@@ -67,7 +66,7 @@ class ByKind:
         )
 
     def asks_for_tables(self) -> str | None:
-        """The first key that is for embeddings and output heads, if one is given."""
+        """Return the first key that is for embeddings and output heads, if one is given."""
         return next((key for key in (*_OF_TABLES, "mup") if getattr(self, key) is not None), None)
 
     def change_table(self, changes: Changes) -> None:
@@ -81,7 +80,7 @@ class ByKind:
                 changes.add(f"layerwise.{key}", {sets: value})
 
     def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
-        """``route``, on which overrides have had their say, with its rates by width.
+        """Return ``route``, which overrides have changed, with its rates by width.
 
         A rate, or an eps, that an override gives is what it is.
 
@@ -109,8 +108,7 @@ class ByKind:
     def decayed(
         self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
     ) -> Route:
-        """``route`` of a parameter of ``shape``, on which overrides have had their say, with its
-        weight decay.
+        """Return ``route`` of a parameter of ``shape``, after overrides, with its decay.
 
         Args:
             vector: whether it is one although it has two axes or more, unless it is orthogonalised
@@ -131,7 +129,7 @@ def idle_keys(
     routes: Collection[Route],
     groups: Sequence[Collection[str]] = (),
 ) -> list[str]:
-    """The keys of the two sections, and of parameter groups, that are given and change nothing.
+    """Return the keys of both sections, and of parameter groups, that change nothing.
 
     Args:
         routes: those of the whole model.
@@ -139,46 +137,37 @@ def idle_keys(
     """
     used = {route.recipe for route in routes}
     scalar = [route for route in routes if not route.whole]
-    acting = {
-        "lr",
-        "weight_decay",
-        "decay_vectors",
-        "preset",
-        "matrix_optimizer",
-        *("muon_lr" if recipe.whole else "adam_lr" for recipe in used),
-        *(key for recipe in used for key in (*recipe.keys(), *recipe.hyper)),
-    }
+    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
+    for recipe in used:
+        acting.update(recipe.keys(), recipe.hyper)
+        acting.add("muon_lr" if recipe.whole else "adam_lr")
     if optimizer.matrix.whole:
         acting |= {"scalar_optimizer", "per_head_muon"}
     if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
         acting.add("scalar_weight_decay")
-    idle = {
-        "monitor.every": layerwise.monitor.every > 1 and not layerwise.monitor.asks,
-        "client_optimizer": layerwise.client_optimizer.split != "whole"
-        and not any(isinstance(recipe, ClientTorch) for recipe in used),
-        "apply_wd_to_qk_layernorm": layerwise.apply_wd_to_qk_layernorm
-        and (optimizer.decay_vectors or not any(QK_NORM.fullmatch(route.name) for route in scalar)),
-        **{
-            key: getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes))
-            for key, sets in _OF_TABLES.items()
-        },
-    }
-    return [
-        *(f"optimizer.params.{key}" for key in optimizer.given if key not in acting),
-        *(f"layerwise.{key}" for key in idle if idle[key]),
-        *(
-            f"param_groups[{i}].{key}"
-            for i, keys in enumerate(groups)
-            for key in OF_OTHER_SCHEDULES
-            if key in keys and "max_lr" not in keys
-        ),
-    ]
+    idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
+    if layerwise.monitor.every > 1 and not layerwise.monitor.asks:
+        idle.append("layerwise.monitor.every")
+    has_client = any(isinstance(recipe, ClientTorch) for recipe in used)
+    if layerwise.client_optimizer.split != "whole" and not has_client:
+        idle.append("layerwise.client_optimizer")
+    has_qk_norm = any(QK_NORM.fullmatch(route.name) for route in scalar)
+    if layerwise.apply_wd_to_qk_layernorm and (optimizer.decay_vectors or not has_qk_norm):
+        idle.append("layerwise.apply_wd_to_qk_layernorm")
+    for key, sets in _OF_TABLES.items():
+        given = getattr(layerwise, key)
+        if given is not None and given not in [getattr(route, sets) for route in routes]:
+            idle.append(f"layerwise.{key}")
+    for i, keys in enumerate(groups):
+        if "max_lr" not in keys:
+            idle += [f"param_groups[{i}].{key}" for key in OF_OTHER_SCHEDULES if key in keys]
+    return idle
 
 
-#: What a script's own schedule, or torch's beside "max_lr", may read in a group; here only
+#: The keys of a group for a script's own schedule, or for torch's beside "max_lr"; here only
 #: overrides have it.
 OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
 
-#: What is for embeddings and output heads, and what of them it sets.
+#: The keys for embeddings and output heads, and what of them each sets.
 _OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

@@ -1,4 +1,4 @@
-"""What overrides set for each parameter, and by which of them; and in which norm group it is."""
+"""The changes of overrides to each parameter, by which of them, and its norm group."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _EXCLUSIVE = ("lr", "lr_scale")
 
 @dataclass(slots=True)
 class Changes:
-    """What is set for one parameter, by key. In which order it is set makes no difference."""
+    """The changes to one parameter, by key. Their order makes no difference."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
-    """Who has set each key, as errors call it."""
+    """The setter of each key, as errors call it."""
 
     def add(self, label: str, values: Mapping[str, Any]) -> None:
         """Set ``values`` as well, in the name of ``label``.
@@ -40,24 +40,22 @@ class Changes:
             self.values[key] = value
             self.by.setdefault(key, label)
         if all(key in self.values for key in _EXCLUSIVE):
-            one, other = (
-                f"{self.by[key]} sets {key} to {self.values[key]:g}" for key in _EXCLUSIVE
-            )
+            said = (f"{self.by[key]} sets {key} to {self.values[key]:g}" for key in _EXCLUSIVE)
             raise RoutingError(
-                f"{self.name}: {one} and {other}: the first is the learning rate itself, the "
+                f"{self.name}: {' and '.join(said)}: the first is the learning rate itself, the "
                 "second multiplies another; narrow one of the two"
             )
 
 
 def matched(params: Iterable[Facts], overrides: Sequence[Override]) -> frozenset[int]:
-    """The overrides, by index, that are for some of ``params``.
+    """Return the overrides, by index, that are for some of ``params``.
 
     Raises:
         RoutingError: a condition cannot be answered.
     """
     params = list(params)
     return frozenset(
-        i for i, override in enumerate(overrides) if any(override.matches(each) for each in params)
+        i for i, override in enumerate(overrides) if any(map(override.matches, params))
     )
 
 
@@ -67,7 +65,7 @@ def overrides_by_name(
     *,
     elsewhere: Collection[int] = (),
 ) -> dict[str, Changes]:
-    """For each of ``params``, what overrides set for it.
+    """Return the changes of overrides to each of ``params``.
 
     Args:
         params: by name, what conditions ask. Experts that go by one name on one rank or another are
@@ -79,14 +77,18 @@ def overrides_by_name(
         RoutingError: an override that is not optional matches nothing, one contradicts another, a
             condition cannot be answered, or they are for some of the experts that go by one name.
     """
-    meant = {
-        name: [
-            (each, [i for i, override in enumerate(overrides) if override.matches(each)])
-            for each in called
-        ]
-        for name, called in params.items()
-    }
-    used = {i for called in meant.values() for _, found in called for i in found}.union(elsewhere)
+    found: dict[str, Changes] = {}
+    used = set(elsewhere)
+    for name, called in params.items():
+        merged: list[Changes] = []
+        for facts in called:
+            changes = Changes(facts.name)
+            for index, override in enumerate(overrides):
+                if override.matches(facts):
+                    used.add(index)
+                    changes.add(override.label(index), override.changes())
+            merged.append(changes)
+        found[name] = _same_for_experts(name, merged)
     for index, override in enumerate(overrides):
         if not override.optional and index not in used:
             told = f" ({override.conditions_told()})" if override.given() else ""
@@ -94,23 +96,11 @@ def overrides_by_name(
                 f"{override.label(index)}{told} matches no trainable parameter; is "
                 'the pattern misspelled? With "optional": true it may match none'
             )
-    return {
-        name: _alike(
-            name, [_merged(each, [(i, overrides[i]) for i in found]) for each, found in called]
-        )
-        for name, called in meant.items()
-    }
+    return found
 
 
-def _merged(facts: Facts, overrides: Iterable[tuple[int, Override]]) -> Changes:
-    merged = Changes(facts.name)
-    for index, override in overrides:
-        merged.add(override.label(index), override.changes())
-    return merged
-
-
-def _alike(name: str, merged: Sequence[Changes]) -> Changes:
-    """What is set for all of ``merged``, experts that go by the name ``name``."""
+def _same_for_experts(name: str, merged: Sequence[Changes]) -> Changes:
+    """Return the changes to all of ``merged``, experts that go by the name ``name``."""
     first, *others = merged
     for other in others:
         for key in first.values.keys() | other.values.keys():
@@ -127,7 +117,7 @@ def _alike(name: str, merged: Sequence[Changes]) -> Changes:
 def grouped(
     params: Mapping[str, Sequence[Facts]], groups: Mapping[str, NormGroup]
 ) -> dict[str, str]:
-    """By those of ``params`` that are in a norm group, which one that is.
+    """Return the norm group of each of ``params`` that is in one.
 
     Args:
         params: as :func:`overrides_by_name` has them.
@@ -138,25 +128,24 @@ def grouped(
     """
     found: dict[str, str] = {}
     for name, called in params.items():
-        first, *others = [
-            (each.name, [key for key, group in groups.items() if group.hold(each)])
-            for each in called
-        ]
-        for known_as, keys in (first, *others):
-            if len(keys) > 1:
+        first = called[0].name
+        keys = [key for key, group in groups.items() if group.hold(called[0])]
+        for facts in called:
+            own = [key for key, group in groups.items() if group.hold(facts)]
+            if len(own) > 1:
                 raise RoutingError(
-                    f"{known_as} is in layerwise.norm_groups.{keys[0]} and in "
-                    f"layerwise.norm_groups.{keys[1]}, and counts in the norm of one; narrow one "
+                    f"{facts.name} is in layerwise.norm_groups.{own[0]} and in "
+                    f"layerwise.norm_groups.{own[1]}, and counts in the norm of one; narrow one "
                     "of the two"
                 )
-            if keys != first[1]:
+            if own != keys:
                 raise RoutingError(
-                    f"{first[0]} is in layerwise.norm_groups.{(first[1] + keys)[0]}, or "
-                    f"{known_as}, and not both; the two are experts that go by one name, on "
-                    "different ranks, and are clipped alike: put both into one group"
+                    f"{first} is in layerwise.norm_groups.{(keys + own)[0]}, or {facts.name}, and "
+                    "not both; the two are experts that go by one name, on different ranks, and "
+                    "are clipped alike: put both into one group"
                 )
-        if first[1]:
-            found[name] = first[1][0]
+        if keys:
+            found[name] = keys[0]
     return found
 
 
