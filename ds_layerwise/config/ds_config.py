@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from operator import is_
 from os.path import commonprefix
 from typing import Any, get_args
 
@@ -144,13 +145,16 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 def with_plain_numbers(section: Any) -> Any:
     """Return ``section`` with Python's own numbers for numpy's and for tensors.
 
+    The result is ``section`` itself where it has no others: the script may go on to use it.
     DeepSpeed writes its config as JSON at start, which knows no others.
     """
     if isinstance(section, Mapping):
-        return {key: with_plain_numbers(value) for key, value in section.items()}
+        changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
+        same = all(changed[key] is value for key, value in section.items())
+        return section if same else changed
     if isinstance(section, (list, tuple)):
-        numbers = map(with_plain_numbers, section)
-        return tuple(numbers) if isinstance(section, tuple) else list(numbers)
+        changed = list(map(with_plain_numbers, section))
+        return section if all(map(is_, changed, section)) else changed
     if getattr(section, "shape", ()) != () and hasattr(section, "tolist"):
         section = section.tolist()
     return plain(section)

@@ -345,7 +345,7 @@ def offload_times(place: Place) -> dict[str, Any]:
             for name, pin_memory in (("pinned", True), ("pageable", False))
         },
     }
-    memory = engines["pinned"].optimizer._owned.host
+    memory = engines["pinned"].optimizer._run.owned.host
 
     def one_after_another() -> None:
         streams = memory._incoming, memory._outgoing

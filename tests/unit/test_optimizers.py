@@ -19,7 +19,7 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules import elementwise_recipes as scalar_recipes
 from ds_layerwise.recipes.rules import muon_recipes as recipes
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.zero.checkpoint.resumed_groups import take_over
+from ds_layerwise.zero.checkpoint.resumed_groups import Resumption
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
@@ -262,8 +262,8 @@ class TestParamGroups:
         optimizer = LayerWiseOptimizer([{"params": params(1), "nesterov": True}], self.config)
         saved = {**{key: optimizer.param_groups[0][key] for key in HYPER_KEYS}, "momentum": 0.5, "nesterov": False,
                  "ns_steps": 9, "my_own": 3}
-        take_over(optimizer, Header(step=1, shapes={}, rules={}, param_groups=[saved], dtypes=None), wins="checkpoint",
-                  scheduler=None, goes_on=None, otherwise={})
+        header = Header(step=1, shapes={}, rules={}, param_groups=[saved], dtypes=None)
+        Resumption(optimizer=optimizer, header=header, wins="checkpoint", otherwise={}).take_over()
         group, = optimizer.param_groups
         assert (group["momentum"], group["nesterov"], group["my_own"], "ns_steps" in group) == (0.5, True, 3, False)
         optimizer.check_groups()

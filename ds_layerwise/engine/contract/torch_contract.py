@@ -38,8 +38,6 @@ PRIVATE = {
     "torch.nn.Module._modules": "the own children of a module by name, None included",
     "torch.nn.Module._parameters": "the own parameters of a module, without a parametrization",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "hooks of a script's optimizer",
-    "torch.optim.lr_scheduler.SequentialLR._milestones": "the new rate of a resumed schedule",
-    "torch.optim.lr_scheduler.SequentialLR._schedulers": "the new rate of a resumed schedule",
     "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched": "no warning without need",
     "torch.utils._python_dispatch": "tells tensors that hold other tensors",
 }

@@ -334,6 +334,6 @@ def _indices(
             head //= per_unit
         units += [head] * width
         powers += [power_of(role, clip.alpha)] * width
-    unit = torch.tensor(units, dtype=torch.int64, device=device)
-    power = torch.tensor(powers, dtype=torch.float32, device=device)
+    unit = torch.tensor(units, dtype=torch.int64, device="cpu").to(device)
+    power = torch.tensor(powers, dtype=torch.float32, device="cpu").to(device)
     return attention, unit, power, shape[1] if len(shape) == 2 else 1, scaled.axis
