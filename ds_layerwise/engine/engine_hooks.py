@@ -114,7 +114,9 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         for i, override in enumerate(_run(engine).layerwise.overrides):
             if override.key is not None:
                 described.append(f"{override.label(i)} = {override.changes()}")
-        comm.check_alike("the configuration", comm.digest_of(described), described, group=None)
+        comm.same_on_all_ranks(
+            "the configuration", comm.digest_of(described), described, group=None
+        )
     try:
         return original()
     except AssertionError as error:
@@ -142,7 +144,7 @@ def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
 def _on_all_ranks() -> AbstractContextManager[None]:
     """Refuse on all ranks what one refuses; DeepSpeed can be told to work without a process
     group."""
-    return comm.Alike(None) if dist.is_initialized() else nullcontext()
+    return comm.errors_on_all_ranks(None) if dist.is_initialized() else nullcontext()
 
 
 def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
@@ -226,8 +228,8 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
             what = "the model, of which parts have to be of equal size,"
         described = [_described(name, param) for name, param in model.named_parameters()]
         group = engine.seq_data_parallel_group if is_stage else None
-        with comm.Alike(None):
-            comm.check_alike(what, comm.digest_of(described), described, group=group)
+        with comm.errors_on_all_ranks(None):
+            comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()
 

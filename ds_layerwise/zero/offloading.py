@@ -46,7 +46,7 @@ class Offloading:
                 has moved then.
         """
         self._run.param_sync.finish()
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             wanted = {
                 kind.value: tensors
                 for kind, tensors in self.memory().items()
@@ -71,7 +71,7 @@ class Offloading:
         Raises:
             LayerWiseError: on every rank, if the device of any rank has no memory for it.
         """
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             self.parking.unpark()
         for name, param in self._run.params.items():
             if not param.numel():

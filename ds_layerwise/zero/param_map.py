@@ -33,7 +33,7 @@ def write(optimizer: LayerWiseZeroOptimizer) -> None:
     if settings.model_group is not None and settings.tensor_group is None:
         plans = comm.gather_objects(plan, group=settings.model_group)
     text = json.dumps(plans) + "\n"
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         if comm.rank_of(None) == 0:
             try:
                 write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))

@@ -77,7 +77,7 @@ class RunState:
         """
         recipes = {route.recipe for route in self.planned.routes.values()}
         self.products = Products.agree(recipes, self.device)
-        with comm.Alike(None), numerics_context.set_aside(self.device):
+        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
             self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
             self.grads = self._make_grads()
             check_recipes(recipes, self.device)
@@ -158,7 +158,7 @@ class RunState:
             )
         else:
             make = partial(GradSync, self.params, self.owned.reduced, self.grads)
-        with comm.Alike(None), numerics_context.set_aside(self.device):
+        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
             self.grad_sync = make(wires=wires, divide_by=settings.divide_by, wire_dtype=wire_dtype)
             self.param_sync = ParamSync(
                 self.planned.layout, self.rank, self.params, self.values, wires=wires

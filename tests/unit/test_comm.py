@@ -71,7 +71,7 @@ class Ranks:
     (MANY, "same entries, different placement")])
 def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     ranks = Ranks(monkeypatch, 4)
-    found = ranks.run(lambda rank: comm.check_alike(
+    found = ranks.run(lambda rank: comm.same_on_all_ranks(
         "the model", "its" if rank == 2 else "ours", of_rank_2 if rank == 2 else MANY, group=None))
     assert all(isinstance(each, LayoutError) for each in found)
     assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks are like rank 0, "
@@ -81,7 +81,7 @@ def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
 
 def test_who_is_alike_sends_a_digest(monkeypatch):
     ranks = Ranks(monkeypatch, 3)
-    assert ranks.run(lambda rank: comm.check_alike("the model", "ours", MANY, group=None)) == [None] * 3
+    assert ranks.run(lambda rank: comm.same_on_all_ranks("the model", "ours", MANY, group=None)) == [None] * 3
     assert ranks.sent == ["ours"] * 3
 
 

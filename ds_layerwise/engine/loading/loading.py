@@ -88,7 +88,7 @@ def _load_checked(
         weights_win=custom_load_fn is not None,
     )
     with checkpointing.loading(load), _as_before(engine, universal=is_universal):
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             if pipeline.is_pipeline(engine.module) and not is_universal:
                 check_layers(engine, folder, strict=load_module_strict)
             if pipeline.is_pipeline(engine.module) or is_universal:
@@ -129,12 +129,12 @@ def _checked(
     """
     own_disks = engine.use_node_local_storage()
     is_first = (engine.local_rank if own_disks else engine.global_rank) == 0
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         if is_first:
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         is_universal = _check_files(engine, folder, states=states)
         if is_universal and custom_load_fn is not None:
             raise LayerWiseError(
@@ -183,7 +183,7 @@ class _Alone:
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
         if self._load.alone and (error is None or isinstance(error, Exception)):
-            comm.raise_alike(error, group=None)
+            comm.raise_on_all_ranks(error, group=None)
 
 
 @contextmanager
@@ -191,7 +191,7 @@ def _agreeing(load: Load | None) -> Iterator[None]:
     """Raise on all ranks if the block, or what a rank has done alone before it, raises on any."""
     if load is not None:
         load.alone = False
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         yield
     if load is not None:
         load.alone = True
@@ -231,7 +231,7 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
         LayerWiseError: on all ranks: they would load different checkpoints, or a pointer names no
             folder.
     """
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         if tag is None:
             mine = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint())
         else:
@@ -343,7 +343,7 @@ def _load_zero_checkpoint(
     if checkpointing.load is not None:
         # From here on ranks send to each other.
         checkpointing.load.alone = False
-        comm.raise_alike(None, group=None)
+        comm.raise_on_all_ranks(None, group=None)
     checkpointing.finish_load()
     return True
 

@@ -315,7 +315,7 @@ class Peers:
         return sum_over_ranks(value, group=self._group)
 
 
-def raise_alike(error: Exception | None, *, group: Group) -> None:
+def raise_on_all_ranks(error: Exception | None, *, group: Group) -> None:
     """Raise on every rank if any rank has an error: its own where it has one, else one that names
     that rank.
 
@@ -340,14 +340,14 @@ def raise_alike(error: Exception | None, *, group: Group) -> None:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank has raised because of ``error``, by :func:`raise_alike`."""
+    """Tell whether every rank has raised because of ``error``, by :func:`raise_on_all_ranks`."""
     return hasattr(error, _AGREED)
 
 
 @contextmanager
-def Alike(group: Group) -> Iterator[None]:
+def errors_on_all_ranks(group: Group) -> Iterator[None]:
     """Raise on every rank after a block that any rank leaves by an error; see
-    :func:`raise_alike`.
+    :func:`raise_on_all_ranks`.
 
     Every rank must enter it. A collective inside must be one that a rank which failed takes part
     in, too. A block that is left by something else than an Exception, such as Ctrl-C, is left at
@@ -358,7 +358,7 @@ def Alike(group: Group) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    raise_alike(error, group=group)
+    raise_on_all_ranks(error, group=group)
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
@@ -373,7 +373,7 @@ def digest_of(items: Sequence[str]) -> str:
     return hashlib.sha256("\n".join(items).encode()).hexdigest()[:12]
 
 
-def check_alike(what: str, digest: str, items: Sequence[str], *, group: Group) -> None:
+def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Group) -> None:
     """Raise on every rank unless ``digest`` is the same everywhere.
 
     Args:

@@ -68,7 +68,7 @@ class Agreement:
         self.sum_over_everyone(sums)
         *summed, failed, frozen = sums.tolist()
         if failed:
-            comm.raise_alike(error, group=None)
+            comm.raise_on_all_ranks(error, group=None)
         return summed, self._idle_everywhere(idle, values.device) if frozen else frozenset()
 
     def sum_over_everyone(self, values: Tensor) -> Tensor:

@@ -79,10 +79,10 @@ class SameWeights:
         """
         everywhere = comm.gather_objects(self.written(), group=self._group)
         anywhere = dict.fromkeys(chain(*everywhere))
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             mine = {name: checksum(self._params[name]) for name in anywhere}
         everyone = comm.gather_objects(mine, group=self._group)
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             for name in anywhere:
                 self._compare(name, [sums[name] for sums in everyone])
         self._seen = {name: param._version for name, param in self._params.items()}

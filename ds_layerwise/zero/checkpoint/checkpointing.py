@@ -107,11 +107,11 @@ class Checkpointing:
                 step.
         """
         engine = self.engine()
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             # What cannot be read back is found before anything is written.
             header = self.header()
         steps = [f"steps {engine.global_steps}", f"updates {header.step}"]
-        comm.check_alike(
+        comm.same_on_all_ranks(
             "what save_checkpoint() is called after", comm.digest_of(steps), steps, group=None
         )
         if header.repeats and not self._has_told and comm.rank_of(None) == 0:
@@ -210,7 +210,7 @@ class Checkpointing:
         self.offloading.reload()
         config, planned = self.config, self.planned
         of_all_stages = pipeline.names_of_all_stages(self.module, self.settings.model_group)
-        with comm.Alike(None), naming(folder):
+        with comm.errors_on_all_ranks(None), naming(folder):
             opened = open_it()
             # A regular checkpoint names what is not trained in the file of the model, which the
             # engine reads later.
@@ -274,8 +274,8 @@ class Checkpointing:
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
             which += opened.identity()
-        with comm.Alike(None):
-            comm.check_alike(
+        with comm.errors_on_all_ranks(None):
+            comm.same_on_all_ranks(
                 f"the checkpoint in {folder}",
                 comm.digest_of(which),
                 which,
@@ -302,7 +302,7 @@ class Checkpointing:
     @contextmanager
     def _saving_whole(self, check: Callable[[], None]) -> Iterator[None]:
         """Save whole parameters; an error of ``check`` or of a rank's state is one on all ranks."""
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             check()
             self._check_settled()
         with self.saving():
@@ -321,7 +321,7 @@ class Checkpointing:
 
     def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             self._check_one_file()
         self._load_whole(
             self._find(
@@ -351,7 +351,7 @@ class Checkpointing:
 
     def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             self._check_sharded()
         shapes = self.planned.saved_shapes
         self._load_whole(

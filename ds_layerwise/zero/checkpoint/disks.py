@@ -75,17 +75,17 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
     save_id: str = comm.gather_objects(secrets.token_hex(8) if rank == 0 else "", group=None)[0]
     is_owner = rank == 0
     if own_disks:
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             is_owner = atomic.claim(folder, save_id)
         # Else what is whole here, and in place elsewhere, would have to make room.
         finish_save(folder, may_move=is_owner)
     with ExitStack() as undo:
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             if is_owner:
                 undo.callback(atomic.abandon, folder)
                 atomic.begin(folder)
                 atomic.sign(folder, save_id, rank)
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             owner = patiently(lambda: atomic.signed_by(folder, save_id), folder.parent)
             if owner is None:
                 raise LayerWiseError(
@@ -167,14 +167,14 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     Args:
         may_move: whether this rank does it on its disk; one on each does.
     """
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         mine = atomic.save_ids(folder)
     everyone = comm.gather_objects(mine, group=None)
     if len({here for here, _ in everyone}) == 1:
         return
     for save_id in sorted({here for here, _ in everyone if here}):
         if all(save_id in ids for ids in everyone):
-            with comm.Alike(None):
+            with comm.errors_on_all_ranks(None):
                 if may_move and mine[0] != save_id:
                     atomic.publish(folder)
             return
@@ -182,7 +182,7 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
 
 def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
     """The newest of those saves that is in place on every rank's disk; None if there is none."""
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         mine = {
             tag: (save_id, (save_dir / tag / FILE_NAME).stat().st_mtime)
             for tag in tags
@@ -201,7 +201,7 @@ def check_one_save(folder: Path, *, own_disks: bool) -> None:
     Raises:
         LayerWiseError: on all ranks; names two of them.
     """
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         found = atomic.save_ids(folder)[0]
         if not found and not own_disks and (folder / FILE_NAME).exists():
             # Version 0.1 of this package gave saves no name; on one disk they all have the same

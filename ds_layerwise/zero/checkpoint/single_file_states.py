@@ -84,7 +84,7 @@ def save(
     tensors = {name: (of[min(of)].dtype, of[min(of)].shape) for name, of in parts.items()}
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])))
     brought = _bring(tensors, parts, values, device)
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         try:
             if rank == 0:
                 beside = write_beside(header, scaler, sums)

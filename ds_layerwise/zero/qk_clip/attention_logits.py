@@ -54,7 +54,7 @@ class AttentionLogits(StepObserver):
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         if not self.measures:
             return
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             self._attentions = attentions_of(
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
@@ -71,7 +71,7 @@ class AttentionLogits(StepObserver):
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._factors = self._find_factors(run)
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False

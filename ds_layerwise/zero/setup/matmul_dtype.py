@@ -40,7 +40,7 @@ class Products:
         Raises:
             LayerWiseError: on every rank, if one cannot multiply at all.
         """
-        with comm.Alike(None), numerics_context.set_aside(device):
+        with comm.errors_on_all_ranks(None), numerics_context.set_aside(device):
             asks = any(_is_open(recipe) for recipe in recipes)
             mine = (
                 tuple(sorted(dtype_name(dtype) for dtype in fast_dtypes(device))) if asks else None

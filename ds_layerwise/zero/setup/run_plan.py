@@ -102,7 +102,7 @@ def plan(
     per_node, counts = _ranks_per_node(settings, where)
     tp_size = settings.tp_size
     tp_rank = 0 if settings.tensor_group is None else comm.rank_of(settings.tensor_group)
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
         routes = route_parameters(
@@ -159,7 +159,7 @@ def plan(
     _compare(routes, specs, layout, optimizer, settings, links)
     _tell(config, settings, where, counts, per_node=per_node, on_host=on_host, tp_rank=tp_rank)
     if settings.tensor_group is not None:
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             check_copies(
                 {name: param for name, param in trained.items() if not routes[name].is_cut},
                 group=settings.tensor_group,
@@ -209,13 +209,13 @@ def _norm_groups(
     groups = config.norm_groups
     if not groups:
         return {}
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         facts = facts_of(model, trained, groups.values(), tp_size=tp_size, experts=names)
         mine = grouped(facts, groups)
     stages = [{name: mine.get(name) for name in trained}]
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
-    with comm.Alike(None):
+    with comm.errors_on_all_ranks(None):
         require_members(
             groups, {key for stage in stages for key in stage.values() if key is not None}
         )
@@ -318,13 +318,13 @@ def _compare(
         for i, group in enumerate(optimizer.param_groups)
     ]
     digest = comm.digest_of([layout.digest(), *described])
-    with comm.Alike(None):
-        comm.check_alike("the layout", digest, described, group=settings.group)
+    with comm.errors_on_all_ranks(None):
+        comm.same_on_all_ranks("the layout", digest, described, group=settings.group)
     if settings.tensor_group is not None:
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             # Owners of parts of the same matrices update them in the same order, so that their
             # collectives meet.
-            comm.check_alike(
+            comm.same_on_all_ranks(
                 "the layout of tensor-parallel parts",
                 digest,
                 described,

@@ -238,7 +238,7 @@ class FirstStep(StepObserver):
                 # The others are on their way to the next parameter.
                 with failed:
                     self._compute(spec, grad, masters, states, step, groups)
-        with comm.Alike(None):
+        with comm.errors_on_all_ranks(None):
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))

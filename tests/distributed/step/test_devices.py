@@ -144,7 +144,7 @@ class TestObjects(DistributedTest):
         join(tmp_path / "store")
         rank = dist.get_rank()
         with pytest.raises(LayerWiseError if rank != 1 else ConfigError, match="rank 1 failed|no bytes"):
-            with comm.Alike(None):
+            with comm.errors_on_all_ranks(None):
                 if rank == 1:
                     raise ConfigError("no bytes left here")
         assert comm.gather_objects({"rank": rank}, group=None) == [{"rank": r} for r in range(3)]
@@ -168,9 +168,9 @@ class TestObjects(DistributedTest):
         group = groups[2, 0]
         if rank in (2, 0):
             with pytest.raises(LayoutError, match="it differs between ranks: rank 0 has a2, rank 1 has a0"):
-                comm.check_alike("it", f"{rank}", [f"a{rank}"], group=group)
+                comm.same_on_all_ranks("it", f"{rank}", [f"a{rank}"], group=group)
             with pytest.raises(LayerWiseError if rank else ConfigError, match="rank 1 failed: ConfigError: x|^x$"):
-                comm.raise_alike(None if rank else ConfigError("x"), group=group)
+                comm.raise_on_all_ranks(None if rank else ConfigError("x"), group=group)
 
     def test_a_world_that_begins_again(self, tmp_path):
         for life in range(3):
