@@ -54,11 +54,11 @@ def _flush_open_files() -> None:
         # The class is asked: isinstance() asks a proxy, which may run anything.
         if not issubclass(type(file), io.IOBase.__base__):  # type: ignore[arg-type]
             continue
-        try:
+        with (attempt := Attempt()):
             file.flush()
-        except (BrokenPipeError, ValueError):
-            pass  # nobody reads a pipe any more, or the file is closed
-        except Exception as error:
+        error = attempt.error
+        # Nobody reads a pipe any more, or the file is closed.
+        if error is not None and not isinstance(error, (BrokenPipeError, ValueError)):
             # A text and the bytes below it fail both.
             lost.setdefault(repr(getattr(file, "name", type(file))), error)
     for name, reason in lost.items():

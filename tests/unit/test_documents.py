@@ -49,6 +49,10 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("sections", "cli", "routing_rules")
 
+#: The pages on optimizers.
+OF_OPTIMIZERS = ("optimizers.md", "overrides.md", "optimizer_keys.md", "optimizer_family.md", "fewer_bits.md",
+                 "qk_clip.md", "own_optimizers.md")
+
 each_page = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 
 
@@ -296,6 +300,10 @@ def assert_defaults(kind, head, defaults):
     return tables
 
 
+def tables_of_optimizers():
+    return [table for name in OF_OPTIMIZERS for table in tables_of(DOCS / name)]
+
+
 #: Settings that the page tells once for all optimizers.
 OF_MANY = {*Recipe.keys(), *KeptMomentum.keys(), *KeptMoments.keys()}
 
@@ -303,7 +311,7 @@ OF_MANY = {*Recipe.keys(), *KeptMomentum.keys(), *KeptMoments.keys()}
 def test_defaults_of_the_optimizer_are_as_the_pages_say():
     kind, config = params_model(Muon, AdamW, True), OptimizerConfig.from_section({"type": "LayerWise"})
     tables = assert_defaults(kind, "`optimizer.params`", {**config.model_dump(), **config.for_the_run()})
-    whole = {name for path, names, _ in tables if path.name == "optimizers.md" for name in names}
+    whole = {name for path, names, _ in tables if path.name in OF_OPTIMIZERS for name in names}
     assert whole == set(kind.keys()) - {"matrix_optimizer"}
     assert any(path.name == "README.md" for path, *_ in tables)
     assert OptimizerConfig.from_section({"params": {"adam_lr": 0.5}}).lr == 0.5
@@ -312,7 +320,7 @@ def test_defaults_of_the_optimizer_are_as_the_pages_say():
 
 
 def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
-    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+    table, = [rows for header, *rows in tables_of_optimizers()
               if header[:2] == ["`matrix_optimizer`", "key"]]
     said = {(json.loads(name), key): json.loads(row[2]) for row in table for name in row[0].split(", ")
             for key in names_in(row[1])}
@@ -320,10 +328,10 @@ def test_settings_of_other_matrix_optimizers_are_as_the_page_says():
     assert said == {(name, key): field.default for name, recipe in family.items() if name != "muon"
                     for key, field in recipe.model_fields.items()
                     if key not in Muon.model_fields or field.default != Muon.model_fields[key].default}
-    names, = [{json.loads(row[0]) for row in rows} for header, *rows in tables_of(DOCS / "optimizers.md")
+    names, = [{json.loads(row[0]) for row in rows} for header, *rows in tables_of_optimizers()
               if header[:2] == ["`matrix_optimizer`", "what it is for"]]
     assert names == set(family)
-    hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of(DOCS / "optimizers.md")
+    hooks, = [{key for row in rows for key in names_in(row[0])} for header, *rows in tables_of_optimizers()
               if header == ["key", "value", "what it does"]]
     assert hooks == UpdateHooks.model_fields.keys() - Recipe.model_fields.keys()
 
@@ -340,7 +348,7 @@ def costs_of(recipe):
 
 
 def test_what_matrix_optimizers_cost_is_as_the_page_says_and_was_measured():
-    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+    table, = [rows for header, *rows in tables_of_optimizers()
               if header == ["`matrix_optimizer`", "bytes of states for an element", "time over Muon's"]]
     measured = {tuple(row[:2]): row for _, *rows in tables_of(RESULTS / "2026-11_2vcpu_matrix_rules.md")
                 for row in rows}
@@ -356,13 +364,13 @@ def test_what_matrix_optimizers_cost_is_as_the_page_says_and_was_measured():
 
 
 def test_bytes_and_flops_in_the_tables_of_optimizers_are_those_of_recipes():
-    family, = [rows for header, *rows in tables_of(DOCS / "optimizers.md")
+    family, = [rows for header, *rows in tables_of_optimizers()
                if header[:2] == ["`matrix_optimizer`", "what it is for"]]
     for name, *_, said, _ in family:
         for rows, cols in ((6, 10), (20, 3)):
             told = eval(said.replace("\u00b7", "*"), {"rows": rows, "cols": cols})
             assert REGISTRY[json.loads(name)].recipe().state_bytes((rows, cols)) == pytest.approx(told * rows * cols)
-    factors, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[:2] == ["optimizer", "what for"]]
+    factors, = [rows for header, *rows in tables_of_optimizers() if header[:2] == ["optimizer", "what for"]]
     for name, _, states, flops, *_ in factors:
         own, work = costs_of(REGISTRY[json.loads(name)].recipe())
         assert states == ", ".join(f"{each:.0f}" for each in own), name
@@ -370,7 +378,7 @@ def test_bytes_and_flops_in_the_tables_of_optimizers_are_those_of_recipes():
 
 
 def test_defaults_of_optimizers_with_factors_are_as_the_page_says():
-    of, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[0].startswith('of "soap"')]
+    of, = [rows for header, *rows in tables_of_optimizers() if header[0].startswith('of "soap"')]
     said = {names_in(keys)[0]: (whose, json.loads(default)) for keys, default, whose, _ in of}
     defaults = {"SOAP": Soap().settings(), "Shampoo": Shampoo().settings()}
     assert KlSoap().settings() == defaults["SOAP"]
@@ -387,9 +395,9 @@ def test_defaults_of_the_layout_are_as_the_pages_say():
 
 
 @pytest.mark.parametrize("key, page, quoted", [
-    ("scale_mode", "optimizers.md", 0), ("weight_decay_method", "optimizers.md", 0),
-    ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizers.md", 2), ("ns_dtype", "optimizers.md", 2),
-    ("ns_coefficients", "optimizers.md", 2)])
+    ("scale_mode", "optimizers.md", 0), ("weight_decay_method", "optimizer_family.md", 0),
+    ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizer_keys.md", 2),
+    ("ns_dtype", "optimizer_keys.md", 2), ("ns_coefficients", "optimizer_keys.md", 2)])
 def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
     if quoted:
         row, = [row for _, *rows in tables_of(DOCS / page) for row in rows if names_in(row[0]) == [key]]
@@ -414,7 +422,7 @@ def own_settings(recipe):
 
 
 def test_the_page_has_every_scalar_optimizer_with_its_keys():
-    table, = [rows for head, *rows in tables_of(DOCS / "optimizers.md") if head[-1] == "keys of its own (defaults)"]
+    table, = [rows for head, *rows in tables_of_optimizers() if head[-1] == "keys of its own (defaults)"]
     found = {json.loads(name): dict(re.findall(r"`(\w+)`(?: \(([\w.]+)\))?", keys)) for name, *_, keys in table}
     assert found.keys() == {name for name, entry in REGISTRY.items() if not entry.recipe.whole}
     for name, keys in found.items():
@@ -424,7 +432,7 @@ def test_the_page_has_every_scalar_optimizer_with_its_keys():
 
 
 def test_the_page_has_every_key_of_adafactor():
-    table, = [rows for head, *rows in tables_of(DOCS / "optimizers.md") if head[1] == "torch calls it"]
+    table, = [rows for head, *rows in tables_of_optimizers() if head[1] == "torch calls it"]
     found = {key.strip("`"): 2.0**-23 if default == "2⁻²³" else float(default) for key, _, default, _ in table}
     assert found == own_settings(Adafactor)
 
@@ -434,7 +442,7 @@ def test_the_page_has_every_key_of_adafactor():
 
 def named(head):
     """Of the one table with this second column: each name, with ``any`` instead of a star, and what is said of it."""
-    table, = [rows for header, *rows in tables_of(DOCS / "optimizers.md") if header[1] == head]
+    table, = [rows for header, *rows in tables_of_optimizers() if header[1] == head]
     return [(name.replace("*", "any"), row[1]) for row in table for name in names_in(row[0])]
 
 

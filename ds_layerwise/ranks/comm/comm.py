@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError, LayoutError
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import object_gather
 
 #: A process group: torch's, or None for the whole world.
@@ -353,12 +354,9 @@ def errors_on_all_ranks(group: Group) -> Iterator[None]:
     in, too. A block that is left by something else than an Exception, such as Ctrl-C, is left at
     once.
     """
-    error = None
-    try:
+    with (attempt := Attempt()):
         yield
-    except Exception as raised:
-        error = raised
-    raise_on_all_ranks(error, group=group)
+    raise_on_all_ranks(attempt.error, group=group)
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:
