@@ -1,1 +1,1 @@
-"""Names of DeepSpeed that are wrapped, extended or imported."""
+"""Names of DeepSpeed that are wrapped, or extended."""
