@@ -264,8 +264,8 @@ def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
     is_adamw = check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True))
     if not is_adamw and scalar.rule != "adam":
         raise ConfigError(
-            "optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', "
-            f"got {scalar.rule!r}; remove one of the two"
+            "optimizer.params.adam_w_mode is false, which means scalar_optimizer 'adam', got "
+            f"{scalar.rule!r}; remove one of the two"
         )
 
 
@@ -393,7 +393,7 @@ class LayerWiseConfig(Section):
     log_num_zeros_in_grad: bool = False
     """Count the elements of averaged gradients that are zero; Megatron-LM's key."""
     norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
-    """By name, groups of parameters with a norm of their own, and perhaps a bound of it."""
+    """Groups of parameters, by name, with a norm of their own and perhaps a bound of it."""
     monitor: Monitor = Monitor()
     """The figures of updates that DeepSpeed's monitor gets beside the usual ones."""
     verify_first_step: bool = False

@@ -167,8 +167,8 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     elif client is None:
         raise ConfigError(
             "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
-            "optimizer given to initialize(), and there is none of these; name one, or remove "
-            "the section"
+            "optimizer given to initialize(), and there is none of these; name one, or remove the "
+            "section"
         )
     else:
         if not callable(client):

@@ -8,7 +8,7 @@ backend, so a scheduler that writes one ``lr`` into every group keeps the ratio 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -131,12 +131,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys
         )
         """The groups, by index, that say for themselves what their weight decay is."""
-        # Groups whose lr would be Muon's, too, though nobody said so.
-        self._one_rate_for_both = {}
-        if not config.matrix.takes_rate_of_adamw:
-            for i, keys in enumerate(self.own_keys):
-                if "lr" in keys and keys.isdisjoint(("muon_lr", "use_muon")):
-                    self._one_rate_for_both[i] = given[i]["lr"]
+        self._one_rate_for_both = _rates_for_both(given, config)
 
     def groups_now(self) -> list[dict[str, Any]]:
         """Return the settings of groups for the next step: their own, and ``configured_lr``, where
@@ -369,6 +364,16 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
         f"{where}.{key} is {value!r}, and the whole run has {has}, which a group cannot change; "
         f"set optimizer.params.{key}"
     )
+
+
+def _rates_for_both(given: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> dict[int, Any]:
+    """Return ``lr`` of groups where it would be Muon's, too, without anybody having said so."""
+    rates = {}
+    if not config.matrix.takes_rate_of_adamw:
+        for i, group in enumerate(given):
+            if "lr" in group and "muon_lr" not in group and "use_muon" not in group:
+                rates[i] = group["lr"]
+    return rates
 
 
 def _hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:

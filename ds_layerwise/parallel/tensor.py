@@ -42,8 +42,8 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
         raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
     if (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
         raise ConfigError(
-            f"mpu has {stages} pipeline stages, and this optimizer "
-            "knows of stages from deepspeed's PipelineModule alone"
+            f"mpu has {stages} pipeline stages, and this optimizer knows of stages from "
+            "deepspeed's PipelineModule alone"
         )
     for what in ("sequence", "context"):
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()

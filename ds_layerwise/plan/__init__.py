@@ -1,3 +1,1 @@
-"""What a run will be, before it is one: layout, costs, forecasts. Loads neither torch nor
-deepspeed.
-"""
+"""The plan of a run: layout, costs, forecasts. It loads neither torch nor deepspeed."""

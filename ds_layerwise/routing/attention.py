@@ -230,8 +230,8 @@ def _attention(
     kv_heads = entry.kv_heads or entry.heads
     if entry.heads % kv_heads:
         raise _Unfit(
-            f"layerwise.qk_clip does not understand {path}: {kv_heads} heads of keys do not "
-            f"divide {entry.heads} of queries"
+            f"layerwise.qk_clip does not understand {path}: {kv_heads} heads of keys do not divide "
+            f"{entry.heads} of queries"
         )
     if tp_size > 1:
         counts = (kv_heads,) if entry.qkv else (entry.heads, kv_heads)
@@ -289,8 +289,8 @@ def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Para
     for name, param in layer.named_parameters():
         if param is not weight and param is not getattr(layer, "bias", None):
             raise RoutingError(
-                f"layerwise.qk_clip: {path}.{where} has {name} beside a weight and a bias, so "
-                "that scaling those does not scale what it gives; leave qk_clip out"
+                f"layerwise.qk_clip: {path}.{where} has {name} beside a weight and a bias, so that "
+                "scaling those does not scale what it gives; leave qk_clip out"
             )
     return layer, weight
 

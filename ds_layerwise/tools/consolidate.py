@@ -91,19 +91,19 @@ def consolidate(
         else:
             undo.callback(atomic.abandon, out)
             atomic.begin(out)
-            staged = atomic.staged(out)
+            incomplete = atomic.incomplete_folder(out)
             shards = list(_shards(sizes, max_shard_bytes))
             places: dict[str, str] = {}
             for number, names in enumerate(shards, 1):
                 file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
-                _write(contents, names, DTYPES[dtype], staged / file)
+                _write(contents, names, DTYPES[dtype], incomplete / file)
                 places |= dict.fromkeys(names, file)
                 done(sum(sizes[name] for name in names))
             index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            (staged / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (incomplete / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
             if beside:
-                lay_beside(beside, staged)
-            atomic.commit(out, Manifest.of(staged), replaces=WEIGHTS)
+                lay_beside(beside, incomplete)
+            atomic.commit(out, Manifest.of(incomplete), replaces=WEIGHTS)
         undo.pop_all()
     lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
     if beside:

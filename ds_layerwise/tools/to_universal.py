@@ -57,7 +57,7 @@ def to_universal(
     with ExitStack() as undo:
         undo.callback(atomic.abandon, out)
         atomic.begin(out)
-        parts = _write(saved, model, atomic.staged(out), workers=workers, bars=bars)
+        parts = _write(saved, model, atomic.incomplete_folder(out), workers=workers, bars=bars)
         atomic.commit(out, Manifest.merged(parts))
         undo.pop_all()
     atomic.point(out.parent / universal.LATEST, out.name)

@@ -34,8 +34,8 @@ def warn_of_zeros(run: RunState) -> None:
     if zeros and run.rank == 0:
         logger.warning(
             f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update, or "
-            "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a norm, "
-            "or leave the hook out for them with layerwise.overrides"
+            "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a "
+            "norm, or leave the hook out for them with layerwise.overrides"
         )
 
 

@@ -421,8 +421,8 @@ class Results:
     def rows(self) -> Iterator[str]:
         """The table."""
         yield (
-            "| operation | ours s | stock s | ours/stock | ours min-max | stock min-max "
-            "| ours +MB | stock +MB |"
+            "| operation | ours s | stock s | ours/stock | ours min-max | stock min-max | ours +MB "
+            "| stock +MB |"
         )
         yield "|---|--:|--:|--:|--:|--:|--:|--:|"
         for what in dict.fromkeys(what for what, side in self.seconds if side == OURS):

@@ -80,7 +80,7 @@ class TestUsersFiles:
             commit(folder, "old")
             put(folder)
             write(folder, "new")
-            manifest = Manifest.of(atomic.staged(folder))
+            manifest = Manifest.of(atomic.incomplete_folder(folder))
             try:
                 with dying_at(moment), dying_at_links(moment):
                     atomic.commit(folder, manifest)

@@ -149,10 +149,10 @@ def test_some_files_and_the_union(folder):
 class TestStaging:
     def write(self, folder, text):
         atomic.begin(folder)
-        (atomic.staged(folder) / "file").write_text(text)
+        (atomic.incomplete_folder(folder) / "file").write_text(text)
 
     def commit(self, folder):
-        atomic.commit(folder, Manifest.of(atomic.staged(folder)))
+        atomic.commit(folder, Manifest.of(atomic.incomplete_folder(folder)))
 
     @pytest.mark.parametrize("exchange", [True, False])
     def test_the_new_takes_the_place_of_the_old(self, exchange, tmp_path, monkeypatch):
@@ -161,7 +161,7 @@ class TestStaging:
         folder = tmp_path / "tag"
         for text in ("first", "second", "third"):
             self.write(folder, text)
-            (atomic.staged(folder) / text).write_text("")
+            (atomic.incomplete_folder(folder) / text).write_text("")
             self.commit(folder)
             assert (folder / "file").read_text() == text
             assert sorted(p.name for p in folder.iterdir()) == sorted(["file", text, FILE_NAME])
@@ -179,7 +179,7 @@ class TestStaging:
     def test_what_an_earlier_save_left_is_cleared_away(self, tmp_path):
         folder = tmp_path / "tag"
         self.write(folder, "died")
-        (atomic.staged(folder) / "more").write_text("")
+        (atomic.incomplete_folder(folder) / "more").write_text("")
         self.write(folder, "new")
         self.commit(folder)
         assert sorted(p.name for p in folder.iterdir()) == sorted(["file", FILE_NAME])

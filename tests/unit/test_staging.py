@@ -29,14 +29,14 @@ class Killed(BaseException):
 def write(folder, text):
     atomic.begin(folder)
     for name in FILES[text]:
-        path = atomic.staged(folder) / name
+        path = atomic.incomplete_folder(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{text} {name}")
 
 
 def commit(folder, text):
     write(folder, text)
-    atomic.commit(folder, Manifest.of(atomic.staged(folder)))
+    atomic.commit(folder, Manifest.of(atomic.incomplete_folder(folder)))
 
 
 def holds(folder):
@@ -115,7 +115,7 @@ def test_the_old_is_back_where_the_second_of_two_renames_fails(tmp_path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(os, "rename", renames_what_is_there_already)
         with pytest.raises(OSError, match="no"):
-            atomic.commit(tmp_path / "tag", Manifest.of(atomic.staged(tmp_path / "tag")))
+            atomic.commit(tmp_path / "tag", Manifest.of(atomic.incomplete_folder(tmp_path / "tag")))
     assert holds(tmp_path / "tag") == "old"
     atomic.abandon(tmp_path / "tag")
     assert [path.name for path in tmp_path.iterdir()] == ["tag"]

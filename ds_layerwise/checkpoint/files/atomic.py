@@ -73,7 +73,7 @@ def begin(folder: Path) -> None:
             the disk renames no folders.
     """
     _check_free(folder)
-    new = staged(folder)
+    new = incomplete_folder(folder)
     places = (new, folder.with_name(folder.name + REPLACED))
     for place in places:
         if os.path.lexists(place) and not is_a_saves(place):
@@ -107,15 +107,15 @@ def _check_renames(place: Path) -> None:
     except OSError as e:
         raise LayerWiseError(
             f"the disk of {place.parent} cannot rename a folder ({e.strerror}), as mounts of "
-            "object stores cannot, so that a save there could appear in part; save to a "
-            "local or shared disk, and copy the folder"
+            "object stores cannot, so that a save there could appear in part; save to a local or "
+            "shared disk, and copy the folder"
         ) from e
     shutil.rmtree(new)
 
 
 def sign(folder: Path, save_id: str, rank: int) -> None:
     """Write into the place for ``folder`` the name of its save, and the rank that has made it."""
-    (staged(folder) / SIGNATURE).write_text(f"{save_id} {rank}")
+    (incomplete_folder(folder) / SIGNATURE).write_text(f"{save_id} {rank}")
     claims = re.compile(re.escape(folder.name) + "[.][0-9a-f]{16}" + re.escape(INCOMPLETE))
     for path in folder.parent.iterdir():
         # Claims of this save, and of those that died here.
@@ -128,13 +128,13 @@ def signed_by(folder: Path, save_id: str) -> int | None:
     place is not there, or another save's.
     """
     try:
-        signer, _, rank = (staged(folder) / SIGNATURE).read_text().partition(" ")
+        signer, _, rank = (incomplete_folder(folder) / SIGNATURE).read_text().partition(" ")
     except OSError:
         return None
     return int(rank) if signer == save_id and rank else None
 
 
-def staged(folder: Path) -> Path:
+def incomplete_folder(folder: Path) -> Path:
     """Return the place to write ``folder`` into."""
     return folder.with_name(folder.name + INCOMPLETE)
 
@@ -147,7 +147,7 @@ def commit(folder: Path, manifest: Manifest, *, replaces: Sequence[str] = ()) ->
 
 def seal(folder: Path, manifest: Manifest) -> None:
     """Add the list of what was written for ``folder``. It is whole now, and not visible yet."""
-    new = staged(folder)
+    new = incomplete_folder(folder)
     (new / SIGNATURE).unlink(missing_ok=True)
     manifest.write(new)
     flush(new / FILE_NAME)
@@ -161,7 +161,7 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
     Args:
         replaces: globs over the names of more files that may be removed.
     """
-    new = staged(folder)
+    new = incomplete_folder(folder)
     before = folder.with_name(folder.name + REPLACED)
     if folder.is_dir():
         # Before the swap, so that at no moment anything is away.
@@ -187,15 +187,15 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
 
 def abandon(folder: Path) -> None:
     """Clear away what was written of ``folder``."""
-    if is_a_saves(staged(folder)):
-        remove(staged(folder))
+    if is_a_saves(incomplete_folder(folder)):
+        remove(incomplete_folder(folder))
 
 
 def save_ids(folder: Path) -> tuple[str, str]:
     """Return the name of the save in ``folder``, and of the one that is whole beside it; empty
     where there is none.
     """
-    return _save_id(folder), _save_id(staged(folder))
+    return _save_id(folder), _save_id(incomplete_folder(folder))
 
 
 def _save_id(place: Path) -> str:

@@ -113,8 +113,8 @@ def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]
         )
     if comm.rank_of(None) == 0:
         logger.warning(
-            f"ds_layerwise: nothing was loaded: {Path(load_dir, 'latest')} does not exist; "
-            "pass the tag of a checkpoint if there is one"
+            f"ds_layerwise: nothing was loaded: {Path(load_dir, 'latest')} does not exist; pass "
+            "the tag of a checkpoint if there is one"
         )
     return None, None
 

@@ -200,7 +200,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     """List what was written, move it into place and point to it. All ranks have written their
     part.
     """
-    folder = atomic.staged(save.folder)
+    folder = atomic.incomplete_folder(save.folder)
     owns = save.disks.is_owner
     here = save.disks.here
     with comm.errors_on_all_ranks(None):
@@ -272,8 +272,8 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     """Save in the universal format, too, whole but not in place yet: each rank a part of the
     parameters, out of the files just written."""
     folder = save.save_dir / save.universal_tag
-    regular = atomic.staged(save.folder)
-    incomplete = atomic.staged(folder)
+    regular = atomic.incomplete_folder(save.folder)
+    incomplete = atomic.incomplete_folder(folder)
     rank = engine.global_rank
     optimizer = engine.optimizer
     with comm.errors_on_all_ranks(None):

@@ -94,13 +94,12 @@ class Kept:
 
     def specs(self) -> dict[str, StateSpec]:
         """Return every state by the name in this package."""
-        leaves = [
-            leaf for state in self.states for _, leaf in walk(state) if isinstance(leaf, Leaf)
-        ]
-        return {
-            **{leaf.key: leaf.spec for leaf in leaves if leaf.ahead is None},
-            COUNT: StateSpec((), on_host=True),
-        }
+        specs = {}
+        for state in self.states:
+            for _, leaf in walk(state):
+                if isinstance(leaf, Leaf) and leaf.ahead is None:
+                    specs[leaf.key] = leaf.spec
+        return {**specs, COUNT: StateSpec((), on_host=True)}
 
 
 def class_of(recipe: AnyTorch) -> type[Optimizer]:
@@ -323,10 +322,10 @@ def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any)
             f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "
             f"{type(value).__name__}; it could not be saved"
         )
-    found = [
-        each.value if isinstance(each, _Tensor) else each
-        for each in (each.get(path) for each in seen)
-    ]
+    found = []
+    for step in seen:
+        number = step.get(path)
+        found.append(number.value if isinstance(number, _Tensor) else number)
     ahead = _ahead(found)
     if ahead is None and key in (COUNT, "fp32"):
         key = f"own.{key}"

@@ -71,10 +71,10 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
             "cannot be used here"
         )
     if not recipe.whole:
-        halves = [
-            _in_instances(recipe, new_rule, value[part], [grad[part] for grad in grads])
-            for part in (slice(0, 24), slice(24, 60))
-        ]
+        halves = []
+        for part in (slice(0, 24), slice(24, 60)):
+            own = [grad[part] for grad in grads]
+            halves.append(_in_instances(recipe, new_rule, value[part], own))
         if not _agree(torch.cat(halves), expected):
             raise ConfigError(
                 f"{recipe.rule} does to one element what depends on the others of its parameter, "

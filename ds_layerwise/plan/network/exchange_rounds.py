@@ -36,7 +36,7 @@ class Shard(NamedTuple):
     stop: int
 
     def split_by_cut(self) -> tuple[int, int, int]:
-        """Its elements before what stays in its owner's own cut, those that stay, and those behind.
+        """Return how many elements lie before the owner's own cut, stay in it, and lie behind it.
 
         Fewer that stay than there are on both sides travel, too, so that all arrive in one piece,
         and count as before.
@@ -51,7 +51,7 @@ class Shard(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """One round, for all ranks: at most one shard of each owner takes part."""
+    """A round of all ranks, in which at most one shard of each owner takes part."""
 
     ep_size: int
     dtype: str
@@ -104,7 +104,7 @@ def begun_backwards(buckets: Sequence[Bucket]) -> list[Deal]:
 def exchange_bytes(
     deals: Iterable[Deal], world_size: int, *, owners_have: str | None = None
 ) -> NDArray[np.int64]:
-    """By rank, the most bytes that rounds hold at a time; see the note.
+    """Return the most bytes that rounds hold at a time, by rank; see the note.
 
     Args:
         deals: in the order in which they begin. So many are under way at a time as buckets are.

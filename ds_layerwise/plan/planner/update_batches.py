@@ -31,8 +31,10 @@ class Matrices:
 
 
 def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices, ...]]]:
-    """By bucket, the updates that are made when it is its turn, last bucket first: parameters of
-    its own that are alike first, then those of lower buckets that are taken along.
+    """Return the updates of each bucket at its turn, last bucket first.
+
+    Parameters of the bucket that are alike come first, then those of lower buckets that are taken
+    along.
 
     Args:
         buckets: what one rank has of each.

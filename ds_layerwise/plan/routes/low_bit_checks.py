@@ -34,10 +34,10 @@ def check_kept(
         ConfigError: names the key, its value and the way out.
     """
     _check_masters(specs, config, host_ratio)
-    kept = {
-        name: {key: spec.kept_as for key, spec in routes[name].states(1).items() if spec.kept_as}
-        for name in (spec.name for spec in specs)
-    }
+    kept: dict[str, dict[str, str]] = {}
+    for spec in specs:
+        own = routes[spec.name].states(1)
+        kept[spec.name] = {key: state.kept_as for key, state in own.items() if state.kept_as}
     by_chance = [name for name in kept if routes[name].recipe.rounds_by_chance]
     if by_chance and not any("bfloat16" in kept[name].values() for name in by_chance):
         raise ConfigError(

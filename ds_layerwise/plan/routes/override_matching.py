@@ -135,8 +135,8 @@ def grouped(
             if len(own) > 1:
                 raise RoutingError(
                     f"{facts.name} is in layerwise.norm_groups.{own[0]} and in "
-                    f"layerwise.norm_groups.{own[1]}, and counts in the norm of one; narrow one "
-                    "of the two"
+                    f"layerwise.norm_groups.{own[1]}, and counts in the norm of one; narrow one of "
+                    "the two"
                 )
             if own != keys:
                 raise RoutingError(

@@ -171,13 +171,14 @@ def check_schedule(
 
 
 def _parts(schedule: Any) -> list[Any]:
-    """``schedule``, or what it is made of, as torch's SequentialLR and ChainedScheduler are."""
+    """Return ``schedule``, or the parts of torch's SequentialLR and ChainedScheduler."""
     made_of = getattr(schedule, "_schedulers", None)
-    return (
-        [part for each in made_of for part in _parts(each)]
-        if isinstance(made_of, (list, tuple))
-        else [schedule]
-    )
+    if not isinstance(made_of, (list, tuple)):
+        return [schedule]
+    parts = []
+    for part in made_of:
+        parts += _parts(part)
+    return parts
 
 
 def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
@@ -197,12 +198,10 @@ def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, l
 
 
 def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
-    """What a schedule keeps of a rate, for each group; None if that is no rate."""
+    """Return the rates that a schedule keeps, one a group; None if they are no rates."""
+    rates = kept if isinstance(kept, (list, tuple)) else [kept] * len(groups)
     try:
-        return [
-            float(each)
-            for each in (kept if isinstance(kept, (list, tuple)) else [kept] * len(groups))
-        ]
+        return list(map(float, rates))
     except (TypeError, ValueError):
         return None
 

@@ -33,7 +33,7 @@ def cut(
     tp_size: int,
     cutter: Cutter,
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, Route]]:
-    """What one of ``tp_size`` tensor-parallel ranks has of ``shapes``, and where that goes.
+    """Return the part of ``shapes`` on one of ``tp_size`` tensor-parallel ranks, and its routes.
 
     Args:
         shapes: name and shape of each parameter of the whole model, in model order.
@@ -105,9 +105,8 @@ def _dim_of(
     if module not in known or (transposed and cutter == "autotp"):
         raise ConfigError(
             f"{name} {shape}: shapes of a whole model do not say how tensor parallelism cuts it, "
-            f"and plans know that of {', '.join(known)} alone; "
-            "give a file with the shapes that one rank has, and plan that without tensor "
-            "parallelism"
+            f"and plans know that of {', '.join(known)} alone; give a file with the shapes that "
+            "one rank has, and plan that without tensor parallelism"
         )
     if module in CLOSES_BLOCK:
         return None if is_bias else 0 if transposed else 1

@@ -387,8 +387,8 @@ def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Gr
     if like_first < len(digests):
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise LayoutError(
-            f"{what} differs between ranks: {_first_difference(items, other, group)}; "
-            f"{like_first} of {len(digests)} ranks are like rank 0, and all have to be"
+            f"{what} differs between ranks: {_first_difference(items, other, group)}; {like_first} "
+            f"of {len(digests)} ranks are like rank 0, and all have to be"
         )
 
 

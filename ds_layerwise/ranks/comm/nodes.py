@@ -49,10 +49,10 @@ def node_of_each_rank() -> list[int]:
 def _warn_of_nodes(num_ranks: int, num_hosts: int, num_nodes: int) -> None:
     """Say once that hosts are taken for several nodes."""
     announce(
-        f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are "
-        f"taken for {num_nodes} nodes, as those of a host are not in a row, or LOCAL_RANK "
-        "begins again among them; if they are one node, more bytes leave hosts than need to: "
-        "number the ranks host by host, with LOCAL_RANK from 0 on in each"
+        f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are taken for "
+        f"{num_nodes} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among "
+        "them; if they are one node, more bytes leave hosts than need to: number the ranks host "
+        "by host, with LOCAL_RANK from 0 on in each"
     )
 
 

@@ -93,8 +93,8 @@ class SameWeights:
             first = rank % ep_size
             if value != sums[first]:
                 raise StepError(
-                    f"{name} was written since the last step, and is not the same on ranks "
-                    f"{first} and {rank}; write the same values on every rank, or broadcast them"
+                    f"{name} was written since the last step, and is not the same on ranks {first} "
+                    f"and {rank}; write the same values on every rank, or broadcast them"
                 )
 
 

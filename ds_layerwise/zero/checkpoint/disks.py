@@ -108,11 +108,11 @@ def check_arrived(
     Raises:
         LayerWiseError: a file is not there, or another one; names it.
     """
-    staged = atomic.staged(folder)
+    incomplete = atomic.incomplete_folder(folder)
     if atomic.signed_by(folder, save_id) is None:
         raise LayerWiseError(
-            f"{staged} was made anew while this save was under way: another job saves to the same "
-            "place; give each job a save_dir of its own"
+            f"{incomplete} was made anew while this save was under way: another job saves to the "
+            "same place; give each job a save_dir of its own"
         )
     written: set[str] = set()
     for part in parts.values():
@@ -121,10 +121,10 @@ def check_arrived(
         for name in names:
             if name not in written:
                 raise LayerWiseError(
-                    f"no rank has written {staged / name}, which rank {rank} resumes from; use "
+                    f"no rank has written {incomplete / name}, which rank {rank} resumes from; use "
                     "another checkpoint.writer, or none"
                 )
-    check_seen(staged, parts)
+    check_seen(incomplete, parts)
 
 
 def check_seen(folder: Path, parts: Mapping[int, Manifest]) -> None:

@@ -70,7 +70,11 @@ class Planned:
     @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name in a checkpoint, of the parameters of all ranks."""
-        return {saved: spec.shape for spec in self.specs for saved in self.names[spec.name]}
+        shapes = {}
+        for spec in self.specs:
+            for saved in self.names[spec.name]:
+                shapes[saved] = spec.shape
+        return shapes
 
     @property
     def rings(self) -> InLevels:
@@ -216,9 +220,10 @@ def _norm_groups(
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
     with comm.errors_on_all_ranks(None):
-        require_members(
-            groups, {key for stage in stages for key in stage.values() if key is not None}
-        )
+        members: set[str | None] = set()
+        for stage in stages:
+            members.update(stage.values())
+        require_members(groups, {name for name in members if name is not None})
         pipeline.check_norm_groups(stages)
     return mine
 
@@ -273,7 +278,9 @@ def _ep_sizes(
     model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings
 ) -> dict[str, int]:
     """Return the number of ranks in a row with other experts under a trained parameter's name."""
-    given = {param for group in optimizer.param_groups for param in group["params"]}
+    given: set[nn.Parameter] = set()
+    for param_group in optimizer.param_groups:
+        given.update(param_group["params"])
     sizes = {}
     for name, param in model.named_parameters():
         if param.requires_grad and param.numel() and param in given:
@@ -306,17 +313,16 @@ def _compare(
         LayerWiseError: it differs; on every rank.
     """
     described = [f"layerwise.links = {links}"]
-    described += [
-        f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
-        f"ep_size {spec.ep_size}, gradient sent in "
-        f"{spec.wire}{f', cut (axis {route.tp_axis})' if route.is_cut else ''}"
-        for spec in specs
-        for route in [routes[spec.name]]
-    ]
-    described += [
-        f"param_groups[{i}] with { ({k: v for k, v in group.items() if k in HYPER_KEYS}) }"
-        for i, group in enumerate(optimizer.param_groups)
-    ]
+    for spec in specs:
+        route = routes[spec.name]
+        cut = f", cut (axis {route.tp_axis})" if route.is_cut else ""
+        described.append(
+            f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
+            f"ep_size {spec.ep_size}, gradient sent in {spec.wire}{cut}"
+        )
+    for i, group in enumerate(optimizer.param_groups):
+        hyper = {key: value for key, value in group.items() if key in HYPER_KEYS}
+        described.append(f"param_groups[{i}] with {hyper}")
     digest = comm.digest_of([layout.digest(), *described])
     with comm.errors_on_all_ranks(None):
         comm.same_on_all_ranks("the layout", digest, described, group=settings.group)

@@ -141,8 +141,8 @@ class FirstStep(StepObserver):
         by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
         if by_hand and comm.rank_of(None) == 0:
             logger.warning(
-                "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients "
-                "of this one were set by hand"
+                "ds_layerwise: layerwise.verify_first_step waits for the next step: gradients of "
+                "this one were set by hand"
             )
         return by_hand
 

@@ -78,7 +78,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def on_its_way(folder, *args):
-            path = atomic.staged(folder) / ZERO_1
+            path = atomic.incomplete_folder(folder) / ZERO_1
             if how == "gone":
                 path.unlink()
             else:
@@ -98,7 +98,7 @@ class TestOneDisk(DistributedTest):
         check = disks.check_arrived
 
         def late(folder, *args):
-            path = atomic.staged(folder) / ZERO_1
+            path = atomic.incomplete_folder(folder) / ZERO_1
             path.rename(tmp_path / "on its way")
             threading.Timer(0.2, lambda: (tmp_path / "on its way").rename(path)).start()
             check(folder, *args)

@@ -188,7 +188,7 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
     atomic.begin(folder)
     assert {path.name for path in tmp_path.iterdir()} == {"tag", "tag.incomplete"}
     assert (folder / "mp_rank_00_model_states.pt").read_text() == "tag.replaced"
-    assert [path.name for path in atomic.staged(folder).iterdir()] == [SIGNATURE]
+    assert [path.name for path in atomic.incomplete_folder(folder).iterdir()] == [SIGNATURE]
 
 
 class TestFullDisk(DistributedTest):
