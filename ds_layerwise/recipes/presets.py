@@ -44,7 +44,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Settings of the size of an update. A config that has the first has none of a preset's others.
+#: Settings of the size of an update. A config that has the first takes none of them from a preset.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
 #: Hooks that replace the scale of a preset; see :class:`.update_hook_settings.UpdateHooks`.
@@ -52,7 +52,7 @@ _HOOKS = ("hyperball", "relative_update")
 
 
 def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of ``preset`` that a config takes over, which is ``given`` its own."""
+    """Return the values of ``preset`` that a config takes over; ``given`` are its own values."""
     sized = "scale_mode" in given or any(map(given.get, _HOOKS))
     left_out = {*given, *(_SIZE if sized else ())}
     return {key: value for key, value in PRESETS[preset].items() if key not in left_out}

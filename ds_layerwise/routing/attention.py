@@ -53,7 +53,7 @@ class Attention:
     heads: int | None = None
     """Heads of queries on this rank; None if nobody has to know."""
     units: int = 1
-    """Groups of consecutive heads that are scaled by one factor."""
+    """Number of groups of consecutive heads; the heads of a group are scaled by one factor."""
     scaled: tuple[Scaled, ...] = ()
     """Parameters that are scaled; none where all of them are frozen."""
 

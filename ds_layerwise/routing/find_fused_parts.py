@@ -115,7 +115,7 @@ def _has_convolution(module: nn.Module) -> bool:
 def _known_parts(
     model: nn.Module, route: Route, tensor: TensorRank, *, cut: int | None
 ) -> Parts | None:
-    """Return the known parts of a matrix, as long as all its tensor shards; None where nothing is
+    """Return the known parts of a matrix, over all its tensor shards; None where nothing is
     known, or the sizes do not fit.
 
     Args:

@@ -40,7 +40,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def told(config: Any, key: str) -> Any:
-    """Return the value of ``config`` under ``key``; None if it has none, or one a layer."""
+    """Return the value of ``config`` under ``key``; None if it has none, or differs by layer."""
     try:
         return getattr(config, key, None)
     except RuntimeError:
@@ -84,11 +84,13 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     if parametrized is not None:
         params = parametrized._parameters.values()
         return [param for param in params if param is not None and not is_gain(param)]
-    weight = getattr(module, "weight", None)
     # The older tools put what they have computed where any attribute is.
     if "weight" in vars(module):
         for name in _OLDER:
-            weight = module._parameters.get(name, weight)
+            older = module._parameters[name] if name in module._parameters else None
+            if isinstance(older, Tensor):
+                return [older]
+    weight = getattr(module, "weight", None)
     return [weight] if isinstance(weight, Tensor) else []
 
 

@@ -123,7 +123,7 @@ def _nothing_elsewhere(model: nn.Module) -> Elsewhere:
 
 
 def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return the last layer in each module with a head's name, and in a list of heads in each."""
+    """Return, by module with a head's name, the last layer in it, or in each head of a list."""
     modules = {_plain(path): m for path, m in model.named_modules(remove_duplicate=False)}
     modules[""] = model
     repeated: set[type[nn.Module]] = set()
@@ -143,9 +143,9 @@ def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def head_names(model: nn.Module) -> Counter[str]:
-    """Return the modules with a head's name, with ``#`` for numbers: what repeats, as a router
-    does, is no head.
-    """
+    """Count the modules with a head's name, by path with ``#`` for numbers.
+
+    A name that repeats, as that of a router does, is no head."""
     return Counter(map(_numberless, _ends(model)))
 
 
@@ -279,9 +279,8 @@ def _numberless(path: str) -> str:
 
 
 def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yield the modules around ``path`` with a head's name, and in a list of heads the one that has
-    it.
-    """
+    """Yield the modules around ``path`` with a head's name, each with itself or, if it is a list of
+    heads, with the head that ``path`` is in."""
     parts = path.split(".")
     for depth, name in enumerate(parts, 1):
         head = ".".join(parts[:depth])

@@ -82,7 +82,7 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     return cut[0]
 
 
-def runs_of(param: Tensor, length: int) -> Shape | None:
+def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
     """Return the sizes of the runs of an axis, ``length`` in all, of each of which every tensor
     shard has an equal piece.
 

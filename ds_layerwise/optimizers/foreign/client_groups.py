@@ -100,7 +100,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         ]
 
     def check_groups(self) -> None:
-        """Allow the keys of the class alone in groups."""
+        """Refuse nothing: keys of groups are the business of the class."""
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
         """Refuse a bound that is above its rate. The object's rates were all chosen.

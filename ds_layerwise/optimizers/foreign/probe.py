@@ -290,7 +290,7 @@ def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str,
 
 @dataclass(frozen=True, slots=True)
 class _Tensor:
-    """Return the description of a tensor: its value where it has no axes and memory."""
+    """The description of a tensor: with its value where it has no axes and memory."""
 
     shape: tuple[int, ...]
     dtype: str

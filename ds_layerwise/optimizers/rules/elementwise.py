@@ -311,7 +311,7 @@ def _counted(states: Sequence[State]) -> Iterator[tuple[float, list[int]]]:
 
 
 def _corrections(corrects: bool, *left: float) -> list[float]:
-    """Return the divisor of averages that hold 1 - ``left`` of the values averaged."""
+    """Return the divisors of averages, each of which holds 1 - ``left`` of the values averaged."""
     return [1 - each if corrects else 1.0 for each in left]
 
 

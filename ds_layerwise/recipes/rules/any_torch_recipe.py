@@ -119,7 +119,7 @@ class AnyTorch(Recipe):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """True: the class says which rates are right, and one for all may be."""
+        """True: only the class knows which rates are right, and nothing says that they differ."""
         return True
 
     def summary(self, hyper: HyperText) -> str:

@@ -20,7 +20,7 @@ SPLIT = "split"
 
 
 class ClientOptimizerConfig(Section):
-    """``layerwise.client_optimizer``: the ownership, which the script cannot say of its object."""
+    """``layerwise.client_optimizer``: settings of an optimizer object beside its own."""
 
     example = "{'split': 'whole'}"
 

@@ -54,7 +54,8 @@ class Kronecker(KeptMoments):
 
     def sides(self, shape: Shape) -> dict[str, int]:
         """Return the lengths of the sides that have a factor, by its name."""
-        sides = {"L": shape[-2], "R": shape[-1]}
+        *_, rows, cols = shape
+        sides = {"L": rows, "R": cols}
         return {key: side for key, side in sides.items() if side <= self.max_side}
 
     def squares(self, shape: Shape, *prefixes: str) -> States:

@@ -86,8 +86,8 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         return f"momentum {hyper('momentum')}{nesterov}{self.scale_summary()}{self.hook_summary()}"
 
     def scale_summary(self) -> str:
-        """Name what :meth:`summary` says of one recipe; the text begins with a comma."""
-        raise NotImplementedError
+        """Return a recipe's own part of :meth:`summary`: empty, or a text after a comma."""
+        return ""
 
 
 class Scaled(Orthogonalized):
@@ -280,7 +280,7 @@ class Scion(Orthogonalized):
 
     @property
     def own_weight_decay(self) -> float | None:
-        """The learning rate alone with ``constrained``."""
+        """1 with ``constrained``, so that weights decay by the learning rate; else None."""
         return 1.0 if self.constrained else None
 
     def scale_summary(self) -> str:

@@ -50,7 +50,7 @@ def newton_schulz_flops(
     return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
 
 
-def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> Shape:
+def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
     """Return the lengths of the runs of steps after which the Gram matrix is formed anew.
 
     Two steps first; then every two in bf16, and in fp16 where there are more than five, else every

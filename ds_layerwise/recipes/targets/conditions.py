@@ -130,7 +130,7 @@ class Conditions(Section):
             and _meets(self._shapes(), lambda sizes: _fits(facts.shape, sizes))
             and _meets(self.min_elements, lambda least: numel >= least)
             and _meets(self.max_elements, lambda most: numel <= most)
-            and _meets(self.module, lambda glob: _in_module(facts, glob))
+            and _meets(self.module, lambda glob: _in_module(facts, glob, self.module))
             and _meets(self.attr, lambda attr: has_attribute(facts, attr))
         )
 
@@ -157,10 +157,10 @@ def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:
     return wanted is None or any(map(test, each_of(wanted)))
 
 
-def _in_module(facts: Facts, glob: str) -> bool:
+def _in_module(facts: Facts, glob: str, wanted: Any) -> bool:
     if facts.modules is None:
         raise RoutingError(
-            f"{facts.name}: a condition asks for module {glob!r}, and nobody has said which "
+            f"{facts.name}: a condition asks for module {wanted!r}, and nobody has said which "
             "modules hold the parameter; pass their class names"
         )
     return any(fnmatchcase(module, glob) for module in facts.modules)

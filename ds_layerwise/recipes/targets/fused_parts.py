@@ -38,7 +38,7 @@ class Part(Section):
     size: Count
     """Rows, or columns, in one group."""
     heads: Annotated[Count | None, OR_NULL] = None
-    """The number of matrices in each group; None for one matrix, with the rows of all groups."""
+    """The number of matrices in each group; None for one matrix, with the pieces of all groups."""
 
 
 #: Parts in a config: a whole number is a part of that size without heads.
@@ -98,7 +98,7 @@ class Place(NamedTuple):
     """(rows, cols) or (batch, rows, cols), as the rule sees the part."""
     sizes: Shape
     """``shape`` itself, or, where no strides make that, its axes in as many runs as they lie in."""
-    strides: Shape
+    strides: tuple[int, ...]
     """Strides of ``sizes``, in elements."""
     start: int
     """The first element, counted from that of the parameter."""

@@ -88,7 +88,8 @@ LOOKS_FUSED = re.compile(
     r"in_proj_(weight|ba)|gate_up(_proj)?|Wi|w1[23]"
 )
 
-#: Numbers of heads of queries, of heads of keys, of the width of a head, and of a hidden state.
+#: Names of the numbers of heads of queries and of keys, and of the widths of a head and of a
+#: hidden state.
 HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_WIDTHS = ("head_dim", "attention_head_size")

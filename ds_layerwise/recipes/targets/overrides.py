@@ -81,15 +81,16 @@ class Override(Conditions):
                 f'{where} must be an object like {{"name": "*.bias", ...}}, got {entry!r}'
             )
         own_keys, of_recipes = cls.entry_keys(), merged_keys(recipes_of_settings())
+        for name in entry:
+            if name not in own_keys and name not in of_recipes:
+                raise unknown_key(where, name, {*own_keys, *of_recipes})
         own, settings = {}, []
         for name, value in entry.items():
             if name in own_keys:
                 own[name] = value
-            elif name in of_recipes:
+            else:
                 checked = check_setting(of_recipes[name], f"{where}.{name}", name, value)
                 settings.append((name, checked))
-            else:
-                raise unknown_key(where, name, {*own_keys, *of_recipes})
         if "optimizer" in own:
             check(any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", own["optimizer"])
         override = build(cls, where, checked_split(where, own))
