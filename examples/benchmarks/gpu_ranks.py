@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
@@ -346,11 +347,13 @@ def offload_times(place: Place) -> dict[str, Any]:
         },
     }
     memory = engines["pinned"].optimizer._run.owned.host
+    none = SideStream()
+    none._stream = None
 
     def one_after_another() -> None:
         streams = memory._incoming, memory._outgoing
         # Without streams of their own, copies queue with the updates.
-        memory._incoming = memory._outgoing = None
+        memory._incoming = memory._outgoing = none
         engines["pinned"].step()
         place.finish()
         memory._incoming, memory._outgoing = streams

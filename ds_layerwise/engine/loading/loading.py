@@ -271,9 +271,10 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     if not pointer.exists():
         return None
     tag = atomic.pointed(pointer) if pointer.is_file() else ""
-    # A tag may be a path; the longest part that a file system takes has 255 bytes.
-    longest = max(len(part.encode()) for part in tag.split("/"))
-    if not tag or not tag.isprintable() or longest > 255:
+    # A tag may be a path; the longest part that a file system takes has 255 bytes. Text that is not
+    # printable may have no bytes.
+    parts = tag.split("/")
+    if not tag or not tag.isprintable() or max(len(part.encode()) for part in parts) > 255:
         raise LayerWiseError(
             f"{pointer} holds {tag[:40]!r}; write the tag of a checkpoint into it, or pass the tag"
         )
