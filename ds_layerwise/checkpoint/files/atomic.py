@@ -77,7 +77,7 @@ def begin(folder: Path) -> None:
     places = (new, folder.with_name(folder.name + REPLACED))
     for place in places:
         if os.path.lexists(place) and not is_a_saves(place):
-            what = "is a link or a file"
+            what = "is a link" if place.is_symlink() else "is a file"
             if place.is_dir() and not place.is_symlink():
                 what = f"holds {others_in(place)[0]}, which no save wrote"
             raise LayerWiseError(
@@ -169,13 +169,13 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
     if folder.exists() and _exchange(new, folder):
         before = new
     else:
-        if folder.exists():
-            remove(before)
-            folder.rename(before)
         try:
+            if folder.exists():
+                remove(before)
+                folder.rename(before)
             new.rename(folder)
         except OSError:
-            if before.is_dir():
+            if before.is_dir() and not folder.exists():
                 before.rename(folder)
             raise
     if before.is_dir():
@@ -209,7 +209,7 @@ def _save_id(place: Path) -> str:
 
 
 def recover(folder: Path) -> None:
-    """Take the checkpoint back that made room for one whose commit died between two renames."""
+    """Put a checkpoint back if the commit that took its place died between its two renames."""
     before = folder.with_name(folder.name + REPLACED)
     if not folder.exists() and is_a_saves(before):
         before.rename(folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -231,7 +230,9 @@ def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]
     for entry in entries:
         if entry.file_size >= _LARGE and entry.compress_type == 0:
             file.seek(entry.header_offset + 26)
-            start = entry.header_offset + 30 + sum(struct.unpack("<2H", file.read(4)))
+            lengths = file.read(4)
+            start = entry.header_offset + 30
+            start += int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
             yield start, entry.file_size, entry.CRC
 
 

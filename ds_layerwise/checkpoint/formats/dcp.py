@@ -124,7 +124,7 @@ class Piece(Tensor):
     def __init__(
         self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
     ) -> None:
-        """Take what ``__new__`` has taken."""
+        """Do nothing: ``__new__`` has set all."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Say how much of a tensor it is."""
@@ -365,12 +365,12 @@ class ShardedCheckpoint:
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
         """Return the header of a checkpoint that another package wrote."""
-        step = 0
+        step: int | None = None
         found = {}
         for name, keys in sorted(self._keys.items()):
             if name not in trained:
                 continue
-            if _COUNT in keys and not step:
+            if _COUNT in keys and step is None:
                 path = f"{STATE}.{name}.{_COUNT}"
                 count = self._empty(path)
                 self._read({path: count})
@@ -381,7 +381,8 @@ class ShardedCheckpoint:
                 # A count that is missing says no more than that there was a step.
                 keys = (*keys, _COUNT)
             found[name] = RuleRecord(rule.family, keys, rule.gradient_average)
-        return Header(step=step, shapes=self._shapes, param_groups=None, dtypes=None, rules=found)
+        shapes = self._shapes
+        return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=found)
 
     def _read(self, targets: dict[str, Any]) -> None:
         """Fill ``targets``, by their names in the file, by this rank alone.

@@ -62,6 +62,7 @@ def write(
                 file.write(raw_bytes(value))
 
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_whole(path, write_to)
     except OSError as e:
         raise LayerWiseError(f"{path} cannot be written: {e}") from e
@@ -69,6 +70,8 @@ def write(
 
 def _code(dtype: torch.dtype) -> str:
     """Return the name that safetensors has for ``dtype``, such as BF16."""
+    if dtype is torch.complex64:
+        return "C64"
     name = str(dtype).removeprefix("torch.").removesuffix("fn")
     for long, short in (("uint", "u"), ("int", "i"), ("float", "f")):
         name = name.replace(long, short)

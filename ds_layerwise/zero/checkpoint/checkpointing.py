@@ -301,7 +301,10 @@ class Checkpointing:
 
     @contextmanager
     def _saving_whole(self, check: Callable[[], None]) -> Iterator[None]:
-        """Save whole parameters; an error of ``check`` or of a rank's state is one on all ranks."""
+        """Make sure that whole parameters can be saved.
+
+        An error of ``check``, or of the state of a rank, is one on all ranks.
+        """
         with comm.errors_on_all_ranks(None):
             check()
             self._check_settled()

@@ -162,7 +162,7 @@ def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
 
 
 def finish_save(folder: Path, *, may_move: bool) -> None:
-    """Put a save in place on all disks that ended in place on some, and whole on the others.
+    """Put a save in place on the disks where it is whole, if it is in place on another.
 
     Args:
         may_move: whether this rank does it on its disk; one on each does.

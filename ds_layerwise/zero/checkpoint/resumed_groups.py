@@ -217,8 +217,7 @@ class Resumption:
             if key in group and key not in self.stays:
                 floor = _floor(state) if key == "lr" else 0.0
                 _set(group, key, _moved(float(group[key]), *ends, floor))
-        if state:
-            _move_state(state, index, *ends)
+        if _move_state(state, index, *ends):
             self.scheduler.load_state_dict(state)
 
     def _line(self, key: str, old: str, new: str, is_taken: bool) -> str:
@@ -262,12 +261,19 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
     return state if isinstance(state, dict) else {}
 
 
+def _inner(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the states of schedulers within one; a script's own may have anything there."""
+    inner = state.get(_INNER)
+    return [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
+
+
 def _cycles(state: Mapping[str, Any]) -> bool:
-    return bool(state.get("cycle_momentum")) or any(map(_cycles, state.get(_INNER, ())))
+    return bool(state.get("cycle_momentum")) or any(map(_cycles, _inner(state)))
 
 
-def _move_state(state: dict[str, Any], index: int, old: float, new: float) -> None:
-    """Move the rates of a group in the state of a scheduler of torch."""
+def _move_state(state: dict[str, Any], index: int, old: float, new: float) -> bool:
+    """Move the rates of a group in the state of a scheduler of torch; tell whether it has any."""
+    moved = False
     for key in _IN_STATES:
         rates = state.get(key)
         if isinstance(rates, list) and index < len(rates):
@@ -275,18 +281,22 @@ def _move_state(state: dict[str, Any], index: int, old: float, new: float) -> No
             # The scheduler at work has the very list.
             state[key] = [*rates]
             state[key][index] = _moved(float(rates[index]), old, new, floor)
-    for inner in state.get(_INNER, ()):
-        _move_state(inner, index, old, new)
+            moved = True
+    for inner in _inner(state):
+        moved |= _move_state(inner, index, old, new)
+    return moved
 
 
 def _floor(state: Mapping[str, Any]) -> float:
     """Return the rate that a schedule comes down to, wherever it begins: ``eta_min``, in a sequence
     that of the schedule at work.
     """
-    if "_milestones" in state:
+    if "_milestones" in state and _inner(state):
         at_work = bisect_right(state["_milestones"], state["last_epoch"])
-        return _floor(state[_INNER][at_work])
-    return float(state.get("eta_min", 0.0))
+        return _floor(_inner(state)[at_work])
+    # Those of torch's two cosines; a class of a script may warm up from below what it calls so.
+    is_cosine = not state.keys().isdisjoint(("T_max", "T_0"))
+    return float(state.get("eta_min") or 0.0) if is_cosine else 0.0
 
 
 def _moved(value: float, old: float, new: float, floor: float) -> float:

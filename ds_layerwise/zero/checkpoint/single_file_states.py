@@ -90,9 +90,11 @@ def save(
                 beside = write_beside(header, scaler, sums)
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
-        finally:
-            # The others go on sending where rank 0 cannot write.
+        except Exception:
+            # The others go on sending.
             deque(brought, maxlen=0)
+            raise
+        deque(brought, maxlen=0)
 
 
 def _bring(

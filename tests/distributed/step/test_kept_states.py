@@ -203,11 +203,9 @@ class TestMemory(DistributedTest):
         bits = {"bf16": 2, "chance": 2, "codes": 1 + 4 / 256, "mixed": None}[kind]
         if bits:
             assert wide * bits / 4 <= sizes[Kind.optim_states] <= wide * bits / 4 + 8 * len(internals.pieces(engine))
-        assert forecast.saved[rank] >= wide - sizes[Kind.optim_states] > 0
-        told = engine.optimizer.describe()
-        assert "fewer bits save" in told and {
-            "bf16": "exp_avg in bfloat16", "chance": "rounded by chance", "codes": "exp_avg in 8bit",
-            "mixed": "exp_avg in 8bit"}[kind] in " ".join(told.replace("│", " ").split())
+        said = " ".join(engine.optimizer.describe().replace("│", " ").split())
+        assert {"bf16": "exp_avg in bfloat16", "chance": "rounded by chance", "codes": "exp_avg in 8bit",
+                "mixed": "exp_avg in 8bit"}[kind] in said
         before = weights(engine.module)
         engine.offload_states()
         engine.reload_states()
