@@ -63,7 +63,8 @@ def _init(
 def _is_for_asking(given: dict[str, Any]) -> bool:
     zero = given.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
-    return is_for_us(given) and type(stage) is int and stage == 0
+    is_number = isinstance(stage, int) and not isinstance(stage, bool)
+    return is_for_us(given) and is_number and stage == 0
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

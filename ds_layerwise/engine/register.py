@@ -38,6 +38,8 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             # It imports names that another DeepSpeed may lack.
             from ds_layerwise.engine import engine_hooks
         except ImportError as error:
+            if not (error.name or "").startswith("deepspeed"):
+                raise
             raise contract.unknown_release([str(error)]) from error
         patches.wrap(engine_hooks.WRAPS, for_life=engine_hooks.FOR_LIFE)
         if given is not None:

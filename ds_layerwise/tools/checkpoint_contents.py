@@ -47,7 +47,7 @@ class Contents:
         from_zero3 = model is not None and model.path.name == ZERO3_MODEL_FILE
         self.trained: dict[str, tuple[int, ...]] = {}
         for name, shape in header.shapes.items():
-            if name in known and from_zero3 and shape == (math.prod(known[name]),):
+            if name in known and from_zero3 and tuple(shape) == (math.prod(known[name]),):
                 # DeepSpeed's converter leaves it flat.
                 self.trained[name] = known[name]
             elif name in header.rules or name in known:

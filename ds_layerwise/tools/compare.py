@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 from torch import Tensor
@@ -53,7 +52,7 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
         if lonely_names:
             lines.append(f"only in {folder}: {few(sorted(lonely_names))}")
     unlike: dict[str, list[_Difference]] = {}
-    lonely: dict[tuple[str, Path], list[str]] = {}
+    lonely: dict[tuple[str, int], list[str]] = {}
     both = {name: numel for name, numel in ours.items() if name in theirs}
     sizes = {}
     for name, numel in both.items():
@@ -64,14 +63,14 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
             yours = dict(_values(other, name, states=states))
             for key in mine.keys() | yours.keys():
                 if key not in yours:
-                    lonely.setdefault((key, one.folder), []).append(name)
+                    lonely.setdefault((key, 0), []).append(name)
                 elif key not in mine:
-                    lonely.setdefault((key, other.folder), []).append(name)
+                    lonely.setdefault((key, 1), []).append(name)
                 elif not same_bits(mine[key], yours[key]):
                     unlike.setdefault(key, []).append(_difference(name, mine[key], yours[key]))
             done(sizes[name])
-    for (key, folder), names in sorted(lonely.items()):
-        lines.append(f"only in {folder}: {key} of {few(names)}")
+    for (key, side), names in sorted(lonely.items()):
+        lines.append(f"only in {(one, other)[side].folder}: {key} of {few(names)}")
     for key, found in sorted(unlike.items()):
         unequal, counts, distances = zip(*found, strict=True)
         lines.append(

@@ -39,6 +39,12 @@ def _hidden_size(config: Any) -> int | None:
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 
+def _validation_error() -> type[Exception]:
+    hub_errors = import_module("huggingface_hub.errors")
+    found: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
+    return found
+
+
 class HfShapes:
     """Names and shapes of all parameters of a model, tied ones once, from its ``config.json``.
 
@@ -59,8 +65,6 @@ class HfShapes:
                 "pip install transformers"
             ) from e
         transformers.logging.set_verbosity_error()
-        hub_errors = import_module("huggingface_hub.errors")
-        strict: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             auto = transformers.AutoModelForCausalLM.from_config
@@ -72,7 +76,7 @@ class HfShapes:
             with torch.device("meta"):
                 self.model = make(config)
             self.model.tie_weights()
-        except (*_FROM_CONSTRUCTORS, strict) as e:
+        except (*_FROM_CONSTRUCTORS, _validation_error()) as e:
             reason = " ".join(str(e).split()[:40]) or type(e).__name__
             raise ConfigError(
                 f"{path}: transformers {transformers.__version__} cannot build this model without "

@@ -183,7 +183,7 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
             # DeepSpeed's scripts go by what is there, whether or not it is listed.
             tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
             states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
-            tensors |= {key: states.get(key) for key in {*CONVERTED} - {"step"}}
+            tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
             for key, value in tensors.items():
                 size = "no" if value is None else value.numel()
                 if value is None or tuple(value.shape) != (numel,):

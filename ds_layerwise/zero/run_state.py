@@ -27,7 +27,8 @@ from ds_layerwise.zero.setup.run_settings import Settings
 
 
 class RunState:
-    """The value that the parts of an optimizer share.
+    """Parameters, buffers, states and process groups of this rank, which all parts of the optimizer
+    read.
 
     :meth:`allocate` and then :meth:`connect` make what has memory and what has process groups.
     """

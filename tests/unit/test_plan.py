@@ -259,6 +259,9 @@ def test_ranks_share_the_experts_of_a_layer(files):
 @pytest.mark.parametrize("change, ep_size, message", [
     (("", ""), "3", "ep_size is 3, and there are 4 experts in 0.experts, which 3 ranks cannot share evenly"),
     ((".experts.", ".mlps."), "2", "ep_size is 2, and no parameter of the model is an expert with a number in its"),
+    (("name: shared_experts.up", "name: 1.experts.2.down"), "2",
+     "ep_size is 2, and 1.experts has experts of different shapes: number 2 {'up': (16, 64), 'bias': (64,), 'down': "
+     "(8, 64)}, number 0 {'up': (16, 64), 'bias': (64,)}"),
     (("", ""), "4", "0.experts.0.up has ep_size 4, which 2 ranks cannot share evenly"),
 ])
 def test_experts_that_cannot_be_shared_are_refused(change, ep_size, message, files):

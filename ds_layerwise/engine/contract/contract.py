@@ -61,7 +61,10 @@ class Name:
                 owner = resolve_name(place)
             except (ImportError, AttributeError):
                 continue
-            if name in vars(owner):
+            package = owner.__module__.partition(".")[0] if isinstance(owner, type) else ""
+            bases = owner.__mro__ if isinstance(owner, type) else ()
+            own = [base for base in bases if base.__module__.partition(".")[0] == package]
+            if any(name in vars(base) for base in own or [owner]):
                 return owner, name
         raise ConfigError(f"{self.was or self.path} is not there")
 

@@ -44,8 +44,17 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
             "the checkpoint holds no state of a learning rate scheduler, and this run has one; "
             "load with load_lr_scheduler_states=False to start the schedule afresh"
         )
-    own = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    if not hasattr(scheduler, "state_dict"):
+        return []
+    own = scheduler.state_dict()
     if not isinstance(own, Mapping):
+        if not isinstance(saved, type(own)):
+            raise LayerWiseError(
+                "the checkpoint's learning rate scheduler is another one than this run's "
+                f"{type(scheduler).__name__}: its state is a {type(saved).__name__}, not a "
+                f"{type(own).__name__}; make the scheduler as the run that was saved did, or load "
+                "with load_lr_scheduler_states=False to start this one afresh"
+            )
         return []
     check_kind(own, saved, "the state of the learning rate scheduler")
     known = set(_keys(own))

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from ds_layerwise.config.sections import Recipes
+from ds_layerwise.config.sections import Name, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
@@ -52,6 +52,9 @@ _MAX_REPEATS = 1_000_000
 _Size = Annotated[int, Field(ge=1)]
 
 
+_LIKE_SPLIT = 'an object like {"q": 64, "k": 16}'
+
+
 class _File(Section):
     example = '{"model": "name", "numel": 8, "params": [...]}'
     model: str
@@ -62,16 +65,16 @@ class _File(Section):
 
 class _Entry(Section):
     example = '{"name": "w", "shape": [2, 4], "optimizer": "matrix"}'
-    name: str
+    name: Name
     shape: tuple[_Size, ...]
     optimizer: Placement
     transposed: bool = False
-    split: Any = None
+    split: Annotated[Any, Field(json_schema_extra={"expects": _LIKE_SPLIT})] = None
     split_groups: Count = 1
 
 
 class _Block(Section):
-    block: Any
+    block: Annotated[Any, Field(json_schema_extra={"expects": "like {layer: [0, 32]}"})]
     params: tuple[Any, ...]
 
 
@@ -292,7 +295,7 @@ def deal_out_experts(
 
     Raises:
         ConfigError: ``ep_size`` is more than 1 and no parameter is an expert, the experts of a
-            layer cannot be dealt out evenly.
+            layer cannot be dealt out evenly, or they differ in shape.
     """
     if ep_size == 1:
         return list(params), {}
@@ -302,17 +305,27 @@ def deal_out_experts(
             f"ep_size is {ep_size}, and no parameter of the model is an expert with a number in "
             "its name, like mlp.experts.7.up_proj.weight; plan it with ep_size 1"
         )
-    numbers_of: dict[str, set[int]] = {}
-    for match in matches.values():
-        numbers_of.setdefault(match[1], set()).add(int(match[2]))
+    shapes: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+    for name, shape in params:
+        if match := matches.get(name):
+            experts = shapes.setdefault(match[1], {})
+            experts.setdefault(int(match[2]), {})[match[3]] = shape
     own: set[tuple[str, int]] = set()
-    for where, numbers in numbers_of.items():
+    for where, experts in shapes.items():
+        numbers = sorted(experts)
         if len(numbers) % ep_size:
             raise ConfigError(
                 f"ep_size is {ep_size}, and there are {len(numbers)} experts in {where}, which "
                 f"{ep_size} ranks cannot share evenly"
             )
-        own.update((where, number) for number in sorted(numbers)[: len(numbers) // ep_size])
+        first = numbers[0]
+        for number in numbers:
+            if experts[number] != experts[first]:
+                raise ConfigError(
+                    f"ep_size is {ep_size}, and {where} has experts of different shapes: number "
+                    f"{number} {experts[number]}, number {first} {experts[first]}"
+                )
+        own.update((where, number) for number in numbers[: len(numbers) // ep_size])
     left = []
     for name, shape in params:
         match = matches.get(name)

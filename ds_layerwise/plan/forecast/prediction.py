@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction
-from ds_layerwise.plan.network.transport import Load, WireTime, wire_time
+from ds_layerwise.plan.network.transport import Load, WireTime, time_of_drafts, wire_time
+from ds_layerwise.plan.planner.planner import draft_layout
 from ds_layerwise.plan.routes.routes import Route
 
 #: Bucket sizes that a plan compares with its own, elements.
@@ -118,7 +119,22 @@ def predict(
 
     own = size_of(plan, run.bucket_numel)
     sizes = [own]
+    sent = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
     for bucket_numel in {*bucket_numels} - {run.bucket_numel}:
+        if memory_bytes is None:
+            drafts = draft_layout(
+                sent,
+                layout.world_size,
+                bucket_numel=bucket_numel,
+                policy=run.layerwise.layout,
+                alignment=run.layerwise.alignment,
+                links=links,
+                reduction=reduction,
+                stage=run.stage,
+            )
+            wire = time_of_drafts(drafts, links, reduction, run.stage)
+            sizes.append(BucketSize(bucket_numel, len(drafts), wire))
+            continue
         costs = forecast(
             specs,
             routes,

@@ -378,12 +378,12 @@ def _hyper(
 ) -> str:
     if key == "eps":
         return _span(route.hyper(groups[route.group])["eps"] for route in routes)
-    values = {getattr(route, key) for route in routes}
-    if None in values:
-        values.remove(None)
-        values.update(groups[i][key] for i in used)
+    own = [getattr(route, key) for route in routes]
+    values = [value for value in own if value is not None]
+    if None in own:
+        values += [groups[i][key] for i in used]
     if key == "betas":
-        return " and ".join(sorted(f"[{first:g}, {second:g}]" for first, second in values))
+        return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))
     return _span(values)
 
 

@@ -150,7 +150,7 @@ class Measured:
         off = self.fit.off
         lines.append(
             "on these links, collectives take what was measured within a factor of "
-            f"{off[len(off) // 2]:.2f} in half of the cases, {off[-1]:.2f} in all"
+            f"{float(np.median(off)):.2f} in half of the cases, {off[-1]:.2f} in all"
         )
         return "\n".join(lines)
 

@@ -77,18 +77,14 @@ def overrides_by_name(
         RoutingError: an override that is not optional matches nothing, one contradicts another, a
             condition cannot be answered, or they are for some of the experts that go by one name.
     """
-    found: dict[str, Changes] = {}
+    meant: dict[str, list[tuple[Facts, list[int]]]] = {}
     used = set(elsewhere)
     for name, called in params.items():
-        merged: list[Changes] = []
+        meant[name] = []
         for facts in called:
-            changes = Changes(facts.name)
-            for index, override in enumerate(overrides):
-                if override.matches(facts):
-                    used.add(index)
-                    changes.add(override.label(index), override.changes())
-            merged.append(changes)
-        found[name] = _same_for_experts(name, merged)
+            matching = [i for i, override in enumerate(overrides) if override.matches(facts)]
+            meant[name].append((facts, matching))
+            used.update(matching)
     for index, override in enumerate(overrides):
         if not override.optional and index not in used:
             told = f" ({override.conditions_told()})" if override.given() else ""
@@ -96,6 +92,15 @@ def overrides_by_name(
                 f"{override.label(index)}{told} matches no trainable parameter; is "
                 'the pattern misspelled? With "optional": true it may match none'
             )
+    found: dict[str, Changes] = {}
+    for name, of_each in meant.items():
+        merged: list[Changes] = []
+        for facts, matching in of_each:
+            changes = Changes(facts.name)
+            for i in matching:
+                changes.add(overrides[i].label(i), overrides[i].changes())
+            merged.append(changes)
+        found[name] = _same_for_experts(name, merged)
     return found
 
 

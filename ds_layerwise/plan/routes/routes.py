@@ -188,7 +188,7 @@ def _states(
 def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
     """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
     whole = list(shape)
-    if axis is not None:
+    if axis is not None and len(whole) >= -axis:
         whole[axis] *= size
     return tuple(whole)
 

@@ -416,10 +416,14 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
     first, second = of_both(items[same] if same < len(items) else None)
     if first == second:
         return "same entries, different placement"
+    if first is None:
+        return f"only rank {other} has {second}"
+    if second is None:
+        return f"only rank 0 has {first}"
     # What one of them lacks shifts all that follows: what stands in the same place there is about
     # something else.
     names = {item.partition(" ")[0] for item in items}
-    lacks = [item is not None and item.partition(" ")[0] not in names for item in (first, second)]
+    lacks = [item.partition(" ")[0] not in names for item in (first, second)]
     (_, lacks_second), (lacks_first, _) = of_both(lacks)
     if lacks_first and not lacks_second:
         return f"only rank 0 has {first}"

@@ -56,7 +56,8 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
         # One rank may still hold on to an engine that is gone on another.
         for other in comm.gather_objects(taken, group=None):
             for ranks, flags in other.items():
-                taken[ranks] = list(map(max, taken.get(ranks, flags), flags))
+                own = taken.get(ranks, flags)
+                taken[ranks] = [max(pair) for pair in zip(own, flags, strict=True)]
         for ranks in sorted(taken):
             if all(taken[ranks]):
                 taken[ranks].append(False)

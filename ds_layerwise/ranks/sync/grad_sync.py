@@ -266,7 +266,6 @@ class EagerGradSync(BucketOrder):
             total = self.reduced.bucket(bucket.index)
             has_sums = self._in_shards
         is_first = bucket.index not in has_sums
-        has_sums.add(bucket.index)
         with self._side:
             if self._finished:
                 # The step that the averages were for was refused: they are sums again.
@@ -289,6 +288,8 @@ class EagerGradSync(BucketOrder):
             if gradients and self._side.exists:
                 self._copied.append((self._side.moment(), gradients))
             out = total if is_first else turn.empty("added", total.numel(), total.dtype)
+            # Not before there is memory: a launch that found none begins again.
+            has_sums.add(bucket.index)
             pending = self._wires[bucket.ep_size].reduce(
                 travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype, turn=turn
             )

@@ -154,8 +154,8 @@ class _Clock:
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
-    inside = wire.inside or wire.group
-    across = wire.across or wire.group
+    inside = wire.group if wire.inside is None else wire.inside
+    across = wire.group if wire.across is None else wire.across
     if per_node > 1:
         yield from _series(clock, "inside", per_node, inside, takes_part=True)
     if num_nodes > 1:

@@ -17,6 +17,7 @@ from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, wr
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.parallel import pipeline
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 
 
@@ -85,16 +86,15 @@ def save(
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1][0].itemsize, item[0])))
     brought = _bring(tensors, parts, values, device)
     with comm.errors_on_all_ranks(None):
-        try:
+        with (attempt := Attempt()):
             if rank == 0:
                 beside = write_beside(header, scaler, sums)
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
-        except Exception:
-            # The others go on sending.
-            deque(brought, maxlen=0)
-            raise
+        # The others go on sending where rank 0 cannot write.
         deque(brought, maxlen=0)
+        if attempt.error is not None:
+            raise attempt.error
 
 
 def _bring(

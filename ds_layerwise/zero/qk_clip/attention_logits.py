@@ -261,6 +261,7 @@ class AttentionLogits(StepObserver):
             StepError: see :meth:`before_update`.
         """
         self._updates += 1
+        self._never -= {name for name, value in largest.items() if value > -math.inf}
         for name, value in largest.items():
             if value == math.inf:
                 raise StepError(
@@ -268,8 +269,6 @@ class AttentionLogits(StepObserver):
                     "for what makes it, or leave layerwise.qk_clip and "
                     "layerwise.log_max_attention_logit out"
                 )
-            if value > -math.inf:
-                self._never.discard(name)
         if self.clip is not None and self._never and self._updates >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {min(self._never)} in "

@@ -4,9 +4,11 @@ new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.run_settings import Timers
@@ -44,28 +46,32 @@ class Update:
         """
         timers = self._run.settings.timers
         param_sync = self._run.param_sync
+        groups = self._run.optimizer.groups_now()
         left = list(range(len(self._run.owned.pieces)))
         with timed(timers, "optimizer_step"), self._interrupted.at(step.number):
-            self._update(step, left)
+            self._update(step, left, groups)
         step.failed = bool(self._interrupted)
-        try:
+        with (sending := Attempt()):
             if step.failed:
                 # The others wait for what is left.
                 param_sync.send(reversed(left))
             else:
                 with timed(timers, "optimizer_allgather"):
                     param_sync.leave_under_way()
+        step.failed |= sending.error is not None
+        try:
+            # Also where it has failed: the others are on their way to the same collectives.
             for observer in observers:
                 observer.after_update(step)
         finally:
             # If the others are gone by now, that is no more than what followed.
             self._interrupted.raise_original()
+            if sending.error is not None:
+                raise sending.error
 
-    def _update(self, step: Step, left: list[int]) -> None:
+    def _update(self, step: Step, left: list[int], groups: Sequence[Mapping[str, Any]]) -> None:
         """Update the buckets that are ``left``, and take each from it when it was sent."""
         owned = self._run.owned
-        optimizer = self._run.optimizer
-        groups = optimizer.groups_now()
         with owned.updating():
             # The forward pass needs the parameters of the last bucket first.
             while left:
@@ -82,4 +88,4 @@ class Update:
                     )
                 self._run.param_sync.launch(left[-1])
                 left.pop()
-            optimizer.mark_step()
+            self._run.optimizer.mark_step()
