@@ -90,7 +90,6 @@ _IDLE_IF_TRUE = """
     zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
     zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
     zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
-    zero_force_ds_cpu_optimizer
 """.split()
 
 #: Keys of the same kind that say nothing when they are false.
@@ -104,12 +103,11 @@ _IDLE_IF_FALSE = """
     zero_optimization.offload_optimizer.pipeline_write
     zero_optimization.offload_optimizer.fast_init
     zero_optimization.gather_16bit_weights_on_model_save
-    zero_optimization.stage3_gather_16bit_weights_on_model_save
     zero_optimization.use_all_reduce_for_fetch_params
+    zero_optimization.allgather_sequential
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
     zero_optimization.stage3_use_all_reduce_for_fetch_params
-    zero_optimization.allgather_sequential zero_optimization.stage3_allgather_sequential
-    prescale_gradients bf16.immediate_grad_update bfloat16.immediate_grad_update
-    zero_allow_untested_optimizer disable_allgather
+    zero_optimization.stage3_allgather_sequential
 """.split()
 
 #: Keys of the same kind of which every value asks for something.
@@ -122,23 +120,28 @@ _IDLE = """
     zero_optimization.offload_param.nvme_path zero_optimization.offload_param.buffer_count
     zero_optimization.offload_param.buffer_size zero_optimization.offload_param.max_in_cpu
     zero_optimization.offload_param.pin_memory
-    zero_optimization.prefetch_bucket_size zero_optimization.stage3_prefetch_bucket_size
-    zero_optimization.param_persistence_threshold
+    zero_optimization.prefetch_bucket_size zero_optimization.param_persistence_threshold
+    zero_optimization.model_persistence_threshold zero_optimization.max_live_parameters
+    zero_optimization.max_reuse_distance zero_optimization.module_granularity_threshold
+    zero_optimization.stage3_prefetch_bucket_size
     zero_optimization.stage3_param_persistence_threshold
-    zero_optimization.model_persistence_threshold
     zero_optimization.stage3_model_persistence_threshold
-    zero_optimization.max_live_parameters zero_optimization.stage3_max_live_parameters
-    zero_optimization.max_reuse_distance zero_optimization.stage3_max_reuse_distance
-    zero_optimization.module_granularity_threshold
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
     zero_optimization.stage3_module_granularity_threshold
 """.split()
 
-#: The idle keys, each with the value with which it says nothing.
+#: The idle keys in the order of the start-up table, each with the value with which it says nothing.
 _WITHOUT_EFFECT: dict[str, Any] = {
     **dict.fromkeys(_IDLE_IF_TRUE, True),
     **dict.fromkeys(_IDLE_IF_FALSE, False),
     **dict.fromkeys(_IDLE),
+    "prescale_gradients": False,
     "gradient_predivide_factor": 1,
+    "bf16.immediate_grad_update": False,
+    "bfloat16.immediate_grad_update": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "disable_allgather": False,
 }
 
 

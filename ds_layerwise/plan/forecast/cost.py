@@ -122,16 +122,25 @@ class RankMemory:
         return self.params + self.grads + self.masters + self.states
 
 
-def state_bytes_by(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> StateBytes:
-    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks."""
+def state_bytes_by(
+    routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
+) -> StateBytes:
+    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks.
+
+    Args:
+        in_float32: count them as if none were kept in fewer bits.
+    """
     by_share = state_bytes_of(specs)
 
     @cache
     def state_bytes(name: str, numel: int) -> int:
         if not any(spec.kept_as for spec in routes[name].states(1).values()):
             return by_share(name, numel)
-        states = routes[name].states(numel).values()
-        return sum(spec.nbytes for spec in states if not spec.on_host)
+        nbytes = 0
+        for spec in routes[name].states(numel).values():
+            if not spec.on_host:
+                nbytes += spec.rule_nbytes if in_float32 else spec.nbytes
+        return nbytes
 
     return state_bytes
 

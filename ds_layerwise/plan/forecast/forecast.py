@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -117,6 +117,8 @@ class Forecast:
     """Bytes held for buckets under way, at most."""
     workspace: tuple[int, ...]
     """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
+    in_float32: tuple[RankMemory, ...]
+    """``memory``, if masters and states were kept in float32."""
     opened: tuple[int, ...]
     """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see
     :func:`opened_bytes`.
@@ -153,16 +155,20 @@ class Forecast:
         """
         wires = wires_of(layout, specs)
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
-        memory = memory_bytes(
+        bytes_of = partial(
+            memory_bytes,
             layout,
-            state_bytes=state_bytes_by(routes, specs),
             stage=stage,
             grads_stored_as=stored_as,
             wires=wires,
             reduction=reduction,
             host_ratio=host_ratio,
-            master_dtype=master_dtype,
         )
+        memory = in_float32 = bytes_of(
+            state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
+        )
+        if any(opened):
+            in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs, in_float32=True))
         traffic = traffic_bytes(
             layout,
             stage=stage,
@@ -185,8 +191,17 @@ class Forecast:
             memory,
             traffic,
             workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0),
+            in_float32,
             tuple(most_opened),
             max_waiting,
+        )
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        """Bytes that each rank holds less, on its device and on the host, than in float32."""
+        return tuple(
+            wide.total + wide.host - held.total - held.host
+            for wide, held in zip(self.in_float32, self.memory, strict=True)
         )
 
     @property

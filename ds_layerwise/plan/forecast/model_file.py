@@ -310,28 +310,36 @@ def deal_out_experts(
         if match := matches.get(name):
             experts = shapes.setdefault(match[1], {})
             experts.setdefault(int(match[2]), {})[match[3]] = shape
-    own: set[tuple[str, int]] = set()
-    for where, experts in shapes.items():
-        numbers = sorted(experts)
-        if len(numbers) % ep_size:
-            raise ConfigError(
-                f"ep_size is {ep_size}, and there are {len(numbers)} experts in {where}, which "
-                f"{ep_size} ranks cannot share evenly"
-            )
-        first = numbers[0]
-        for number in numbers:
-            if experts[number] != experts[first]:
-                raise ConfigError(
-                    f"ep_size is {ep_size}, and {where} has experts of different shapes: number "
-                    f"{number} {experts[number]}, number {first} {experts[first]}"
-                )
-        own.update((where, number) for number in numbers[: len(numbers) // ep_size])
+    own = {where: _own_experts(where, experts, ep_size) for where, experts in shapes.items()}
     left = []
     for name, shape in params:
         match = matches.get(name)
-        if match is None or (match[1], int(match[2])) in own:
+        if match is None or int(match[2]) in own[match[1]]:
             left.append((name, shape))
     return left, {name: ep_size for name, _ in left if name in matches}
+
+
+def _own_experts(
+    where: str, experts: Mapping[int, Mapping[str, tuple[int, ...]]], ep_size: int
+) -> list[int]:
+    """Return the lowest numbers of ``experts``, as many as each of ``ep_size`` ranks has.
+
+    Raises:
+        ConfigError: they cannot be dealt out evenly, or differ in shape.
+    """
+    first, *others = numbers = sorted(experts)
+    if len(numbers) % ep_size:
+        raise ConfigError(
+            f"ep_size is {ep_size}, and there are {len(numbers)} experts in {where}, which "
+            f"{ep_size} ranks cannot share evenly"
+        )
+    for number in others:
+        if experts[number] != experts[first]:
+            raise ConfigError(
+                f"ep_size is {ep_size}, and {where} has experts of different shapes: number "
+                f"{number} {experts[number]}, number {first} {experts[first]}"
+            )
+    return numbers[: len(numbers) // ep_size]
 
 
 def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> Iterator[ModelParam]:

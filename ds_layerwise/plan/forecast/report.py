@@ -84,9 +84,13 @@ def plan_table(
         if forecasts[0].stage == 1
         else "gradients in one backward pass and parameters in a step"
     )
+    rows = [_row(forecast) for forecast in forecasts]
+    if not any(any(forecast.saved) for forecast in forecasts):
+        for row in rows:
+            del row["saved"]
     parts = [
         *_head(routes, specs, optimizer, (), without_effect, {}),
-        _numbers(title, [_row(forecast) for forecast in forecasts]),
+        _numbers(title, rows),
         f"sent: {what}{_waiting(forecasts[0])}",
         *below,
     ]
@@ -106,6 +110,7 @@ def _row(forecast: Forecast) -> dict[str, str]:
         "grads": _size(fullest.grads),
         "masters": _size(fullest.masters),
         "states": _size(fullest.states),
+        "saved": _size(forecast.saved[forecast.fullest]),
         "host": _size(fullest.host),
         "under way": _size(max(traffic.total for traffic in forecast.traffic)),
         "in a step": _size(max(forecast.workspace)),
@@ -144,6 +149,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "owned_matrix_elements": list(report.whole_numel),
         "fullest_rank": forecast.fullest,
         "memory_bytes": _with_totals(forecast.memory),
+        "saved_bytes": list(forecast.saved),
         "start_up_bytes": list(forecast.start_up),
         "step_bytes": list(forecast.workspace),
         "waiting_bytes": forecast.waiting,
@@ -488,6 +494,13 @@ def _costs(forecast: Forecast) -> Table:
         f"mean: parameters {_size(held.params)}, gradients {_size(held.grads)}, masters "
         f"{_size(held.masters)}, states {_size(held.states)}",
     }
+    if any(forecast.saved):
+        wide = forecast.in_float32[forecast.fullest]
+        rows["fewer bits save"] = (
+            f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
+            f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
+            f"{_size(min(forecast.saved))} at least of any rank's"
+        )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
         rows["on the host"] = (

@@ -127,10 +127,8 @@ def draft_layout(
         return drafts + _balance(owned, world_size, bucket_numel, limit, send)
 
     drafts = made(bucket_numel)
-    # Do sums of one bucket inside nodes and those of another between them take place at a time?
-    overlaps = reduction == "ordered" and not links.on_host
-    overlaps = overlaps and group_of(world_size, links, 1).has_levels
-    if policy == "balanced" and overlaps and len(drafts) <= _FEW_BUCKETS:
+    may_gain = policy == "balanced" and len(drafts) <= _FEW_BUCKETS
+    if may_gain and _levels_overlap(world_size, links, reduction):
         full = min(bucket_numel, model_numel)
         drafts = _or_faster(
             drafts,
@@ -151,6 +149,14 @@ _MUST_GAIN = 2
 _FEW_BUCKETS = 8
 #: The numbers of parts that a bucket may be cut into then.
 _PARTS = (2, 4, 8)
+
+
+def _levels_overlap(world_size: int, links: Links, reduction: Reduction) -> bool:
+    """Tell whether sums of one bucket inside nodes and those of another between them take place
+    at a time.
+    """
+    on_devices = reduction == "ordered" and not links.on_host
+    return on_devices and group_of(world_size, links, 1).has_levels
 
 
 def _or_faster(

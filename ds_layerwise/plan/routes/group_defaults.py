@@ -135,33 +135,46 @@ def idle_keys(
         routes: those of the whole model.
         groups: what the script has given each parameter group.
     """
-    used = {route.recipe for route in routes}
-    scalar = [route for route in routes if not route.whole]
-    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
-    for recipe in used:
-        acting.update(recipe.keys(), recipe.hyper)
-        acting.add("muon_lr" if recipe.whole else "adam_lr")
-    if optimizer.matrix.whole:
-        acting |= {"scalar_optimizer", "per_head_muon"}
-    if optimizer.scalar_weight_decay in [route.weight_decay for route in scalar]:
-        acting.add("scalar_weight_decay")
+    acting = _acting_keys(optimizer, routes)
     idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
-    if layerwise.monitor.every > 1 and not layerwise.monitor.asks:
-        idle.append("layerwise.monitor.every")
-    has_client = any(isinstance(recipe, ClientTorch) for recipe in used)
-    if layerwise.client_optimizer.split != "whole" and not has_client:
-        idle.append("layerwise.client_optimizer")
-    has_qk_norm = any(QK_NORM.fullmatch(route.name) for route in scalar)
-    if layerwise.apply_wd_to_qk_layernorm and (optimizer.decay_vectors or not has_qk_norm):
-        idle.append("layerwise.apply_wd_to_qk_layernorm")
-    for key, sets in _OF_TABLES.items():
-        given = getattr(layerwise, key)
-        if given is not None and given not in [getattr(route, sets) for route in routes]:
-            idle.append(f"layerwise.{key}")
+    idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
     for i, keys in enumerate(groups):
         if "max_lr" not in keys:
             idle += [f"param_groups[{i}].{key}" for key in OF_OTHER_SCHEDULES if key in keys]
     return idle
+
+
+def _idle_in_layerwise(
+    optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Collection[Route]
+) -> list[str]:
+    idle = []
+    if layerwise.monitor.every > 1 and not layerwise.monitor.asks:
+        idle.append("monitor.every")
+    has_client = any(isinstance(route.recipe, ClientTorch) for route in routes)
+    if layerwise.client_optimizer.split != "whole" and not has_client:
+        idle.append("client_optimizer")
+    if layerwise.apply_wd_to_qk_layernorm:
+        has_qk_norm = any(QK_NORM.fullmatch(route.name) for route in routes if not route.whole)
+        if optimizer.decay_vectors or not has_qk_norm:
+            idle.append("apply_wd_to_qk_layernorm")
+    for key, sets in _OF_TABLES.items():
+        if getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes)):
+            idle.append(key)
+    return idle
+
+
+def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[str]:
+    """Return the keys of the optimizer's section that change something for ``routes``."""
+    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
+    for recipe in {route.recipe for route in routes}:
+        acting.update(recipe.keys(), recipe.hyper)
+        acting.add("muon_lr" if recipe.whole else "adam_lr")
+    if optimizer.matrix.whole:
+        acting |= {"scalar_optimizer", "per_head_muon"}
+    decays = [route.weight_decay for route in routes if not route.whole]
+    if optimizer.scalar_weight_decay in decays:
+        acting.add("scalar_weight_decay")
+    return acting
 
 
 #: The keys of a group for a script's own schedule, or for torch's beside "max_lr"; here only

@@ -248,8 +248,7 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         elif key not in ("optimizer", "num_heads", "split"):
             settings[key] = value
     recipe = route.recipe
-    of_all = (*recipe.hyper, "weight_decay", *Recipe.keys(), "lr", "lr_scale", "min_lr")
-    takes = (*(key for key in recipe.keys() if key not in Recipe.keys()), *of_all)
+    takes = _keys_taken(recipe)
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(
@@ -264,14 +263,24 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         _check_rate(
             recipe, recipes, changes, f"{', '.join(settings) or 'optimizer'} for {route.name}"
         )
-    decay = recipe.own_weight_decay
-    if decay is not None and own.get("weight_decay", decay) != decay:
-        raise RoutingError(
-            f"layerwise.overrides sets weight_decay to {own['weight_decay']:g} for {route.name}, "
-            f"but {'constrained' if decay else 'hyperball'} of {recipe.rule} is set, with which it "
-            f"is {decay:g}; leave weight_decay out, or that"
-        )
+    _check_decay(route.name, recipe, own.get("weight_decay"))
     return replace(route, recipe=recipe, **own)
+
+
+def _keys_taken(recipe: Recipe) -> list[str]:
+    own = [key for key in recipe.keys() if key not in Recipe.keys()]
+    return [*own, *recipe.hyper, "weight_decay", *Recipe.keys(), "lr", "lr_scale", "min_lr"]
+
+
+def _check_decay(name: str, recipe: Recipe, wanted: float | None) -> None:
+    decay = recipe.own_weight_decay
+    if decay is None or wanted in (None, decay):
+        return
+    raise RoutingError(
+        f"layerwise.overrides sets weight_decay to {wanted:g} for {name}, but "
+        f"{'constrained' if decay else 'hyperball'} of {recipe.rule} is set, with which it is "
+        f"{decay:g}; leave weight_decay out, or that"
+    )
 
 
 def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], what: str) -> None:
