@@ -262,7 +262,8 @@ class _Swaps:
         if combinations > min(self._left, _MAX_AT_ONCE):
             return None
         self._left -= combinations
-        give, take = self._bundles(mine_to_give, num), self._bundles(range(self._nothing), num)
+        give = self._bundles(mine_to_give, num)
+        take = self._bundles(range(self._nothing), num)
         give = give[self._has(give, np.array([busiest]))[:, 0]]
         over = self._sizes[give].sum(axis=1)[:, None] - self._sizes[take].sum(
             axis=1
@@ -270,7 +271,8 @@ class _Swaps:
         mine = loads[:, busiest] - over
         most = loads.max(axis=1)
         gives, takes = np.nonzero((over[..., load] > 0) & (mine[..., 1 - load] <= most[1 - load]))
-        over, mine = over[gives, takes], mine[gives, takes]
+        over = over[gives, takes]
+        mine = mine[gives, takes]
         order = np.lexsort((loads[1 - load], loads[load]))
         theirs = loads[:, order]
         # The other shard must have what it gives, stay below in one load and not go above in the

@@ -41,7 +41,8 @@ class Shard(NamedTuple):
         Fewer that stay than there are on both sides travel, too, so that all arrive in one piece,
         and count as before.
         """
-        first, numel = self.owner * self.bucket.cut_numel, self.stop - self.start
+        first = self.owner * self.bucket.cut_numel
+        numel = self.stop - self.start
         before = min(max(first - self.start, 0), numel)
         behind = min(max(self.stop - first - self.bucket.cut_numel, 0), numel)
         stays = numel - before - behind

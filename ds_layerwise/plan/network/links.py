@@ -92,15 +92,8 @@ NVLINK_IB = Links(
 
 #: PCIe 5 x16 inside a node, and a 200 Gbit/s interface a GPU. Products at 40 % of what an A100 does
 #: densely in bf16.
-PCIE_ETHERNET = Links(
-    inside_gb_s=50.0,
-    between_gb_s=25.0,
-    inside_us=1.5,
-    between_us=5.0,
-    ranks_per_node=8,
-    rails=8,
-    memory_gb_s=1500.0,
-    tflops=125.0,
+PCIE_ETHERNET = NVLINK_IB.model_copy(
+    update={"inside_gb_s": 50.0, "between_gb_s": 25.0, "memory_gb_s": 1500.0, "tflops": 125.0}
 )
 
 #: Processes that talk over TCP, as gloo does: one 10 Gbit/s interface a node.
@@ -282,8 +275,6 @@ class Group:
     @cached_property
     def _chain_ns(self) -> float:
         """The latency of a message that goes once around the ring."""
-        if self.size == 1:
-            return 0.0
         if self.nodes == 1:
             return 1e3 * (self.size - 1) * self.links.inside_us
         return 1e3 * (

@@ -105,9 +105,11 @@ def check_peaks(
     """
     if not isinstance(scheduler, Mapping) or scheduler.get("type") not in PEAKS:
         return
-    kind, params = str(scheduler["type"]), scheduler.get("params") or {}
+    kind = str(scheduler["type"])
+    params = scheduler.get("params") or {}
     key, omitted = PEAKS[kind]
-    given, where = params.get(key, omitted), f"scheduler.params.{key}"
+    given = params.get(key, omitted)
+    where = f"scheduler.params.{key}"
     if given is None:
         return
     if given == "auto":
@@ -219,7 +221,8 @@ def _refuse_others(
 ) -> None:
     # Of a list of another length DeepSpeed says itself how long it must be.
     for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
-        peak, lr = check(NonNegative, where, each), float(lr)
+        peak = check(NonNegative, where, each)
+        lr = float(lr)
         matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
         kinds = used.get(index, ())
         one_rate = all(group[kind] == 1 for kind in kinds) and (
@@ -243,9 +246,7 @@ def _refuse_others(
 
 
 def _value_for(given: Sequence[float], is_own: bool) -> str:
-    lrs = [float(lr) for lr in given]
-    return (
-        f"{lrs[0]:g}"
-        if not is_own or len(set(lrs)) == 1
-        else f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
-    )
+    lrs = list(map(float, given))
+    if is_own and len(set(lrs)) > 1:
+        return f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
+    return f"{lrs[0]:g}"

@@ -45,7 +45,8 @@ def cut(
     if tp_size == 1:
         return list(shapes), dict(routes)
     tied = not any(_module_of(name) in OUTPUT_LAYERS for name, _ in shapes)
-    parts, cut_routes = [], dict(routes)
+    parts = []
+    cut_routes = dict(routes)
     for name, shape in shapes:
         route = routes.get(name)
         transposed = route is not None and route.transposed
@@ -94,7 +95,7 @@ def _dim_of(
     Raises:
         ConfigError: the name says nothing.
     """
-    module, is_bias = _module_of(name), len(shape) == 1
+    module = _module_of(name)
     if module in COPIED:
         return None
     if module in TABLES:
@@ -108,6 +109,7 @@ def _dim_of(
             f"and plans know that of {', '.join(known)} alone; give a file with the shapes that "
             "one rank has, and plan that without tensor parallelism"
         )
-    if module in CLOSES_BLOCK:
-        return None if is_bias else 0 if transposed else 1
-    return 1 if transposed and not is_bias else 0
+    closes = module in CLOSES_BLOCK
+    if len(shape) == 1:
+        return None if closes else 0
+    return int(closes != transposed)
