@@ -322,7 +322,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         setattr(
             engine.module,
             UNIVERSAL_CHECKPOINT_INFO,
-            told_the_converter(built.checkpointing.planned.saved_shapes),
+            told_the_converter(built.saved_shapes),
         )
     param_map.write(built)
     patches.engines.add(engine)

@@ -30,13 +30,12 @@ from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.gradient_share import divide_once
-from ds_layerwise.zero.step.interrupted import Interrupted, survivable
+from ds_layerwise.zero.step.interrupted import survivable
 from ds_layerwise.zero.step.loss_scaling import LossScaling
 from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
-from ds_layerwise.zero.step.step_progress import Progress
 from ds_layerwise.zero.step.update import Update, timed
 from ds_layerwise.zero.verify.first_step import FirstStep
 
@@ -77,8 +76,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         planned = plan(model, optimizer, config, settings)
         self.routes = planned.routes
         self.specs = planned.specs
+        self.saved_shapes = planned.saved_shapes
         self.layout = planned.layout
-        run = RunState(model, optimizer, config, settings, planned)
+        run = RunState(model, optimizer, config, settings, planned, self._engine, self.scaling)
         self._run = run
         self._params = run.params
         param_owner.retire_owners(run.params.values())
@@ -86,40 +86,28 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         run.allocate()
         run.connect()
 
-        self.progress = Progress(self._engine)
-        self.interrupted = Interrupted()
+        self.progress = run.progress
+        self.interrupted = run.interrupted
         self.offloading = Offloading(run)
-        self._before_update = BeforeUpdate(run, self.offloading, self.interrupted, self.progress)
-        self._update = Update(run, self.interrupted)
+        self._before_update = BeforeUpdate(run, self.offloading)
+        self._update = Update(run)
 
         # In the order in which they listen.
         self.reports = Reports(run, self._before_update.agreement)
-        skipped = SkippedSteps(run, self.scaling)
+        skipped = SkippedSteps(run)
         self._observers: list[StepObserver] = [self.reports, skipped, self.attention]
         first_step = FirstStep(run) if config.verify_first_step else None
         if first_step is not None:
             self._observers.append(first_step)
 
         self.checkpointing = Checkpointing(
-            engine=self._engine,
-            module=model,
-            config=config,
-            settings=settings,
-            planned=planned,
-            optimizer=optimizer,
-            owned=run.owned,
-            grad_sync=run.grad_sync,
-            param_sync=run.param_sync,
-            scaling=self.scaling,
-            products=run.products,
+            run,
             offloading=self.offloading,
-            progress=self.progress,
-            interrupted=self.interrupted,
-            zero_grad=self.zero_grad,
-            first_step=first_step,
+            guard=self._before_update.guard,
             attention=self.attention,
             skipped=skipped,
-            guard=self._before_update.guard,
+            first_step=first_step,
+            zero_grad=self.zero_grad,
         )
         self._attach_hooks()
         start_report.warn_of_zeros(run)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.step.interrupted import Interrupted
+from ds_layerwise.zero.step.loss_scaling import LossScaling
+from ds_layerwise.zero.step.step_progress import Progress
 
 
 class RunState:
@@ -31,6 +35,9 @@ class RunState:
     read.
 
     :meth:`allocate` and then :meth:`connect` make what has memory and what has process groups.
+
+    Args:
+        engine: returns the engine, while there is one.
     """
 
     products: Products
@@ -52,12 +59,18 @@ class RunState:
         config: LayerWiseConfig,
         settings: Settings,
         planned: Planned,
+        engine: Callable[[], Any],
+        scaling: LossScaling,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.config = config
         self.settings = settings
         self.planned = planned
+        self.engine = engine
+        self.scaling = scaling
+        self.progress = Progress(engine)
+        self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""

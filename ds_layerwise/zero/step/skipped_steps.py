@@ -15,7 +15,6 @@ from ds_layerwise.errors import StepError, few
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
@@ -33,8 +32,8 @@ class SkippedSteps(StepObserver):
     looks at its own, too, as backward passes leave them, until a step is not.
     """
 
-    def __init__(self, run: RunState, scaling: LossScaling) -> None:
-        self._scaling = scaling
+    def __init__(self, run: RunState) -> None:
+        self._scaling = run.scaling
         self._names = [spec.name for spec in run.planned.specs]
         self._own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
         self._owned = run.owned

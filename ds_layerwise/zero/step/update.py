@@ -12,7 +12,6 @@ from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.run_settings import Timers
-from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
 
@@ -29,9 +28,8 @@ def timed(timers: Timers, name: str) -> Iterator[None]:
 class Update:
     """Updates the parameters that this rank owns and sends them to the others."""
 
-    def __init__(self, run: RunState, interrupted: Interrupted) -> None:
+    def __init__(self, run: RunState) -> None:
         self._run = run
-        self._interrupted = interrupted
 
     def run(self, step: Step, observers: Sequence[StepObserver]) -> None:
         """Update everything with the averaged gradients as the ranks have decided, and let
@@ -48,9 +46,9 @@ class Update:
         param_sync = self._run.param_sync
         groups = self._run.optimizer.groups_now()
         left = list(range(len(self._run.owned.pieces)))
-        with timed(timers, "optimizer_step"), self._interrupted.at(step.number):
+        with timed(timers, "optimizer_step"), self._run.interrupted.at(step.number):
             self._update(step, left, groups)
-        step.failed = bool(self._interrupted)
+        step.failed = bool(self._run.interrupted)
         with (sending := Attempt()):
             if step.failed:
                 # The others wait for what is left.
@@ -65,7 +63,7 @@ class Update:
                 observer.after_update(step)
         finally:
             # If the others are gone by now, that is no more than what followed.
-            self._interrupted.raise_original()
+            self._run.interrupted.raise_original()
             if sending.error is not None:
                 raise sending.error
 
