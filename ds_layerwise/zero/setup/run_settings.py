@@ -86,6 +86,11 @@ class Settings:
         """The number of parts that tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
+    @property
+    def tp_rank(self) -> int:
+        """The number of the part that this rank holds."""
+        return 0 if self.tensor_group is None else comm.rank_of(self.tensor_group)
+
     def ep_size(self, expert: str, group_name: str) -> int:
         """Return how many ranks in a row hold other experts under the name of ``expert``, of that
         group, than this rank.
@@ -93,7 +98,8 @@ class Settings:
         Raises:
             ConfigError: its ranks are in another order than that.
         """
-        group, rank = self.expert_groups[group_name], comm.rank_of(self.group)
+        group = self.expert_groups[group_name]
+        rank = comm.rank_of(self.group)
         ep_size = comm.size_of(self.group) // comm.size_of(group)
         if comm.rank_of(group) != rank // ep_size:
             raise ConfigError(
