@@ -72,6 +72,10 @@ class RunState:
         self.progress = Progress(engine)
         self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
+        self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
+        """The pieces of parameters that this rank owns, by name, in memory order."""
+        self.ep_sizes = {spec.name: spec.ep_size for spec in planned.specs}
+        """The number of ranks in a row with other experts under a name; in model order."""
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""
         self.device = next(iter(self.params.values())).device
@@ -97,13 +101,8 @@ class RunState:
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
             self.optimizer.hold(
-                Held(
-                    self.params[piece.name],
-                    self.planned.routes[piece.name],
-                    piece,
-                    self.owned.states[piece.name],
-                )
-                for piece in self.planned.layout.pieces(self.rank)
+                Held(self.params[name], self.planned.routes[name], piece, self.owned.states[name])
+                for name, piece in self.pieces.items()
             )
 
     def _move_in(self, name: str, place: Tensor) -> None:
@@ -164,21 +163,38 @@ class RunState:
 
         make: Callable[..., GradSync | EagerGradSync]
         if self.grads is None:
-            make = partial(
-                EagerGradSync,
+            make = partial(EagerGradSync, max_waiting=self.config.max_waiting_buckets)
+        else:
+            make = partial(GradSync, grads=self.grads)
+        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
+            self.grad_sync = make(
                 self.params,
                 self.owned.reduced,
-                max_waiting=self.config.max_waiting_buckets,
+                wires=wires,
+                divide_by=settings.divide_by,
+                wire_dtype=wire_dtype,
             )
-        else:
-            make = partial(GradSync, self.params, self.owned.reduced, self.grads)
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
-            self.grad_sync = make(wires=wires, divide_by=settings.divide_by, wire_dtype=wire_dtype)
             self.param_sync = ParamSync(
                 self.planned.layout, self.rank, self.params, self.values, wires=wires
             )
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
+
+    def group_of(self, name: str) -> comm.Group:
+        """Return the ranks over which the parameter ``name`` is dealt out."""
+        return self.groups[self.ep_sizes[name]]
+
+    def whole(self, name: str, own: Callable[[str], Tensor]) -> Tensor:
+        """Return what the ranks have of the parameter ``name``, 1-D and float32, on all of them.
+
+        Args:
+            own: returns what this rank has of it, 1-D.
+        """
+        whole = torch.zeros(self.params[name].numel(), dtype=torch.float32, device=self.device)
+        piece = self.pieces.get(name)
+        if piece is not None:
+            whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))
+        return comm.sum_over_ranks(whole, group=self.group_of(name))
 
     def release(self) -> None:
         """Let others have the process groups of this run."""

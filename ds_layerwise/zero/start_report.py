@@ -28,8 +28,7 @@ def warn_of_zeros(run: RunState) -> None:
     kept = {name for name, route in run.planned.routes.items() if keeps_zeros(route.recipe)}
     if not kept:
         return
-    own = kept.intersection(piece.name for piece in run.planned.layout.pieces(run.rank))
-    mine = [name for name in own if not run.owned.value(name).any()]
+    mine = [name for name in kept & run.pieces.keys() if not run.owned.value(name).any()]
     zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
     if zeros and run.rank == 0:
         logger.warning(

@@ -70,7 +70,7 @@ class AttentionLogits(StepObserver):
         self._by_path = self._by_path or dict(run.model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
-        self._factors = self._find_factors(run)
+        self._outputs = self._find_outputs(run)
         with comm.errors_on_all_ranks(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
@@ -83,14 +83,18 @@ class AttentionLogits(StepObserver):
             ConfigError: an entry of the config is for no module of any part, or there is no
                 attention.
         """
-        names = [attention.name for attention in self._attentions]
-        clipped = {attention.name for attention in self._attentions if attention.scaled}
-        everyone = [(names, clipped, matched(model, self.clip))]
+        clipped = {attention.name: bool(attention.scaled) for attention in self._attentions}
+        parts = [(clipped, matched(model, self.clip))]
         if self._settings.model_group is not None:
-            everyone = comm.gather_objects(everyone[0], group=self._settings.model_group)
-        self._everywhere = list(dict.fromkeys(sum((each[0] for each in everyone), [])))
-        self._never = set[str]().union(*(each[1] for each in everyone))
-        used = set[int]().union(*(each[2] for each in everyone))
+            parts = comm.gather_objects(parts[0], group=self._settings.model_group)
+        everywhere: dict[str, bool] = {}
+        used: set[int] = set()
+        for theirs, entries in parts:
+            for name, is_clipped in theirs.items():
+                everywhere[name] = everywhere.get(name, False) or is_clipped
+            used.update(entries)
+        self._everywhere = list(everywhere)
+        self._never = {name for name, is_clipped in everywhere.items() if is_clipped}
         if self.clip is None:
             return
         for index, entry in enumerate(self.clip.attention):
@@ -102,23 +106,21 @@ class AttentionLogits(StepObserver):
         if not self._everywhere:
             raise ConfigError(
                 "layerwise.qk_clip finds attention in models of transformers, and none in this "
-                "one; say "
-                'where it is in layerwise.qk_clip.attention, like {"name": "blocks.*.attn", '
-                '"heads": 8, "qkv": "qkv"}, or leave qk_clip out'
+                'one; say where it is in layerwise.qk_clip.attention, like {"name": '
+                '"blocks.*.attn", "heads": 8, "qkv": "qkv"}, or leave qk_clip out'
             )
 
-    def _find_factors(self, run: RunState) -> dict[str, tuple[Attention, Tensor, Tensor, int, Any]]:
+    def _find_outputs(self, run: RunState) -> dict[str, tuple[Tensor, Tensor, int, Any]]:
+        outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         if self.clip is None:
-            return {}
-        own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
-        factors = {}
+            return outputs
         for attention in self._attentions:
             for scaled in attention.scaled:
                 # The first update is compared for parameters of others.
-                if scaled.name in own or run.config.verify_first_step:
+                if scaled.name in run.pieces or run.config.verify_first_step:
                     shape = run.params[scaled.name].shape
-                    factors[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
-        return factors
+                    outputs[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
+        return outputs
 
     def destroy(self) -> None:
         """Look at no module any more."""
@@ -220,39 +222,36 @@ class AttentionLogits(StepObserver):
         # The host waits once.
         values = torch.cat([largest, reduced]).tolist()
         by_module = dict(zip(self._everywhere, values))
-        others = values[len(by_module)]
-        by_unit = values[len(largest) :]
         self._judge(by_module)
-        if others > -math.inf:
-            by_module[""] = others
+        by_module[""] = values[len(by_module)]
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
-        return self._scaled(reduced, by_unit, frozen, self.clip.threshold)
+        return self._scaled(reduced, values[len(largest) :], frozen, self.clip.threshold)
 
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        clipped: set[str] = set()
-        left: set[str] = set()
+        factors: dict[str, Factors] = {}
+        left = []
         for attention, place in self._places.values():
-            if max(by_unit[place]) > threshold:
-                is_frozen = any(scaled.name in frozen for scaled in attention.scaled)
-                (left if is_frozen else clipped).add(attention.name)
+            if max(by_unit[place]) <= threshold:
+                continue
+            names = {scaled.name for scaled in attention.scaled}
+            if not names.isdisjoint(frozen):
+                left.append(attention.name)
+                continue
+            units = threshold / reduced[place].clamp(min=threshold)
+            for name in names & self._outputs.keys():
+                unit, power, cols, axis = self._outputs[name]
+                factors[name] = Factors(units[unit] ** power, axis, cols)
         if left and not self._warned and comm.rank_of(self._settings.group) == 0:
             self._warned = True
             announce(
                 f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
                 "are not clipped"
             )
-        if not clipped:
-            return {}
-        units = threshold / reduced.clamp(min=threshold)
-        return {
-            name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
-            for name, (attention, unit, power, cols, axis) in self._factors.items()
-            if attention.name in clipped
-        }
+        return factors
 
     def _judge(self, largest: Mapping[str, float]) -> None:
         """Refuse logits that nothing can be done with.
@@ -319,9 +318,9 @@ def _flat(largest: Any) -> Tensor:
 
 def _indices(
     scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip, device: torch.device
-) -> tuple[Attention, Tensor, Tensor, int, Any]:
-    """Return how a parameter is scaled: its attention; the unit and the power of each output; its
-    number of columns; and the axis of outputs.
+) -> tuple[Tensor, Tensor, int, Any]:
+    """Return how a parameter is scaled: the unit and the power of each output; its number of
+    columns; and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
     units: list[int] = []
@@ -335,4 +334,4 @@ def _indices(
         powers += [power_of(role, clip.alpha)] * width
     unit = torch.tensor(units, dtype=torch.int64, device="cpu").to(device)
     power = torch.tensor(powers, dtype=torch.float32, device="cpu").to(device)
-    return attention, unit, power, shape[1] if len(shape) == 2 else 1, scaled.axis
+    return unit, power, math.prod(shape[1:]), scaled.axis

@@ -23,19 +23,18 @@ class BeforeUpdate:
 
     def __init__(self, run: RunState, offloading: Offloading) -> None:
         settings = run.settings
-        ep_size = {spec.name: spec.ep_size for spec in run.planned.specs}
         self._run = run
         self._offloading = offloading
         self._judge = Judge(run)
         self.guard = Guard(run)
         self.agreement = Agreement(
-            ep_size,
+            run.ep_sizes,
             group=settings.group,
             model_group=settings.model_group,
             tensor_group=settings.tensor_group,
             tied=run.tied,
         )
-        self.same_weights = SameWeights(run.params, ep_size, group=settings.group)
+        self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
 
     def decide(self, *, clip_grad: float, loss_scale: float, inside_pass: bool) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.

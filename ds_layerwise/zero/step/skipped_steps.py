@@ -35,7 +35,7 @@ class SkippedSteps(StepObserver):
     def __init__(self, run: RunState) -> None:
         self._scaling = run.scaling
         self._names = [spec.name for spec in run.planned.specs]
-        self._own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
+        self._own = run.pieces.keys()
         self._owned = run.owned
         self._most = run.config.max_skipped_steps
         self._threshold = run.config.grad_norm_skip_threshold
