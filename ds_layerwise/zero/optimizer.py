@@ -95,9 +95,12 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         # In the order in which they listen.
         self.reports = Reports(run, self._before_update.agreement)
         skipped = SkippedSteps(run)
-        self._observers: list[StepObserver] = [self.reports, skipped, self.attention]
-        first_step = FirstStep(run) if config.verify_first_step else None
-        if first_step is not None:
+        self._observers: list[StepObserver] = [self.reports, skipped]
+        if self.attention.measures:
+            self._observers.append(self.attention)
+        first_step = None
+        if config.verify_first_step:
+            first_step = FirstStep(run)
             self._observers.append(first_step)
 
         self.checkpointing = Checkpointing(
@@ -138,7 +141,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
             for observer in self._observers:
-                observer.saw_gradient(name, param.grad)
+                if observer.looks and param.grad is not None:
+                    observer.saw_gradient(name, param.grad)
             if not self._coalesce_grad_reduction:
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the
                 # last.

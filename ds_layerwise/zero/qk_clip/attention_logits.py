@@ -189,8 +189,6 @@ class AttentionLogits(StepObserver):
         Raises:
             StepError: on every rank, if a logit is not finite, or a module never had one.
         """
-        if not self.measures:
-            return
         if step.decision.skipped:
             self.restart()
             return

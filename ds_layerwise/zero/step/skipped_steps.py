@@ -42,14 +42,12 @@ class SkippedSteps(StepObserver):
         self._pipeline_stage = run.settings.mp_rank if pipeline.is_pipeline(run.model) else 0
         self._in_a_row = 0
         self._above = 0
-        self._looks = False
         self._finite = torch.ones((), dtype=torch.bool, device=run.device)
 
-    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
         """Look whether the gradient is finite. The device is not waited for."""
-        if self._looks and gradient is not None:
-            # What isfinite() makes on its way is larger than the gradient.
-            self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
+        # What isfinite() makes on its way is larger than the gradient.
+        self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
     def before_update(self, step: Step) -> None:
         """Count a step that is skipped, and let the loss scale follow.
@@ -84,12 +82,12 @@ class SkippedSteps(StepObserver):
 
     def forget(self) -> None:
         """Forget the gradients of the step at hand."""
-        if self._looks:
+        if self.looks:
             self._finite.fill_(True)
 
     def _look(self, looks: bool) -> None:
         self.forget()
-        self._looks = looks
+        self.looks = looks
 
     def _judge_norm(self, norm: float, step: int) -> None:
         """Warn of every first, second, fourth, ... step, and end a run that does nothing else."""
@@ -147,7 +145,7 @@ class SkippedSteps(StepObserver):
         return None
 
     def _makers(self, are_finite: Sequence[bool]) -> str:
-        if not self._looks:
+        if not self.looks:
             return ""
         makers = [str(rank) for rank, is_finite in enumerate(are_finite) if not is_finite]
         if not makers:

@@ -88,7 +88,7 @@ class FirstStep(StepObserver):
 
     def arm(self) -> None:
         """Compare the next update."""
-        self.is_armed = True
+        self.looks = True
         self.forget()
 
     def forget(self) -> None:
@@ -96,12 +96,10 @@ class FirstStep(StepObserver):
         self._kept: dict[str, _Local] = {}
 
     @torch.no_grad()
-    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep what a backward pass has left on a parameter, where autograd may add to it later
         on.
         """
-        if not self.is_armed or gradient is None:
-            return
         copy = gradient.detach().clone()
         source = weakref.ref(gradient)
         local = self._kept.setdefault(name, _Local(copy, source))
@@ -125,7 +123,7 @@ class FirstStep(StepObserver):
         Raises:
             StepError: on every rank, if on any an average differs; nothing was updated.
         """
-        self._compares = self.is_armed and not step.decision.skipped and not self._is_by_hand()
+        self._compares = self.looks and not step.decision.skipped and not self._is_by_hand()
         if not self._compares:
             return
         most = max((local.passes for local in self._kept.values()), default=1)
@@ -315,7 +313,7 @@ class FirstStep(StepObserver):
         for index, spec in enumerate(self._specs):
             if text := self._difference(spec.name):
                 different.append((index, f"{spec.name}: {text}"))
-        self.is_armed = False
+        self.looks = False
         self._expected.clear()
         self._raise_first(different, "the update was made, so go on from a checkpoint")
 
