@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import nn
@@ -25,7 +26,7 @@ from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup import autocast, numerics_context, param_owner
+from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
@@ -351,7 +352,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
         """Write masters and states of all parameters, whole, to one file of safetensors; see
-        :mod:`.single_file_states`.
+        :mod:`.whole_states`.
 
         Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the
         engine's counts, and the gradients of a step that is not over are not in it.
@@ -406,6 +407,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Return every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
         return start_report.routes(self._run)
 
+    def write_param_map(self) -> None:
+        """Write the file of ``layerwise.dump_param_map``, if there is one."""
+        start_report.write_param_map(self._run)
+
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
         hooks = self.__dict__.pop("_hooks", None)
@@ -416,7 +421,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._run.release()
         param_owner.release(self._params.values())
         for param in self._params.values():
-            autocast.forget(param)
+            # The next engine may have another section for autocast, or none.
+            param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
         for access in self._access:
             access.detach()
         self.attention.destroy()

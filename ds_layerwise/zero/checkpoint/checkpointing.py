@@ -29,7 +29,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.routes.low_bit_checks import check_accuracy
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.zero.checkpoint import dcp_states, resumed_groups, single_file_states
+from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
 from ds_layerwise.zero.checkpoint.load_request import (
     Found,
     Load,
@@ -297,7 +297,7 @@ class Checkpointing:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
         self._begin_whole(self._check_one_file)
         run = self._run
-        single_file_states.save(
+        whole_states.save_one_file(
             path,
             run.owned.record(to_save=True).pieces,
             self.header(),
@@ -316,11 +316,11 @@ class Checkpointing:
         self._begin_whole(self._check_sharded)
         run = self._run
         planned = run.planned
-        return dcp_states.state_dict(
+        return whole_states.state_dict(
             run.owned.record(to_save=True).pieces,
             planned.saved_shapes,
             run.model,
-            dcp_states.groups_of(planned.routes, run.optimizer.groups_now(), planned.names),
+            whole_states.groups_of(planned.routes, run.optimizer.groups_now(), planned.names),
             Renamed.of(self.header(), unwrapped),
             (LOSS_SCALER, run.scaling.scaler),
         )
@@ -336,8 +336,8 @@ class Checkpointing:
             return ShardedCheckpoint(
                 checkpoint,
                 run.owned.rule_records(),
-                others=dcp_states.untrained(run.model, shapes),
-                second=dcp_states.tied(run.model, shapes),
+                others=whole_states.untrained(run.model, shapes),
+                second=whole_states.tied(run.model, shapes),
                 rename=run.config.rename,
                 strict=strict,
             )
@@ -354,13 +354,13 @@ class Checkpointing:
         self.weights_from_masters()
 
     def _check_one_file(self) -> None:
-        single_file_states.check_uncut(self._run.model, self._run.settings.tensor_group)
+        whole_states.check_uncut(self._run.model, self._run.settings.tensor_group)
 
     def _check_sharded(self) -> None:
         self._check_one_file()
         run = self._run
         if max(run.groups) > 1:
-            dcp_states.check_experts(run.model, run.planned.saved_shapes)
+            whole_states.check_experts(run.model, run.planned.saved_shapes)
 
     @torch.no_grad()
     def finish_load(self) -> None:

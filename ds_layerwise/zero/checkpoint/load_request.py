@@ -20,7 +20,7 @@ from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.zero.checkpoint.dcp_states import tied
+from ds_layerwise.zero.checkpoint.whole_states import tied
 
 
 @dataclass(frozen=True, slots=True)

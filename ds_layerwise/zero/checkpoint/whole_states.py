@@ -1,8 +1,14 @@
-"""States of an engine for a checkpoint of ``torch.distributed.checkpoint``."""
+"""Masters and states of all ranks as files of whole parameters have them: for a checkpoint of
+``torch.distributed.checkpoint``, and on their way into one file, which rank 0 writes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +16,14 @@ from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, Piece, unwrapped
 from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
+from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, write
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.foreign import probe
+from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
@@ -45,16 +54,14 @@ def state_dict(
         for name, value in untrained(module, shapes).items():
             model[unwrapped(name)] = value
     state: dict[str, dict[str, Any]] = {}
-    for piece in pieces:
-        name, shape = unwrapped(piece.name), shapes[piece.name]
-        model[name] = Piece(piece.master, piece.param_start, shape)
-        for key, value in piece.state.items():
-            if piece.is_elementwise(key) and shape:
-                value = Piece(value, piece.param_start, shape)
-            elif piece.param_start:
-                # Every piece has the same.
-                continue
-            state.setdefault(name, {})[key] = value
+    for name, key, value in tensors_of(pieces, shapes):
+        if not key:
+            model[unwrapped(name)] = value
+            continue
+        if not shapes[name]:
+            # A state of a number is no part of it in torch's format.
+            value, _ = held_of(value)
+        state.setdefault(unwrapped(name), {})[key] = value
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
@@ -68,6 +75,31 @@ def state_dict(
     return content
 
 
+def tensors_of(
+    pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the masters, under an empty key, and the states of ``pieces`` by parameter and key.
+
+    What has an element for each of the parameter is a :class:`.Piece` of its shape. Of the rest
+    every piece has the same, and the first one gives it.
+    """
+    for piece in pieces:
+        for key, value in (("", piece.master), *piece.state.items()):
+            if not key or piece.is_elementwise(key):
+                yield piece.name, key, Piece(value, piece.param_start, shapes[piece.name])
+            elif not piece.param_start:
+                yield piece.name, key, value
+
+
+def held_of(value: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of a tensor of the file that this rank has, and the number of the
+    first.
+    """
+    if isinstance(value, Piece):
+        return value.held, value.start
+    return value, 0
+
+
 def _all_sums(
     model: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[int, tuple[int, int]]]:
@@ -75,10 +107,7 @@ def _all_sums(
     named = {f"{MODEL}.{name}": value for name, value in model.items()}
     for name, of in state.items():
         named |= {f"{STATE}.{name}.{key}": value for key, value in of.items()}
-    mine = {}
-    for name, value in named.items():
-        is_piece = isinstance(value, Piece)
-        mine[name] = sums_of(value.held, value.start) if is_piece else sums_of(value)
+    mine = {name: sums_of(*held_of(value)) for name, value in named.items()}
     sums: dict[str, dict[int, tuple[int, int]]] = {}
     for of_rank in comm.gather_objects(mine, group=None):
         for name, blocks in of_rank.items():
@@ -163,3 +192,100 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     else:
         return None
     return {key: value for key, value in made.param_groups[0].items() if key != "params"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The elements of a tensor of the file that one rank has."""
+
+    rank: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
+    sums: dict[int, tuple[int, int]]
+
+
+def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
+    """Refuse a model of which no rank trains whole parameters.
+
+    Raises:
+        LayerWiseError: tensor or pipeline parallelism has cut it.
+    """
+    if tensor_group is not None or pipeline.is_pipeline(module):
+        raise LayerWiseError(
+            "a file of whole parameters needs them on the ranks that train them, and tensor or "
+            "pipeline parallelism has cut this model; save a checkpoint with "
+            "engine.save_checkpoint()"
+        )
+
+
+def save_one_file(
+    path: Path,
+    pieces: Iterable[PieceRecord],
+    header: Header,
+    scaler: tuple[str, Any],
+    device: torch.device,
+) -> None:
+    """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
+
+    Memory: what a rank owns of one tensor, on the device and on the host.
+
+    Raises:
+        LayerWiseError: on every rank, if rank 0 cannot write.
+    """
+    rank = comm.rank_of(None)
+    values: dict[str, Tensor] = {}
+    mine: dict[str, _Part] = {}
+    for param, key, value in tensors_of(pieces, header.shapes):
+        name = name_in_file(param, key)
+        held, start = held_of(value)
+        values[name] = held.reshape(-1)
+        mine[name] = _Part(
+            rank, start, held.numel(), tuple(value.shape), value.dtype, sums_of(held, start)
+        )
+    parts: dict[str, dict[int, _Part]] = {}
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for of_rank in comm.gather_objects(mine, group=None):
+        for name, part in of_rank.items():
+            # Ranks that hold the same elements hold the same values.
+            parts.setdefault(name, {}).setdefault(part.start, part)
+            sums.setdefault(name, {}).update(part.sums)
+    first = {name: of[min(of)] for name, of in parts.items()}
+    tensors = {}
+    for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
+        tensors[name] = (first[name].dtype, first[name].shape)
+    brought = _bring(tensors, parts, values, device)
+    with comm.errors_on_all_ranks(None):
+        with (attempt := Attempt()):
+            if rank == 0:
+                beside = write_beside(header, scaler, sums)
+                layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
+                write(path, layout, chain(brought, [beside]))
+        # The others go on sending where rank 0 cannot write.
+        deque(brought, maxlen=0)
+        if attempt.error is not None:
+            raise attempt.error
+
+
+def _bring(
+    names: Iterable[str],
+    parts: Mapping[str, Mapping[int, _Part]],
+    mine: Mapping[str, Tensor],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Yield all ``parts`` on rank 0, in the order of ``names`` and of elements; on the others send
+    it what is theirs.
+    """
+    rank = comm.rank_of(None)
+    for name in names:
+        for _, part in sorted(parts[name].items()):
+            if part.rank == rank == 0:
+                yield mine[name]
+            elif part.rank == rank:
+                comm.send(mine[name].to(device).contiguous(), to=0)
+            elif rank == 0:
+                received = torch.empty(part.numel, dtype=part.dtype, device=device)
+                comm.receive(received, out_of=part.rank)
+                yield received
