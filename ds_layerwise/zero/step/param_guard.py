@@ -25,7 +25,8 @@ class Guard:
         self._trained = [
             (name, param, run.values.param(name)) for name, param in run.params.items()
         ]
-        self._content = _Content(run.model)
+        self._modules = list(run.model.modules())
+        self._content = _content(self._modules)
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
         required = [param for param in self._at_start.values() if param.requires_grad]
         self._known = {*run.params.values(), *required}
@@ -43,7 +44,8 @@ class Guard:
                 trained that was frozen at the start, or was not there, and that no engine trains;
                 or one got no gradient where all must.
         """
-        if not self._content.is_same():
+        content = _content(self._modules)
+        if len(content) != len(self._content) or not all(map(is_, content, self._content)):
             self._look_again()
         for name, param in self._frozen.items():
             if param.requires_grad and not has_optimizer(param):
@@ -59,7 +61,8 @@ class Guard:
                 )
             if name not in got:
                 (unused if param.requires_grad else idle).append(name)
-        self._warn_of([name for name in unused if name in self._hidden])
+        gone = self._hidden - self._reported
+        self._warn_of([name for name in unused if name in gone])
         if unused and not self._may_be_unused:
             raise StepError(
                 f"{few(unused)} got no gradient in this step, and "
@@ -113,9 +116,9 @@ class Guard:
         Raises:
             StepError: in the place of a trained parameter there is one that nobody trains.
         """
-        content = _Content(self._model)
         here = dict(self._model.named_parameters(remove_duplicate=False))
-        reached, trained = set(here.values()), {param for _, param, _ in self._trained}
+        reached = set(here.values())
+        trained = {param for _, param, _ in self._trained}
         for name, new in here.items():
             old = self._at_start.get(name)
             if (
@@ -128,18 +131,19 @@ class Guard:
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
         self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
-        self._frozen, self._content = self._outside(), content
+        self._frozen = self._outside()
+        self._modules = list(self._model.modules())
+        self._content = _content(self._modules)
 
     def _warn_of(self, gone: Sequence[str]) -> None:
-        """Warn once of each of ``gone`` that it is not in the model any more."""
-        new = [name for name in gone if name not in self._reported]
-        if new and self._warns:
+        """Warn once of ``gone`` parameters, which are not in the model any more."""
+        if gone and self._warns:
             logger.warning(
-                f"ds_layerwise: {few(new)} got no gradient, and no module of the model has it any "
+                f"ds_layerwise: {few(gone)} got no gradient, and no module of the model has it any "
                 "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
                 "it as it is"
             )
-        self._reported.update(new)
+        self._reported.update(gone)
 
     def _untrained(self, name: str, param: nn.Parameter) -> StepError:
         was = "frozen when" if self._at_start.get(name) is param else "added since"
@@ -158,23 +162,12 @@ def _replaced(name: str) -> StepError:
     )
 
 
-class _Content:
-    """The modules and parameters in a model, one after the other."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._all = self._now()
-
-    def _now(self) -> list[object]:
-        # At every step, of every module: what holds the parameters of a scripted one has no more
-        # than this.
-        content: list[object] = []
-        for module in self._modules:
-            content.extend(module._modules.values())
-            content.extend(module._parameters.values())
-        return content
-
-    def is_same(self) -> bool:
-        """Tell whether no module has got or lost any since."""
-        now = self._now()
-        return len(now) == len(self._all) and all(map(is_, now, self._all))
+def _content(modules: Sequence[nn.Module]) -> list[object]:
+    """Return the modules and parameters in ``modules``, one after the other."""
+    # At every step, of every module: what holds the parameters of a scripted one has no more than
+    # this.
+    content: list[object] = []
+    for module in modules:
+        content.extend(module._modules.values())
+        content.extend(module._parameters.values())
+    return content
