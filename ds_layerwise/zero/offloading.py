@@ -25,7 +25,6 @@ class Offloading:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self._shapes = {name: param.shape for name, param in run.params.items()}
         self.parking = Parking()
         trained = set(run.params.values())
         # Nothing can be hooked to a scripted module.
@@ -55,14 +54,11 @@ class Offloading:
             room = self.parking.find_room(wanted, pin_memory=pin_memory)
         self.parking.park(room)
         if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:
-            for param in self._run.params.values():
-                # Whoever uses it meets an error of its shape.
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            self._run.take_away()
             if not self._hooks:
-                self._hooks += [
-                    module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-                    for module in self._holders
-                ]
+                for module in self._holders:
+                    hook = module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
         get_accelerator().empty_cache()
 
     def reload(self) -> None:
@@ -73,9 +69,7 @@ class Offloading:
         """
         with comm.errors_on_all_ranks(None):
             self.parking.unpark()
-        for name, param in self._run.params.items():
-            if not param.numel():
-                param.data = self._run.values.param(name).view(self._shapes[name])
+        self._run.put_back()
         while self._hooks:
             self._hooks.pop().remove()
 

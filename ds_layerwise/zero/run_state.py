@@ -78,6 +78,7 @@ class RunState:
         """The number of ranks in a row with other experts under a name; in model order."""
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""
+        self._places: dict[str, Tensor] = {}
         self.device = next(iter(self.params.values())).device
         names = {param: name for name, param in self.params.items()}
         self.tied = [
@@ -108,9 +109,27 @@ class RunState:
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""
         param = self.params[name]
-        view = place.view(param.shape)
-        view.copy_(param.data)
-        param.data = view
+        self._places[name] = place.view(param.shape).copy_(param.data)
+        param.data = self._places[name]
+
+    def misplaced(self) -> str | None:
+        """Return the first parameter that does not lie in its place any more; None if all do."""
+        for name, param in self.params.items():
+            place = self._places[name]
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                return name
+        return None
+
+    def take_away(self) -> None:
+        """Let no parameter have its memory: whoever uses one meets an error of its shape."""
+        for param in self.params.values():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_away`."""
+        for name, param in self.params.items():
+            if not param.numel():
+                param.data = self._places[name]
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout

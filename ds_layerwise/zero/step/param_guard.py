@@ -19,19 +19,15 @@ class Guard:
     """
 
     def __init__(self, run: RunState) -> None:
+        self._run = run
         self._model = run.model
-        self._may_be_unused = run.settings.may_be_unused
-        self._warns = run.rank == 0
-        self._trained = [
-            (name, param, run.values.param(name)) for name, param in run.params.items()
-        ]
         self._modules = list(run.model.modules())
         self._content = _content(self._modules)
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
         required = [param for param in self._at_start.values() if param.requires_grad]
         self._known = {*run.params.values(), *required}
         self._frozen = self._outside()
-        self._hidden: frozenset[str] = frozenset()
+        self._hidden: set[str] = set()
         self._reported: set[str] = set()
 
     def check(self, got: Set[str]) -> frozenset[str]:
@@ -53,7 +49,7 @@ class Guard:
         idle: list[str] = []
         unused: list[str] = []
         self.check_places()
-        for name, param, _ in self._trained:
+        for name, param in self._run.params.items():
             if param.grad is not None:
                 raise StepError(
                     f"{name}.grad was set after the gradients were reduced, so it would be lost; "
@@ -63,7 +59,7 @@ class Guard:
                 (unused if param.requires_grad else idle).append(name)
         gone = self._hidden - self._reported
         self._warn_of([name for name in unused if name in gone])
-        if unused and not self._may_be_unused:
+        if unused and not self._run.settings.may_be_unused:
             raise StepError(
                 f"{few(unused)} got no gradient in this step, and "
                 "zero_optimization.ignore_unused_parameters is false; let the loss depend on all "
@@ -78,9 +74,9 @@ class Guard:
         Raises:
             StepError: the memory of a parameter was replaced.
         """
-        for name, param, place in self._trained:
-            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                raise _replaced(name)
+        name = self._run.misplaced()
+        if name is not None:
+            raise _replaced(name)
 
     def check_names(self) -> None:
         """Refuse a save of a model in which a trained parameter has the name of another by now: its
@@ -90,7 +86,7 @@ class Guard:
             StepError: names the first.
         """
         here = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, param, _ in self._trained:
+        for name, param in self._run.params.items():
             if here.get(name, param) is not param:
                 raise StepError(
                     f"{name} is another parameter than when this engine was made, so that a "
@@ -118,7 +114,7 @@ class Guard:
         """
         here = dict(self._model.named_parameters(remove_duplicate=False))
         reached = set(here.values())
-        trained = {param for _, param, _ in self._trained}
+        trained = set(self._run.params.values())
         for name, new in here.items():
             old = self._at_start.get(name)
             if (
@@ -130,14 +126,14 @@ class Guard:
             ):
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
-        self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
+        self._hidden = {name for name, param in self._run.params.items() if param not in reached}
         self._frozen = self._outside()
         self._modules = list(self._model.modules())
         self._content = _content(self._modules)
 
     def _warn_of(self, gone: Sequence[str]) -> None:
         """Warn once of ``gone`` parameters, which are not in the model any more."""
-        if gone and self._warns:
+        if gone and self._run.rank == 0:
             logger.warning(
                 f"ds_layerwise: {few(gone)} got no gradient, and no module of the model has it any "
                 "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
