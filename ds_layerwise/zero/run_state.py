@@ -80,13 +80,10 @@ class RunState:
         """The trained parameters by name."""
         self._places: dict[str, Tensor] = {}
         self.device = next(iter(self.params.values())).device
-        names = {param: name for name, param in self.params.items()}
-        self.tied = [
-            (names[weight], group)
-            for weight, group in pipeline.tied_weights(model)
-            if weight in names
-        ]
+        self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other stages of a pipeline hold, too, and the ranks of those."""
+        for weight, group in pipeline.tied_weights(model):
+            self.tied += [(name, group) for name, param in self.params.items() if param is weight]
 
     def allocate(self) -> None:
         """Make the buffers, and move the parameters into theirs.
@@ -94,7 +91,7 @@ class RunState:
         Raises:
             LayerWiseError: on every rank, if one has no memory, on the device or page-locked.
         """
-        recipes = {route.recipe for route in self.planned.routes.values()}
+        recipes = self.planned.recipes
         self.products = Products.agree(recipes, self.device)
         with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
             self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
@@ -133,10 +130,12 @@ class RunState:
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout
+        accumulated = self.settings.accumulation_dtype
         if self.settings.stage == 2:
             return None
-        accumulated = self.settings.accumulation_dtype
-        stored_as = {} if accumulated is None else dict.fromkeys(layout.dtypes, accumulated)
+        if accumulated is None:
+            return FlatBuffer(layout, self.device)
+        stored_as = dict.fromkeys(layout.dtypes, accumulated)
         return FlatBuffer(layout, self.device, stored_as=stored_as)
 
     def _make_owned(self) -> Owned:

@@ -104,7 +104,7 @@ def table(run: RunState, attention: AttentionLogits) -> str:
     planned = run.planned
     optimizer = run.optimizer
     products = {}
-    for recipe in {route.recipe for route in planned.routes.values()}:
+    for recipe in planned.recipes:
         text = run.products.told(recipe)
         if text is not None:
             products[recipe] = text

@@ -134,7 +134,7 @@ class StateAccess:
         if own is not None:
             own.copy_(value.reshape(-1))
         elif part is not None:
-            self._owned.reduced.piece(self.name).copy_(part * divisor if divisor != 1 else part)
+            self._owned.reduced.piece(self.name).copy_(part * divisor)
 
     def _wait(self) -> None:
         self._offloading.check_not_offloaded()

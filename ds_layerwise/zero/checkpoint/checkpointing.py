@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -112,13 +112,12 @@ class Checkpointing:
         """Return the part of a checkpoint of now beside its tensors."""
         run = self._run
         planned = run.planned
-        within_step = run.progress.is_within_step(run.grad_sync.gradients)
         shapes = planned.saved_shapes
         for name in planned.saved_elsewhere:
             shapes.pop(name, None)
         return Header(
             step=run.progress.updates,
-            repeats=WITHIN_STEP if within_step else "",
+            repeats=WITHIN_STEP * run.progress.is_within_step(run.grad_sync.gradients),
             shapes=shapes,
             rules=run.owned.rule_records(planned.routes_elsewhere),
             dtypes=planned.layout.dtypes,
@@ -383,10 +382,9 @@ class Checkpointing:
             into.copy_(out_of)
         # The engine has loaded weights that were rounded to another dtype, or none of what other
         # stages save, or none.
-        masters_win = not self.load.weights_win and bool(
-            found.universal
-            or found.header.dtypes != planned.layout.dtypes
-            or planned.saved_elsewhere
+        are_others = found.header.dtypes != planned.layout.dtypes
+        masters_win = not self.load.weights_win and any(
+            (found.universal, are_others, planned.saved_elsewhere)
         )
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         owned.take_back(
@@ -403,9 +401,7 @@ class Checkpointing:
             owned.follow_values(index)
         if not found.masters:
             self.masters_from_weights()
-        held = self._run.model.state_dict(keep_vars=True)
-        for name, value in found.others.items():
-            held[name].copy_(value.view(held[name].shape))
+        self._copy_others(found.others)
         if found.states:
             self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
             self._run.interrupted.forget()
@@ -413,6 +409,11 @@ class Checkpointing:
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
+
+    def _copy_others(self, others: Mapping[str, Tensor]) -> None:
+        held = self._run.model.state_dict(keep_vars=True)
+        for name, value in others.items():
+            held[name].copy_(value.view(held[name].shape))
 
     def restart_step(self) -> None:
         """Go on with the first micro-batch of the step: the gradients that there are belong to
@@ -448,8 +449,8 @@ class Checkpointing:
             header, scheduler=run.engine().lr_scheduler, goes_on=wants_scheduler
         ).take_over()
         if comm.rank_of(None) == 0:
-            recipes = dict.fromkeys(planned.routes[spec.name].recipe for spec in planned.specs)
-            for line in (*lines, *run.products.changes(recipes, header.fast_dtypes)):
+            lines += run.products.changes(planned.recipes, header.fast_dtypes)
+            for line in lines:
                 announce(f"ds_layerwise: {line}")
         run.scaling.take_over(
             header.loss_scaler,

@@ -105,10 +105,9 @@ def kept_of(
     """
     found = {}
     for name, route in routes.items():
-        if kept := {
-            key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as
-        }:
-            found.update({saved: kept for saved in names.get(name, (name,))})
+        kept = {key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as}
+        if kept:
+            found.update(dict.fromkeys(names.get(name, (name,)), kept))
     return found
 
 
@@ -123,11 +122,15 @@ def converted(
     """
     counts: Counter[tuple[str, str, str]] = Counter()
     for name in header.rules:
-        before, after = header.kept.get(name, {}), now.get(name, {})
-        for key in sorted({*before, *after}) if name not in fresh else ():
-            kinds = before.get(key, "float32"), after.get(key, "float32")
-            if kinds[0] != kinds[1]:
-                counts[(key, *kinds)] += 1
+        if name in fresh:
+            continue
+        kept = header.kept.get(name, {})
+        kept_now = now.get(name, {})
+        for key in {*kept, *kept_now}:
+            before = kept.get(key, "float32")
+            after = kept_now.get(key, "float32")
+            if before != after:
+                counts[key, before, after] += 1
     return [
         f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in "
         f"{after!r} here; it was converted"
@@ -185,11 +188,12 @@ def _whole(saved: Renamed, name: str) -> Tensor:
     return torch.cat([piece.master for piece in pieces])
 
 
-def _are_equal(saved: Renamed, *names: str) -> bool:
-    shapes = [saved.header.shapes[name] for name in names]
-    if shapes[0] != shapes[1]:
+def _are_equal(saved: Renamed, first: str, second: str) -> bool:
+    shapes = saved.header.shapes
+    if shapes[first] != shapes[second]:
         return False
-    first, second = (_whole(saved, name) for name in names)
+    one = _whole(saved, first)
+    other = _whole(saved, second)
     # DeepSpeed's converter may write the second name with the weights of the one parameter: its
     # master, rounded.
-    return any(torch.equal(first.to(dtype).to(second.dtype), second) for dtype in DTYPES.values())
+    return any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values())

@@ -104,10 +104,12 @@ def _all_sums(
     model: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
 ) -> dict[str, dict[int, tuple[int, int]]]:
     """Return the checksums of all tensors of all ranks, by their names in the file."""
-    named = {f"{MODEL}.{name}": value for name, value in model.items()}
+    mine = {}
+    for name, value in model.items():
+        mine[f"{MODEL}.{name}"] = sums_of(*held_of(value))
     for name, of in state.items():
-        named |= {f"{STATE}.{name}.{key}": value for key, value in of.items()}
-    mine = {name: sums_of(*held_of(value)) for name, value in named.items()}
+        for key, value in of.items():
+            mine[f"{STATE}.{name}.{key}"] = sums_of(*held_of(value))
     sums: dict[str, dict[int, tuple[int, int]]] = {}
     for of_rank in comm.gather_objects(mine, group=None):
         for name, blocks in of_rank.items():
@@ -184,7 +186,8 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     """Return the values of a group of the class of torch that updates a parameter; None if no
     class does.
     """
-    recipe, shape = route.recipe, route.matrix_shape or (1,)
+    recipe = route.recipe
+    shape = route.matrix_shape or (1,)
     if isinstance(recipe, AnyTorch):
         made = probe.make(recipe, torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
     elif recipe.rule in _CLASSES:

@@ -147,7 +147,11 @@ class AttentionLogits(StepObserver):
                 "layerwise.log_max_attention_logit is set; set one, or do not call "
                 "note_attention_logits"
             )
-        module = self._by_path.get(attention) if isinstance(attention, str) else attention
+        module: Any = attention
+        name: Any = type(attention)
+        if isinstance(attention, str):
+            module = self._by_path.get(attention)
+            name = attention
         if module is not None and not module.training:
             return
         if module in self._places:
@@ -155,7 +159,6 @@ class AttentionLogits(StepObserver):
         elif self.clip is None and not self._attentions:
             self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
         else:
-            name = attention if isinstance(attention, str) else type(attention)
             known = ", ".join(known.name for known in self._attentions)
             raise StepError(
                 f"note_attention_logits got {name}, which is not among the attention modules of "

@@ -29,6 +29,7 @@ from ds_layerwise.plan.routes.override_matching import grouped, require_members
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.routing.param_facts import facts_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.setup.run_settings import Settings
@@ -66,6 +67,11 @@ class Planned:
     """The norm groups of parameters that are in one."""
     left_out: tuple[str, ...]
     """Parameters that require a gradient, and that no group of the user has."""
+
+    @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipes of parameters, each once."""
+        return tuple(dict.fromkeys(self.routes[spec.name].recipe for spec in self.specs))
 
     @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -305,7 +311,7 @@ def _compare(
     described = [f"layerwise.links = {links}"]
     for spec in specs:
         route = routes[spec.name]
-        cut = f", cut (axis {route.tp_axis})" if route.is_cut else ""
+        cut = f", cut (axis {route.tp_axis})" * route.is_cut
         described.append(
             f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
             f"ep_size {spec.ep_size}, gradient sent in {spec.wire}{cut}"

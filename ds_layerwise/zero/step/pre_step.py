@@ -115,4 +115,6 @@ class BeforeUpdate:
         for _ in range(missed):
             self._run.progress.reduces()
             self._run.grad_sync.reduce()
-        return half_a_pass(outside=self._run.progress.outside) if broken and missed else None
+        if broken and missed:
+            return half_a_pass(outside=self._run.progress.outside)
+        return None
