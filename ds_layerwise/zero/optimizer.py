@@ -37,7 +37,7 @@ from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
-from ds_layerwise.zero.step.update import Update, timed
+from ds_layerwise.zero.step.update import timed, update
 from ds_layerwise.zero.verify.first_step import FirstStep
 
 
@@ -91,7 +91,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.interrupted = run.interrupted
         self.offloading = Offloading(run)
         self._before_update = BeforeUpdate(run, self.offloading)
-        self._update = Update(run)
 
         # In the order in which they listen.
         self.reports = Reports(run, self._before_update.agreement)
@@ -266,7 +265,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         self.progress.updates = step.number
         try:
-            self._update.run(step, self._observers)
+            update(self._run, step, self._observers)
         finally:
             if step.failed:
                 self.zero_grad()

@@ -13,7 +13,8 @@ from ds_layerwise.ranks.sync.bucket_scheduler import nothing_reduced
 from ds_layerwise.ranks.sync.grad_sync import half_a_pass
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.clip import Decision, Judge
+from ds_layerwise.zero.step import clip
+from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.param_guard import Guard
 from ds_layerwise.zero.step.unused_calls import warn_once
 
@@ -25,7 +26,6 @@ class BeforeUpdate:
         settings = run.settings
         self._run = run
         self._offloading = offloading
-        self._judge = Judge(run)
         self.guard = Guard(run)
         self.agreement = Agreement(
             run.ep_sizes,
@@ -55,13 +55,13 @@ class BeforeUpdate:
             )
         grad_sync = self._run.grad_sync
         idle = frozenset[str]()
-        sums = self._judge.nothing()
+        sums = clip.nothing(self._run)
         error = self._reduce(inside_pass)
         try:
             if error is None:
                 self._run.optimizer.check_groups()
                 idle = self.guard.check(grad_sync.got)
-                sums = self._judge.sums(idle)
+                sums = clip.sums_of(self._run, idle)
         except (RuntimeError, MemoryError) as caught:
             # The others are on their way to the sum, and some device may have no memory left for
             # what is summed.
@@ -80,7 +80,7 @@ class BeforeUpdate:
             self._run.progress.forget_reductions()
             raise nothing_reduced()
         self.same_weights.settle(bool(followed), bool(written))
-        return self._judge.decide(summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self, inside_pass: bool) -> Exception | None:
         """End the reductions of the step, and return what is wrong with this rank, if anything is:
