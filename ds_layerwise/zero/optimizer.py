@@ -112,19 +112,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             first_step=first_step,
             zero_grad=self.zero_grad,
         )
-        self._attach_hooks()
-        start_report.warn_of_zeros(run)
-        # One checkpoint group a parameter; see checkpoint.formats.regular.
-        self.bit16_groups = self.round_robin_bit16_groups = [
-            [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
-        ]
-
-    def _attach_hooks(self) -> None:
-        run = self._run
-        if self.config.overlap_param_gather:
-            run.param_sync.overlap_with_forward(run.model)
+        if config.overlap_param_gather:
+            run.param_sync.overlap_with_forward(model)
         # The nodes of autograd's graph last as long as somebody keeps them.
-        self._divided = divide_once(self._engine(), run.params.values())
+        self._divided = divide_once(engine, run.params.values())
         self._hooks = [*self._divided.values()]
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
@@ -132,6 +123,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
         for access in self._access:
             access.attach()
+        start_report.warn_of_zeros(run)
+        # One checkpoint group a parameter; see checkpoint.formats.regular.
+        self.bit16_groups = self.round_robin_bit16_groups = [
+            [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
+        ]
 
     # --- backward passes
 
@@ -193,11 +189,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         next one.
         """
         run = self._run
-        if pipeline_parallel and isinstance(run.grad_sync, GradSync):
-            self._check_tied(run.grad_sync)
+        grad_sync = run.grad_sync
+        if pipeline_parallel and isinstance(grad_sync, GradSync):
+            if not self._copies_are_checked:
+                copies = run.planned.saved_elsewhere - dict(run.tied).keys()
+                pipeline.check_copies(copies, grad_sync.accumulated())
+                self._copies_are_checked = True
             # The engine has done so for gradients that stay on the parameters, and ours do not.
             for name, group in run.tied:
-                run.grad_sync.sum_over(name, group=group)
+                grad_sync.sum_over(name, group=group)
         elif (
             self._backward_active_depth
             and not self._hooks_fired_this_backward
@@ -205,16 +205,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         ):
             return
         self.progress.reduces()
-        run.grad_sync.reduce()
+        grad_sync.reduce()
 
-    _tied_are_checked = False
-
-    def _check_tied(self, grad_sync: GradSync) -> None:
-        if not self._tied_are_checked:
-            tied = {name for name, _ in self._run.tied}
-            copies = self._run.planned.saved_elsewhere - tied
-            pipeline.check_copies(copies, grad_sync.accumulated())
-            self._tied_are_checked = True
+    _copies_are_checked = False
 
     def _passes_through(self) -> bool:
         """Tell whether the backward pass at hand is not one of this model.
