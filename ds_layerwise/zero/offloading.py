@@ -93,7 +93,7 @@ class Offloading:
         owned = run.owned
         states: list[Tensor] = []
         for state in owned.states.values():
-            states += [value for value in state.values() if value.dim()]
+            states += filter(Tensor.dim, state.values())
         tensors = {
             kind.lp_params: run.values.tensors,
             kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
@@ -101,12 +101,15 @@ class Offloading:
             kind.hp_params: owned.masters,
             kind.optim_states: (*states, *owned.scales),
         }
-        taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
+        first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
         memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
         for key, candidates in tensors.items():
-            memory[key] = [t for t in candidates if t.untyped_storage()._cdata not in taken]
-            taken |= {t.untyped_storage()._cdata for t in memory[key]}
+            memory[key] = [t for t in candidates if first.setdefault(_storage(t), key) is key]
         return memory
+
+
+def _storage(tensor: Tensor) -> object:
+    return tensor.untyped_storage()._cdata
 
 
 def _refuse(*_: object) -> None:

@@ -14,7 +14,9 @@ from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast import cost, host_pieces
+from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
@@ -164,17 +166,23 @@ class RunState:
         point.
         """
         settings = self.settings
+        planned = self.planned
         self.groups = {}
         for group in (*settings.expert_groups.values(), settings.group):
             self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
         wires = make_wires(
             group_pool.take(self.groups, self, self.device),
-            self.planned.where,
+            planned.where,
             device=self.device,
-            native=self.planned.reduction == "native",
-            rings=self.planned.rings,
+            native=planned.reduction == "native",
+            rings=in_levels(
+                planned.layout.buckets,
+                wires_of(planned.layout, planned.specs),
+                planned.links,
+                planned.reduction,
+            ),
         )
-        dtypes = {spec.name: DTYPES[spec.wire] for spec in self.planned.specs}
+        dtypes = {spec.name: DTYPES[spec.wire] for spec in planned.specs}
 
         def wire_dtype(bucket: Bucket) -> torch.dtype:
             return dtypes[bucket.slots[0].name]
@@ -193,7 +201,7 @@ class RunState:
                 wire_dtype=wire_dtype,
             )
             self.param_sync = ParamSync(
-                self.planned.layout, self.rank, self.params, self.values, wires=wires
+                planned.layout, self.rank, self.params, self.values, wires=wires
             )
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)

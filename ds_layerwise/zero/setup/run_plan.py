@@ -17,11 +17,10 @@ from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
-from ds_layerwise.plan.forecast.forecast import specs_of, wires_of
+from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.network.links import Links, links_of_run, unlike_the_run
 from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
-from ds_layerwise.plan.network.transport import InLevels, in_levels
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
@@ -81,13 +80,6 @@ class Planned:
             for saved in self.names[spec.name]:
                 shapes[saved] = spec.shape
         return shapes
-
-    @property
-    def rings(self) -> InLevels:
-        """The buckets that the backend reduces, and gathers, in two levels."""
-        return in_levels(
-            self.layout.buckets, wires_of(self.layout, self.specs), self.links, self.reduction
-        )
 
 
 def plan(
