@@ -47,7 +47,7 @@ class AttentionLogits(StepObserver):
         """The largest logits of the last step that was not skipped, over all ranks and parts of the
         model, by module.
         """
-        self._settings = run.settings
+        self._run = run
         self._updates = 0
         self._warned = False
         self._attentions: list[Attention] = []
@@ -59,24 +59,26 @@ class AttentionLogits(StepObserver):
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
             _check_hooks(self._attentions, run.planned.routes)
-        self._compare(run.model)
+        self._compare()
         start = 0
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
         # Whoever says what a module of unknown attention is called means one that may be in
         # evaluation.
-        self._by_path = {known.name: known.module for known in self._attentions}
-        self._by_path = self._by_path or dict(run.model.named_modules())
+        known = {attention.name: attention.module for attention in self._attentions}
+        self._by_path = known or dict(run.model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
-        self._outputs = self._find_outputs(run)
+        self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
+        if self.clip is not None:
+            self._find_outputs(self.clip)
         with comm.errors_on_all_ranks(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
 
-    def _compare(self, model: nn.Module) -> None:
+    def _compare(self) -> None:
         """Learn the attention of all parts of the model.
 
         Raises:
@@ -84,17 +86,17 @@ class AttentionLogits(StepObserver):
                 attention.
         """
         clipped = {attention.name: bool(attention.scaled) for attention in self._attentions}
-        parts = [(clipped, matched(model, self.clip))]
-        if self._settings.model_group is not None:
-            parts = comm.gather_objects(parts[0], group=self._settings.model_group)
-        everywhere: dict[str, bool] = {}
+        parts = [(clipped, matched(self._run.model, self.clip))]
+        if self._run.settings.model_group is not None:
+            parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)
+        everywhere: dict[str, None] = {}
+        self._never: set[str] = set()
         used: set[int] = set()
         for theirs, entries in parts:
-            for name, is_clipped in theirs.items():
-                everywhere[name] = everywhere.get(name, False) or is_clipped
+            everywhere.update(dict.fromkeys(theirs))
+            self._never.update(filter(theirs.get, theirs))
             used.update(entries)
         self._everywhere = list(everywhere)
-        self._never = {name for name, is_clipped in everywhere.items() if is_clipped}
         if self.clip is None:
             return
         for index, entry in enumerate(self.clip.attention):
@@ -110,17 +112,15 @@ class AttentionLogits(StepObserver):
                 '"blocks.*.attn", "heads": 8, "qkv": "qkv"}, or leave qk_clip out'
             )
 
-    def _find_outputs(self, run: RunState) -> dict[str, tuple[Tensor, Tensor, int, Any]]:
-        outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
-        if self.clip is None:
-            return outputs
+    def _find_outputs(self, clip: QkClip) -> None:
+        run = self._run
         for attention in self._attentions:
             for scaled in attention.scaled:
+                name = scaled.name
                 # The first update is compared for parameters of others.
-                if scaled.name in run.pieces or run.config.verify_first_step:
-                    shape = run.params[scaled.name].shape
-                    outputs[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
-        return outputs
+                if name in run.pieces or run.config.verify_first_step:
+                    shape = run.params[name].shape
+                    self._outputs[name] = _indices(scaled, shape, attention, clip, run.device)
 
     def destroy(self) -> None:
         """Look at no module any more."""
@@ -213,13 +213,15 @@ class AttentionLogits(StepObserver):
         Returns:
             The factors by parameter, at least of those of which this rank holds a piece.
         """
-        reduced = comm.max_over_ranks(self._noted.clone(), group=self._settings.group)
+        settings = self._run.settings
+        reduced = comm.max_over_ranks(self._noted.clone(), group=settings.group)
         self.restart()
-        own = {attention.name: reduced[place].max() for attention, place in self._places.values()}
-        none = torch.full_like(reduced[-1], -math.inf)
-        largest = torch.stack([*(own.get(name, none) for name in self._everywhere), reduced[-1]])
-        if self._settings.model_group is not None:
-            comm.max_over_ranks(largest, group=self._settings.model_group)
+        own = dict.fromkeys(self._everywhere, torch.full_like(reduced[-1], -math.inf))
+        for attention, place in self._places.values():
+            own[attention.name] = reduced[place].max()
+        largest = torch.stack([*own.values(), reduced[-1]])
+        if settings.model_group is not None:
+            comm.max_over_ranks(largest, group=settings.model_group)
         # The host waits once.
         values = torch.cat([largest, reduced]).tolist()
         by_module = dict(zip(self._everywhere, values))
@@ -246,7 +248,7 @@ class AttentionLogits(StepObserver):
             for name in names & self._outputs.keys():
                 unit, power, cols, axis = self._outputs[name]
                 factors[name] = Factors(units[unit] ** power, axis, cols)
-        if left and not self._warned and comm.rank_of(self._settings.group) == 0:
+        if left and not self._warned and self._run.rank == 0:
             self._warned = True
             announce(
                 f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
