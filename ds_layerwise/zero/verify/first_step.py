@@ -31,7 +31,6 @@ from torch import Tensor
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import State, UpdateError
-from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.owned.owned import MASTER
@@ -145,46 +144,43 @@ class FirstStep(StepObserver):
         return by_hand
 
     def _different_averages(self, passes: int) -> list[_Difference]:
-        different = []
-        for index, spec in enumerate(self._specs):
-            plain, bound = self._plain_average(spec, passes)
-            piece = self._run.pieces.get(spec.name)
-            if piece is None:
-                continue
-            start = piece.param_start
-            part = slice(start, start + piece.numel)
-            own = self._owned.reduced.piece(spec.name)
-            if text := _first_difference(own, plain[part], bound[part], start):
-                text = (
-                    f"{spec.name}: of its averaged gradient, {text}, by an all-reduce of what the "
-                    "backward passes of all ranks have left"
-                )
-                different.append((index, text))
-        return different
-
-    def _plain_average(self, spec: ParamSpec, passes: int) -> tuple[Tensor, Tensor]:
-        """Return the average over ranks of what was kept, and how far an element of another sum may
-        be from it; 1-D.
+        """Compare the averages at their owners with those of what was kept.
 
         Args:
             passes: the greatest number of backward passes of a rank.
         """
-        group = self._run.group_of(spec.name)
-        local = self._kept.pop(spec.name, None)
-        both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._run.device)
-        if local is not None:
-            local.fold(self._sums_in(spec.name))
-            both[0].copy_(local.total.reshape(-1))
-            both[1].copy_(local.sizes.reshape(-1))
-        comm.sum_over_ranks(both, group=group)
-        both.div_(self._run.settings.divide_by)
-        travels = torch.finfo(DTYPES[spec.wire])
-        summands = comm.size_of(group) * passes + 1
-        # What is near the least that the dtype has is rounded to that.
-        both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
-            summands * travels.tiny * travels.eps
-        )
-        return both[0], both[1]
+        run = self._run
+        different = []
+        for index, spec in enumerate(self._specs):
+            name = spec.name
+            group = run.group_of(name)
+            both = torch.zeros(2, spec.numel, dtype=torch.float32, device=run.device)
+            local = self._kept.pop(name, None)
+            if local is not None:
+                local.fold(self._sums_in(name))
+                both[0].copy_(local.total.reshape(-1))
+                both[1].copy_(local.sizes.reshape(-1))
+            comm.sum_over_ranks(both, group=group)
+            both.div_(run.settings.divide_by)
+            travels = torch.finfo(DTYPES[spec.wire])
+            summands = comm.size_of(group) * passes + 1
+            # What is near the least that the dtype has is rounded to that.
+            both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
+                summands * travels.tiny * travels.eps
+            )
+            piece = run.pieces.get(name)
+            if piece is None:
+                continue
+            start = piece.param_start
+            plain, bound = both[:, start : start + piece.numel]
+            own = self._owned.reduced.piece(name)
+            if text := _first_difference(own, plain, bound, start):
+                text = (
+                    f"{name}: of its averaged gradient, {text}, by an all-reduce of what the "
+                    "backward passes of all ranks have left"
+                )
+                different.append((index, text))
+        return different
 
     def _different_factors(
         self, decision: Decision, squares: Mapping[str, float]
@@ -225,6 +221,7 @@ class FirstStep(StepObserver):
         groups = self._run.optimizer.groups_now()
         keys = ["", *self._run.config.norm_groups]
         squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
+        layout = self._run.planned.layout
         failed = Interrupted()
         for index, spec in enumerate(self._specs):
             name = spec.name
@@ -235,7 +232,12 @@ class FirstStep(StepObserver):
             # Every rank of the group has all of it.
             squares[keys.index(key)] += norm.square() / comm.size_of(group)
             held = self._gathered(name)
-            if not failed and comm.rank_of(group) == self._comparing(index, name):
+            bucket = layout.bucket_of(name)
+            owner = index
+            if bucket.whole:
+                owner = bucket.owner(layout.slot(name)) // bucket.ep_size
+            # Not its owner, where there is another rank.
+            if not failed and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
                 # The others are on their way to the next parameter.
                 with failed:
                     self._compute(name, grad, held, step, groups)
@@ -283,17 +285,6 @@ class FirstStep(StepObserver):
             for key, value in held.items()
             if key == MASTER or plain.states[key].kept_as is None
         }
-
-    def _comparing(self, index: int, name: str) -> int:
-        """Return the rank of its group that compares the update of a parameter: not its owner,
-        where there is another.
-        """
-        layout = self._run.planned.layout
-        bucket = layout.bucket_of(name)
-        owner = index
-        if bucket.whole:
-            owner = bucket.owner(layout.slot(name)) // bucket.ep_size
-        return (owner + 1) % comm.size_of(self._run.group_of(name))
 
     # --- after it
 
