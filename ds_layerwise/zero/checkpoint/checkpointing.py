@@ -36,7 +36,6 @@ from ds_layerwise.zero.checkpoint.load_request import (
     check_names,
     converted,
     kept_of,
-    nothing_prepared,
 )
 from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
@@ -369,21 +368,25 @@ class Checkpointing:
         Raises:
             LayerWiseError: there is no load under way.
         """
-        if self.load is None:
-            raise nothing_prepared()
-        found = self.load.take()
+        load = self.load
+        if load is None or load.found is None:
+            raise LayerWiseError(
+                "finish_load() without prepare_load(): load through engine.load_checkpoint()"
+            )
+        found = load.found
+        load.found = None
         planned = self._run.planned
         owned = self._run.owned
         # Masters that are the weights, in float32, are copied over them.
         loaded = []
-        if self.load.weights_win:
+        if load.weights_win:
             loaded = [owned.values(bucket.index).clone() for bucket in planned.layout.buckets]
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
         # The engine has loaded weights that were rounded to another dtype, or none of what other
         # stages save, or none.
         are_others = found.header.dtypes != planned.layout.dtypes
-        masters_win = not self.load.weights_win and any(
+        masters_win = not load.weights_win and any(
             (found.universal, are_others, planned.saved_elsewhere)
         )
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
@@ -403,7 +406,7 @@ class Checkpointing:
             self.masters_from_weights()
         self._copy_others(found.others)
         if found.states:
-            self._take_over(found.header, wants_scheduler=self.load.wants_scheduler)
+            self._take_over(found.header, wants_scheduler=load.wants_scheduler)
             self._run.interrupted.forget()
         self.restart_step()
         if found.masters and not found.universal and masters_win:

@@ -82,17 +82,6 @@ class Load:
     alone: bool = False
     """True while an error of this rank is not one that all ranks have agreed on."""
 
-    def take(self) -> Found:
-        """Return what there is to take over, once.
-
-        Raises:
-            LayerWiseError: nothing was looked for.
-        """
-        found, self.found = self.found, None
-        if found is None:
-            raise nothing_prepared()
-        return found
-
 
 def kept_of(
     routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
@@ -136,13 +125,6 @@ def converted(
         f"{after!r} here; it was converted"
         for (key, before, after), count in sorted(counts.items())
     ]
-
-
-def nothing_prepared() -> LayerWiseError:
-    """The error for a second half without a first."""
-    return LayerWiseError(
-        "finish_load() without prepare_load(): load through engine.load_checkpoint()"
-    )
 
 
 #: What lets a load go on that lacks something, or has more.
