@@ -21,14 +21,12 @@ class Guard:
     def __init__(self, run: RunState) -> None:
         self._run = run
         self._model = run.model
-        self._modules = list(run.model.modules())
-        self._content = _content(self._modules)
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
         required = [param for param in self._at_start.values() if param.requires_grad]
         self._known = {*run.params.values(), *required}
-        self._frozen = self._outside()
         self._hidden: set[str] = set()
         self._reported: set[str] = set()
+        self._take_note()
 
     def check(self, got: Set[str]) -> frozenset[str]:
         """Return the names of what was trained at the start, is frozen by now, and is not among
@@ -94,15 +92,16 @@ class Guard:
                     "this name; put it back for the save, or make a new engine"
                 )
 
-    def _outside(self) -> dict[str, nn.Parameter]:
-        """Return the parameters, by name, that are in the model, and neither trained here nor left
-        to the user.
+    def _take_note(self) -> None:
+        """Take note of what is in the model, and of what is neither trained here nor left to the
+        user.
         """
-        return {
-            name: param
-            for name, param in self._model.named_parameters()
-            if param not in self._known
-        }
+        self._modules = list(self._model.modules())
+        self._content = _content(self._modules)
+        self._frozen = {}
+        for name, param in self._model.named_parameters():
+            if param not in self._known:
+                self._frozen[name] = param
 
     def _look_again(self) -> None:
         """Take note of a model that was taken apart and put together again.
@@ -127,9 +126,7 @@ class Guard:
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
         self._hidden = {name for name, param in self._run.params.items() if param not in reached}
-        self._frozen = self._outside()
-        self._modules = list(self._model.modules())
-        self._content = _content(self._modules)
+        self._take_note()
 
     def _warn_of(self, gone: Sequence[str]) -> None:
         """Warn once of ``gone`` parameters, which are not in the model any more."""
