@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, Piece, unwrapped
-from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
+from ds_layerwise.checkpoint.formats.headers import Sums, sums_of, write_beside
 from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, write
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
@@ -65,7 +65,11 @@ def state_dict(
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
-    sums = _all_sums(model, state)
+    named = {f"{MODEL}.{name}": value for name, value in model.items()}
+    for name, of in state.items():
+        for key, value in of.items():
+            named[f"{STATE}.{name}.{key}"] = value
+    sums = _all_sums(_parts_of(named))
     content: dict[str, Any] = {
         "model": model,
         "optim": {"state": state, "param_groups": groups},
@@ -100,20 +104,46 @@ def held_of(value: Tensor) -> tuple[Tensor, int]:
     return value, 0
 
 
-def _all_sums(
-    model: Mapping[str, Any], state: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return the checksums of all tensors of all ranks, by their names in the file."""
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The elements of a tensor of the file that one rank has."""
+
+    rank: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
+    sums: dict[int, tuple[int, int]]
+
+
+def _parts_of(named: Mapping[str, Tensor]) -> dict[str, dict[int, _Part]]:
+    """Return the parts that all ranks have of the tensors of a file, by name and first element.
+
+    Args:
+        named: those of this rank, by their names in the file.
+    """
+    rank = comm.rank_of(None)
     mine = {}
-    for name, value in model.items():
-        mine[f"{MODEL}.{name}"] = sums_of(*held_of(value))
-    for name, of in state.items():
-        for key, value in of.items():
-            mine[f"{STATE}.{name}.{key}"] = sums_of(*held_of(value))
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for name, value in named.items():
+        held, start = held_of(value)
+        sums = sums_of(held, start)
+        mine[name] = _Part(rank, start, held.numel(), tuple(value.shape), value.dtype, sums)
+    parts: dict[str, dict[int, _Part]] = {}
     for of_rank in comm.gather_objects(mine, group=None):
-        for name, blocks in of_rank.items():
-            sums.setdefault(name, {}).update(blocks)
+        for name, part in of_rank.items():
+            # Ranks that hold the same elements hold the same values.
+            parts.setdefault(name, {}).setdefault(part.start, part)
+    return parts
+
+
+def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
+    """Return the checksums of tensors, by their names in the file."""
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for name, of in parts.items():
+        sums[name] = {}
+        for part in of.values():
+            sums[name].update(part.sums)
     return sums
 
 
@@ -197,19 +227,6 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     return {key: value for key, value in made.param_groups[0].items() if key != "params"}
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """The elements of a tensor of the file that one rank has."""
-
-    rank: int
-    start: int
-    numel: int
-    shape: tuple[int, ...]
-    """The shape of the whole tensor."""
-    dtype: torch.dtype
-    sums: dict[int, tuple[int, int]]
-
-
 def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
     """Refuse a model of which no rank trains whole parameters.
 
@@ -238,32 +255,19 @@ def save_one_file(
     Raises:
         LayerWiseError: on every rank, if rank 0 cannot write.
     """
-    rank = comm.rank_of(None)
-    values: dict[str, Tensor] = {}
-    mine: dict[str, _Part] = {}
-    for param, key, value in tensors_of(pieces, header.shapes):
-        name = name_in_file(param, key)
-        held, start = held_of(value)
-        values[name] = held.reshape(-1)
-        mine[name] = _Part(
-            rank, start, held.numel(), tuple(value.shape), value.dtype, sums_of(held, start)
-        )
-    parts: dict[str, dict[int, _Part]] = {}
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
-    for of_rank in comm.gather_objects(mine, group=None):
-        for name, part in of_rank.items():
-            # Ranks that hold the same elements hold the same values.
-            parts.setdefault(name, {}).setdefault(part.start, part)
-            sums.setdefault(name, {}).update(part.sums)
+    named = {}
+    for name, key, value in tensors_of(pieces, header.shapes):
+        named[name_in_file(name, key)] = value
+    parts = _parts_of(named)
     first = {name: of[min(of)] for name, of in parts.items()}
     tensors = {}
     for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
         tensors[name] = (first[name].dtype, first[name].shape)
-    brought = _bring(tensors, parts, values, device)
+    brought = _bring(tensors, parts, named, device)
     with comm.errors_on_all_ranks(None):
         with (attempt := Attempt()):
-            if rank == 0:
-                beside = write_beside(header, scaler, sums)
+            if comm.rank_of(None) == 0:
+                beside = write_beside(header, scaler, _all_sums(parts))
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
         # The others go on sending where rank 0 cannot write.
@@ -284,10 +288,12 @@ def _bring(
     rank = comm.rank_of(None)
     for name in names:
         for _, part in sorted(parts[name].items()):
-            if part.rank == rank == 0:
-                yield mine[name]
-            elif part.rank == rank:
-                comm.send(mine[name].to(device).contiguous(), to=0)
+            if part.rank == rank:
+                held, _ = held_of(mine[name])
+                if rank == 0:
+                    yield held.reshape(-1)
+                else:
+                    comm.send(held.reshape(-1).to(device).contiguous(), to=0)
             elif rank == 0:
                 received = torch.empty(part.numel, dtype=part.dtype, device=device)
                 comm.receive(received, out_of=part.rank)
