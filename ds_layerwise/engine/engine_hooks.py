@@ -61,11 +61,11 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.step.loss_scaling import AUTOCAST_SCALE
-from ds_layerwise.zero.step.unused_calls import warn_once
+from ds_layerwise.zero.unused_calls import warn_once
 
 
 def _is_for_us(engine: DeepSpeedEngine) -> bool:

@@ -11,8 +11,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
 from ds_layerwise.optimizers.param_groups import cannot_load
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]

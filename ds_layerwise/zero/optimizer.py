@@ -23,6 +23,8 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
+from ds_layerwise.zero.interrupted import survivable
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
@@ -31,8 +33,6 @@ from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.gradient_share import divide_once
-from ds_layerwise.zero.step.interrupted import survivable
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
@@ -175,7 +175,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def exit_backward(self) -> None:
         """Leave a backward pass, which counts if it had gradients; see
-        :mod:`.zero.step.step_progress`.
+        :mod:`.zero.step_progress`.
         """
         engine = self._engine()
         # A rank whose loss reaches no parameter of ours has a part in the pass of the others.

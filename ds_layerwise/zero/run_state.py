@@ -23,13 +23,13 @@ from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero.interrupted import Interrupted
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.step.interrupted import Interrupted
-from ds_layerwise.zero.step.loss_scaling import LossScaling
-from ds_layerwise.zero.step.step_progress import Progress
+from ds_layerwise.zero.step_progress import Progress
 
 
 class RunState:

@@ -16,7 +16,7 @@ from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step import clip
 from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.param_guard import Guard
-from ds_layerwise.zero.step.unused_calls import warn_once
+from ds_layerwise.zero.unused_calls import warn_once
 
 
 class BeforeUpdate:

@@ -34,9 +34,9 @@ from ds_layerwise.optimizers.rule import State, UpdateError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.owned.owned import MASTER
+from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
-from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.verify.reference_step import PlainStep
 
