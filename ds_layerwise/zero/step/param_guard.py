@@ -43,7 +43,13 @@ class Guard:
             self._look_again()
         for name, param in self._frozen.items():
             if param.requires_grad and not has_optimizer(param):
-                raise self._untrained(name, param)
+                was = "frozen when" if self._at_start.get(name) is param else "added since"
+                raise StepError(
+                    f"{name} was {was} this engine was made, and has no optimizer, but requires a "
+                    "gradient; freeze it again, or save, and resume in a new engine; if the script "
+                    "trains it by another optimizer, let it require a gradient already when this "
+                    "engine is made"
+                )
         idle: list[str] = []
         unused: list[str] = []
         self.check_places()
@@ -137,14 +143,6 @@ class Guard:
                 "it as it is"
             )
         self._reported.update(gone)
-
-    def _untrained(self, name: str, param: nn.Parameter) -> StepError:
-        was = "frozen when" if self._at_start.get(name) is param else "added since"
-        return StepError(
-            f"{name} was {was} this engine was made, and has no optimizer, but requires a "
-            "gradient; freeze it again, or save, and resume in a new engine; if the script trains "
-            "it by another optimizer, let it require a gradient already when this engine is made"
-        )
 
 
 def _replaced(name: str) -> StepError:
