@@ -61,11 +61,11 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.zero import param_map
+from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
-from ds_layerwise.zero.setup import autocast, param_owner
+from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.step.unused_calls import warn_once
+from ds_layerwise.zero.unused_calls import warn_once
 
 
 def _is_for_us(engine: DeepSpeedEngine) -> bool:
@@ -322,9 +322,9 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         setattr(
             engine.module,
             UNIVERSAL_CHECKPOINT_INFO,
-            told_the_converter(built.checkpointing.planned.saved_shapes),
+            told_the_converter(built.saved_shapes),
         )
-    param_map.write(built)
+    built.write_param_map()
     patches.engines.add(engine)
     exit_saves.end_at_exit(engine)
     # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
@@ -442,7 +442,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         compute_grad_norm=compute_grad_norm,
         dynamic_loss_scale=is_autocast or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
-        loss_scale_args=autocast.LOSS_SCALE if is_autocast else engine.dynamic_loss_scale_args(),
+        loss_scale_args=AUTOCAST_SCALE if is_autocast else engine.dynamic_loss_scale_args(),
         host_ratio=run.host_ratio,
         pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence, Set
 from itertools import chain
-from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -104,26 +103,32 @@ def elsewhere(
         facts = facts_of(model, trained, overrides)
         used = matched(chain.from_iterable(facts.values()), overrides)
     names: Counter[str] = sum(comm.gather_objects(head_names(model), group=group), Counter())
-    here = comm.rank_of(group)
-    stage = SimpleNamespace(
-        tables=tables,
-        has_linears=bool(linears),
-        matched=used,
-        has_params=bool(params),
-        has_matrices=has_matrices(model, leave_out=tied),
-        head_shapes={tuple(weight.shape) for weight, _ in known_heads(model, names)},
+    heads = {tuple(weight.shape) for weight, _ in known_heads(model, names)}
+    matrices = has_matrices(model, leave_out=tied)
+    stages = comm.gather_objects(
+        (tables, heads, used, bool(linears), bool(params), matrices), group=group
     )
-    stages = comm.gather_objects(stage, group=group)
-    later = stages[here + 1 :]
+    here = comm.rank_of(group)
+    linear_after = matrices_elsewhere = False
+    followed = _tied_after(model, linears)
+    for index, stage in enumerate(stages):
+        tables |= stage[0]
+        heads |= stage[1]
+        used |= stage[2]
+        if index > here:
+            linear_after |= stage[3]
+            followed |= stage[4]
+        if index != here:
+            matrices_elsewhere |= stage[5]
     return Elsewhere(
-        tables=frozenset().union(*(stage.tables for stage in stages)),
-        linear_after=any(stage.has_linears for stage in later),
+        tables=frozenset(tables),
+        linear_after=linear_after,
         tied=frozenset(tied),
-        followed=any(stage.has_params for stage in later) or _tied_after(model, linears),
-        has_matrices=any(stage.has_matrices for stage in (*stages[:here], *later)),
+        followed=followed,
+        has_matrices=matrices_elsewhere,
         head_names=names,
-        head_shapes=frozenset().union(*(stage.head_shapes for stage in stages)),
-        matched=frozenset().union(*(stage.matched for stage in stages)),
+        head_shapes=frozenset(heads),
+        matched=used,
     )
 
 
@@ -131,10 +136,11 @@ def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) ->
     """Tell whether a layer with tied weights comes after that of the last of ``linears``: modules
     have another order.
     """
-    layer = linears[-1][0].partition(".")[0] if linears else ""
-    if not layer.isdecimal():
+    if not linears:
         return False
-    return any(isinstance(spec, TiedLayerSpec) for spec in model._layer_specs[int(layer) + 1 :])
+    layer = linears[-1][0].partition(".")[0]
+    later = model._layer_specs[int(layer) + 1 :] if layer.isdecimal() else ()
+    return any(isinstance(spec, TiedLayerSpec) for spec in later)
 
 
 def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int] | None:
@@ -162,17 +168,19 @@ def routes_of_all_stages(
         values = param_groups[route.group].items()
         hyper = {key: value for key, value in values if key in HYPER_KEYS}
         described[route.name] = f"{route.described()}, group of {hyper}"
-    stages = comm.gather_objects((list(routes.values()), described), group=group)
-    every = list(chain.from_iterable(routes for routes, _ in stages))
-    require_a_matrix(every)
-    said = [described for _, described in stages]
+    every: dict[str, Route] = {}
+    said = []
+    for theirs, texts in comm.gather_objects((dict(routes), described), group=group):
+        every.update(theirs)
+        said.append(texts)
+    require_a_matrix(every.values())
     if (found := _disagreement(said)) is not None:
         name, first, second = found
         raise LayoutError(
             f"{name} is shared by stages {first} and {second} of the pipeline, which would train "
             f"it differently: {said[first][name]}; {said[second][name]}"
         )
-    return {route.name: route for route in every}
+    return every
 
 
 def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
@@ -197,7 +205,9 @@ def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
     """Return the weights that other stages have, too, with the ranks that do; in the same order on
     all of them.
     """
-    return list(model.get_tied_weights_and_groups()) if isinstance(model, PipelineModule) else []
+    if not isinstance(model, PipelineModule):
+        return []
+    return list(model.get_tied_weights_and_groups())
 
 
 def check_copies(copies: Set[str], trained: Collection[str]) -> None:
@@ -225,6 +235,7 @@ def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
     """Return the names in the ``state_dict`` of the whole model, of which ``model`` may be a stage,
     and of its parameters.
     """
-    params = dict(model.named_parameters(remove_duplicate=False))
-    names = {*model.state_dict(), *params}
-    return names.union(*comm.gather_objects(names, group=group)) if is_pipeline(model) else names
+    names = {*model.state_dict(), *dict(model.named_parameters(remove_duplicate=False))}
+    if not is_pipeline(model):
+        return names
+    return names.union(*comm.gather_objects(names, group=group))

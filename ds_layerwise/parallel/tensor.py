@@ -49,22 +49,18 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()
         if hasattr(mpu, f"initialize_{what}_parallel") or size > 1:
             raise ConfigError(f"{what} parallelism (mpu) is not supported by this optimizer")
-    if autotp_size > 1:
-        _check_groups(mpu, autotp_size)
-
-
-def _check_groups(mpu: Any, autotp_size: int) -> None:
+    if autotp_size <= 1:
+        return
     rank = comm.rank_of(None)
-    index = rank % autotp_size
-    model = range(rank - index, rank - index + autotp_size)
-    data = range(index, comm.size_of(None), autotp_size)
-    for what, wanted in (("model", list(model)), ("data", list(data))):
+    first = rank - rank % autotp_size
+    same_parts = range(rank % autotp_size, comm.size_of(None), autotp_size)
+    for what, wanted in (("model", range(first, first + autotp_size)), ("data", same_parts)):
         ranks = list(comm.ranks_of(getattr(mpu, f"get_{what}_parallel_group")()))
-        if ranks != wanted:
+        if ranks != list(wanted):
             raise ConfigError(
                 f"mpu.get_{what}_parallel_group() has ranks {ranks} on rank {rank}, and "
-                f"tensor_parallel.autotp_size {autotp_size} makes a group of ranks {wanted}; leave "
-                "mpu out, or lay it out so"
+                f"tensor_parallel.autotp_size {autotp_size} makes a group of ranks "
+                f"{list(wanted)}; leave mpu out, or lay it out so"
             )
 
 

@@ -11,8 +11,8 @@ from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
 from ds_layerwise.optimizers.param_groups import cannot_load
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -26,15 +26,15 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     optimizer: torch.optim.Optimizer
     attention: AttentionLogits
     bit16_groups: list[list[nn.Parameter]]
+    custom_loss_scaler = False
+    external_loss_scale = None
+    torch_autocast_gradscaler = None
+    _global_grad_norm: torch.Tensor | None = None
+    _coalesce_grad_reduction = False
 
     def __init__(self, scaling: LossScaling) -> None:
         super().__init__()
         self.scaling = scaling
-        self.custom_loss_scaler = False
-        self.external_loss_scale = None
-        self.torch_autocast_gradscaler = None
-        self._global_grad_norm: torch.Tensor | None = None
-        self._coalesce_grad_reduction = False
 
     # --- what users and schedulers look at
 

@@ -25,7 +25,6 @@ class Offloading:
 
     def __init__(self, run: RunState) -> None:
         self._run = run
-        self._shapes = {name: param.shape for name, param in run.params.items()}
         self.parking = Parking()
         trained = set(run.params.values())
         # Nothing can be hooked to a scripted module.
@@ -55,14 +54,11 @@ class Offloading:
             room = self.parking.find_room(wanted, pin_memory=pin_memory)
         self.parking.park(room)
         if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:
-            for param in self._run.params.values():
-                # Whoever uses it meets an error of its shape.
-                param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+            self._run.take_away()
             if not self._hooks:
-                self._hooks += [
-                    module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-                    for module in self._holders
-                ]
+                for module in self._holders:
+                    hook = module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
+                    self._hooks.append(hook)
         get_accelerator().empty_cache()
 
     def reload(self) -> None:
@@ -73,9 +69,7 @@ class Offloading:
         """
         with comm.errors_on_all_ranks(None):
             self.parking.unpark()
-        for name, param in self._run.params.items():
-            if not param.numel():
-                param.data = self._run.values.param(name).view(self._shapes[name])
+        self._run.put_back()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -99,7 +93,7 @@ class Offloading:
         owned = run.owned
         states: list[Tensor] = []
         for state in owned.states.values():
-            states += [value for value in state.values() if value.dim()]
+            states += filter(Tensor.dim, state.values())
         tensors = {
             kind.lp_params: run.values.tensors,
             kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
@@ -107,12 +101,15 @@ class Offloading:
             kind.hp_params: owned.masters,
             kind.optim_states: (*states, *owned.scales),
         }
-        taken = {t.untyped_storage()._cdata for t in owned.host.tensors}
+        first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
         memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
         for key, candidates in tensors.items():
-            memory[key] = [t for t in candidates if t.untyped_storage()._cdata not in taken]
-            taken |= {t.untyped_storage()._cdata for t in memory[key]}
+            memory[key] = [t for t in candidates if first.setdefault(_storage(t), key) is key]
         return memory
+
+
+def _storage(tensor: Tensor) -> object:
+    return tensor.untyped_storage()._cdata
 
 
 def _refuse(*_: object) -> None:

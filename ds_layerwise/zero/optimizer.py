@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.runtime.torch_autocast import PARAM_COMM_DTYPE_ATTR_NAME
 from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import nn
@@ -22,22 +23,21 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
+from ds_layerwise.zero.interrupted import survivable
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup import autocast, numerics_context, param_owner
+from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.gradient_share import divide_once
-from ds_layerwise.zero.step.interrupted import Interrupted, survivable
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
-from ds_layerwise.zero.step.step_progress import Progress
-from ds_layerwise.zero.step.update import Update, timed
+from ds_layerwise.zero.step.update import timed, update
 from ds_layerwise.zero.verify.first_step import FirstStep
 
 
@@ -77,8 +77,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         planned = plan(model, optimizer, config, settings)
         self.routes = planned.routes
         self.specs = planned.specs
+        self.saved_shapes = planned.saved_shapes
         self.layout = planned.layout
-        run = RunState(model, optimizer, config, settings, planned)
+        run = RunState(model, optimizer, config, settings, planned, self._engine, self.scaling)
         self._run = run
         self._params = run.params
         param_owner.retire_owners(run.params.values())
@@ -86,54 +87,35 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         run.allocate()
         run.connect()
 
-        self.progress = Progress(self._engine)
-        self.interrupted = Interrupted()
+        self.progress = run.progress
+        self.interrupted = run.interrupted
         self.offloading = Offloading(run)
-        self._before_update = BeforeUpdate(run, self.offloading, self.interrupted, self.progress)
-        self._update = Update(run, self.interrupted)
+        self._before_update = BeforeUpdate(run, self.offloading)
 
         # In the order in which they listen.
         self.reports = Reports(run, self._before_update.agreement)
-        skipped = SkippedSteps(run, self.scaling)
-        self._observers: list[StepObserver] = [self.reports, skipped, self.attention]
-        first_step = FirstStep(run) if config.verify_first_step else None
-        if first_step is not None:
+        skipped = SkippedSteps(run)
+        self._observers: list[StepObserver] = [self.reports, skipped]
+        if self.attention.measures:
+            self._observers.append(self.attention)
+        first_step = None
+        if config.verify_first_step:
+            first_step = FirstStep(run)
             self._observers.append(first_step)
 
         self.checkpointing = Checkpointing(
-            engine=self._engine,
-            module=model,
-            config=config,
-            settings=settings,
-            planned=planned,
-            optimizer=optimizer,
-            owned=run.owned,
-            grad_sync=run.grad_sync,
-            param_sync=run.param_sync,
-            scaling=self.scaling,
-            products=run.products,
+            run,
             offloading=self.offloading,
-            progress=self.progress,
-            interrupted=self.interrupted,
-            zero_grad=self.zero_grad,
-            first_step=first_step,
+            guard=self._before_update.guard,
             attention=self.attention,
             skipped=skipped,
-            guard=self._before_update.guard,
+            first_step=first_step,
+            zero_grad=self.zero_grad,
         )
-        self._attach_hooks()
-        start_report.warn_of_zeros(run)
-        # One checkpoint group a parameter; see checkpoint.formats.regular.
-        self.bit16_groups = self.round_robin_bit16_groups = [
-            [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
-        ]
-
-    def _attach_hooks(self) -> None:
-        run = self._run
-        if self.config.overlap_param_gather:
-            run.param_sync.overlap_with_forward(run.model)
+        if config.overlap_param_gather:
+            run.param_sync.overlap_with_forward(model)
         # The nodes of autograd's graph last as long as somebody keeps them.
-        self._divided = divide_once(self._engine(), run.params.values())
+        self._divided = divide_once(engine, run.params.values())
         self._hooks = [*self._divided.values()]
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
@@ -141,6 +123,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
         for access in self._access:
             access.attach()
+        start_report.warn_of_zeros(run)
+        # One checkpoint group a parameter; see checkpoint.formats.regular.
+        self.bit16_groups = self.round_robin_bit16_groups = [
+            [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
+        ]
 
     # --- backward passes
 
@@ -150,7 +137,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
             for observer in self._observers:
-                observer.saw_gradient(name, param.grad)
+                if observer.looks and param.grad is not None:
+                    observer.saw_gradient(name, param.grad)
             if not self._coalesce_grad_reduction:
                 # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the
                 # last.
@@ -187,7 +175,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def exit_backward(self) -> None:
         """Leave a backward pass, which counts if it had gradients; see
-        :mod:`.zero.step.step_progress`.
+        :mod:`.zero.step_progress`.
         """
         engine = self._engine()
         # A rank whose loss reaches no parameter of ours has a part in the pass of the others.
@@ -201,11 +189,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         next one.
         """
         run = self._run
-        if pipeline_parallel and isinstance(run.grad_sync, GradSync):
-            self._check_tied(run.grad_sync)
+        grad_sync = run.grad_sync
+        if pipeline_parallel and isinstance(grad_sync, GradSync):
+            if not self._copies_are_checked:
+                copies = run.planned.saved_elsewhere - dict(run.tied).keys()
+                pipeline.check_copies(copies, grad_sync.accumulated())
+                self._copies_are_checked = True
             # The engine has done so for gradients that stay on the parameters, and ours do not.
             for name, group in run.tied:
-                run.grad_sync.sum_over(name, group=group)
+                grad_sync.sum_over(name, group=group)
         elif (
             self._backward_active_depth
             and not self._hooks_fired_this_backward
@@ -213,16 +205,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         ):
             return
         self.progress.reduces()
-        run.grad_sync.reduce()
+        grad_sync.reduce()
 
-    _tied_are_checked = False
-
-    def _check_tied(self, grad_sync: GradSync) -> None:
-        if not self._tied_are_checked:
-            tied = {name for name, _ in self._run.tied}
-            copies = self._run.planned.saved_elsewhere - tied
-            pipeline.check_copies(copies, grad_sync.accumulated())
-            self._tied_are_checked = True
+    _copies_are_checked = False
 
     def _passes_through(self) -> bool:
         """Tell whether the backward pass at hand is not one of this model.
@@ -273,7 +258,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         self.progress.updates = step.number
         try:
-            self._update.run(step, self._observers)
+            update(self._run, step, self._observers)
         finally:
             if step.failed:
                 self.zero_grad()
@@ -359,7 +344,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
         """Write masters and states of all parameters, whole, to one file of safetensors; see
-        :mod:`.single_file_states`.
+        :mod:`.whole_states`.
 
         Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the
         engine's counts, and the gradients of a step that is not over are not in it.
@@ -414,6 +399,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Return every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
         return start_report.routes(self._run)
 
+    def write_param_map(self) -> None:
+        """Write the file of ``layerwise.dump_param_map``, if there is one."""
+        start_report.write_param_map(self._run)
+
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is gone."""
         hooks = self.__dict__.pop("_hooks", None)
@@ -424,7 +413,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._run.release()
         param_owner.release(self._params.values())
         for param in self._params.values():
-            autocast.forget(param)
+            # The next engine may have another section for autocast, or none.
+            param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
         for access in self._access:
             access.detach()
         self.attention.destroy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +14,22 @@ from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast import cost, host_pieces
+from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero.interrupted import Interrupted
+from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.step_progress import Progress
 
 
 class RunState:
@@ -31,6 +37,9 @@ class RunState:
     read.
 
     :meth:`allocate` and then :meth:`connect` make what has memory and what has process groups.
+
+    Args:
+        engine: returns the engine, while there is one.
     """
 
     products: Products
@@ -52,23 +61,31 @@ class RunState:
         config: LayerWiseConfig,
         settings: Settings,
         planned: Planned,
+        engine: Callable[[], Any],
+        scaling: LossScaling,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
         self.config = config
         self.settings = settings
         self.planned = planned
+        self.engine = engine
+        self.scaling = scaling
+        self.progress = Progress(engine)
+        self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
+        self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
+        """The pieces of parameters that this rank owns, by name, in memory order."""
+        self.ep_sizes = {spec.name: spec.ep_size for spec in planned.specs}
+        """The number of ranks in a row with other experts under a name; in model order."""
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""
+        self._places: dict[str, Tensor] = {}
         self.device = next(iter(self.params.values())).device
-        names = {param: name for name, param in self.params.items()}
-        self.tied = [
-            (names[weight], group)
-            for weight, group in pipeline.tied_weights(model)
-            if weight in names
-        ]
+        self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other stages of a pipeline hold, too, and the ranks of those."""
+        for weight, group in pipeline.tied_weights(model):
+            self.tied += [(name, group) for name, param in self.params.items() if param is weight]
 
     def allocate(self) -> None:
         """Make the buffers, and move the parameters into theirs.
@@ -76,7 +93,7 @@ class RunState:
         Raises:
             LayerWiseError: on every rank, if one has no memory, on the device or page-locked.
         """
-        recipes = {route.recipe for route in self.planned.routes.values()}
+        recipes = self.planned.recipes
         self.products = Products.agree(recipes, self.device)
         with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
             self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
@@ -84,28 +101,43 @@ class RunState:
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
             self.optimizer.hold(
-                Held(
-                    self.params[piece.name],
-                    self.planned.routes[piece.name],
-                    piece,
-                    self.owned.states[piece.name],
-                )
-                for piece in self.planned.layout.pieces(self.rank)
+                Held(self.params[name], self.planned.routes[name], piece, self.owned.states[name])
+                for name, piece in self.pieces.items()
             )
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""
         param = self.params[name]
-        view = place.view(param.shape)
-        view.copy_(param.data)
-        param.data = view
+        self._places[name] = place.view(param.shape).copy_(param.data)
+        param.data = self._places[name]
+
+    def misplaced(self) -> str | None:
+        """Return the first parameter that does not lie in its place any more; None if all do."""
+        for name, param in self.params.items():
+            place = self._places[name]
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                return name
+        return None
+
+    def take_away(self) -> None:
+        """Let no parameter have its memory: whoever uses one meets an error of its shape."""
+        for param in self.params.values():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_away`."""
+        for name, param in self.params.items():
+            if not param.numel():
+                param.data = self._places[name]
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout
+        accumulated = self.settings.accumulation_dtype
         if self.settings.stage == 2:
             return None
-        accumulated = self.settings.accumulation_dtype
-        stored_as = {} if accumulated is None else dict.fromkeys(layout.dtypes, accumulated)
+        if accumulated is None:
+            return FlatBuffer(layout, self.device)
+        stored_as = dict.fromkeys(layout.dtypes, accumulated)
         return FlatBuffer(layout, self.device, stored_as=stored_as)
 
     def _make_owned(self) -> Owned:
@@ -134,38 +166,61 @@ class RunState:
         point.
         """
         settings = self.settings
+        planned = self.planned
         self.groups = {}
         for group in (*settings.expert_groups.values(), settings.group):
             self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
         wires = make_wires(
             group_pool.take(self.groups, self, self.device),
-            self.planned.where,
+            planned.where,
             device=self.device,
-            native=self.planned.reduction == "native",
-            rings=self.planned.rings,
+            native=planned.reduction == "native",
+            rings=in_levels(
+                planned.layout.buckets,
+                wires_of(planned.layout, planned.specs),
+                planned.links,
+                planned.reduction,
+            ),
         )
-        dtypes = {spec.name: DTYPES[spec.wire] for spec in self.planned.specs}
+        dtypes = {spec.name: DTYPES[spec.wire] for spec in planned.specs}
 
         def wire_dtype(bucket: Bucket) -> torch.dtype:
             return dtypes[bucket.slots[0].name]
 
         make: Callable[..., GradSync | EagerGradSync]
         if self.grads is None:
-            make = partial(
-                EagerGradSync,
+            make = partial(EagerGradSync, max_waiting=self.config.max_waiting_buckets)
+        else:
+            make = partial(GradSync, grads=self.grads)
+        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
+            self.grad_sync = make(
                 self.params,
                 self.owned.reduced,
-                max_waiting=self.config.max_waiting_buckets,
+                wires=wires,
+                divide_by=settings.divide_by,
+                wire_dtype=wire_dtype,
             )
-        else:
-            make = partial(GradSync, self.params, self.owned.reduced, self.grads)
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
-            self.grad_sync = make(wires=wires, divide_by=settings.divide_by, wire_dtype=wire_dtype)
             self.param_sync = ParamSync(
-                self.planned.layout, self.rank, self.params, self.values, wires=wires
+                planned.layout, self.rank, self.params, self.values, wires=wires
             )
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
+
+    def group_of(self, name: str) -> comm.Group:
+        """Return the ranks over which the parameter ``name`` is dealt out."""
+        return self.groups[self.ep_sizes[name]]
+
+    def whole(self, name: str, own: Callable[[str], Tensor]) -> Tensor:
+        """Return what the ranks have of the parameter ``name``, 1-D and float32, on all of them.
+
+        Args:
+            own: returns what this rank has of it, 1-D.
+        """
+        whole = torch.zeros(self.params[name].numel(), dtype=torch.float32, device=self.device)
+        piece = self.pieces.get(name)
+        if piece is not None:
+            whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))
+        return comm.sum_over_ranks(whole, group=self.group_of(name))
 
     def release(self) -> None:
         """Let others have the process groups of this run."""

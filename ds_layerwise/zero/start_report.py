@@ -1,16 +1,21 @@
-"""The report of an engine when it starts: its start-up table, and warnings of its weights."""
+"""The report of an engine when it starts: its start-up table, the file of its parameters, and
+warnings of its weights.
+"""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.utils import logger
 
-from ds_layerwise.errors import few
+from ds_layerwise.checkpoint.files.atomic import write_whole
+from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.param_list import listed
-from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.forecast.report import as_json, start_up_table
 from ds_layerwise.plan.routes.group_defaults import idle_keys
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
@@ -28,8 +33,7 @@ def warn_of_zeros(run: RunState) -> None:
     kept = {name for name, route in run.planned.routes.items() if keeps_zeros(route.recipe)}
     if not kept:
         return
-    own = kept.intersection(piece.name for piece in run.planned.layout.pieces(run.rank))
-    mine = [name for name in own if not run.owned.value(name).any()]
+    mine = [name for name in kept & run.pieces.keys() if not run.owned.value(name).any()]
     zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
     if zeros and run.rank == 0:
         logger.warning(
@@ -67,12 +71,40 @@ def routes(run: RunState) -> list[dict[str, Any]]:
     return listed(planned.routes, planned.specs, planned.layout, run.optimizer.groups_now())
 
 
+def write_param_map(run: RunState) -> None:
+    """Write the file of ``layerwise.dump_param_map``, if the config names one: a list as
+    ``ds-layerwise plan --list --json`` prints it, without seconds, of one element, or of one for
+    each stage of a pipeline.
+
+    Rank 0 writes, and whoever reads finds all of it or what was there before.
+
+    Raises:
+        ConfigError: on every rank, if rank 0 cannot write.
+    """
+    path = run.config.dump_param_map
+    if path is None:
+        return
+    plans = [{**as_json(forecast(run)), "parameters": routes(run)}]
+    if run.settings.model_group is not None and run.settings.tensor_group is None:
+        plans = comm.gather_objects(plans[0], group=run.settings.model_group)
+    text = json.dumps(plans) + "\n"
+    with comm.errors_on_all_ranks(None):
+        if comm.rank_of(None) == 0:
+            try:
+                write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))
+            except OSError as e:
+                raise ConfigError(
+                    f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
+                    f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
+                ) from e
+
+
 def table(run: RunState, attention: AttentionLogits) -> str:
     """Return the start-up table: who trains what and why, and what it costs each rank."""
     planned = run.planned
     optimizer = run.optimizer
     products = {}
-    for recipe in {route.recipe for route in planned.routes.values()}:
+    for recipe in planned.recipes:
         text = run.products.told(recipe)
         if text is not None:
             products[recipe] = text

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.owned import MASTER
 from ds_layerwise.zero.offloading import Offloading
@@ -37,12 +36,8 @@ class StateAccess:
         self._offloading = offloading
         self._param = run.params[name]
         self._owned = run.owned
-        bucket = run.planned.layout.bucket_of(name)
-        self._group = run.groups[bucket.ep_size]
-        self._piece: Piece | None = None
-        for piece in run.owned.pieces[bucket.index]:
-            if piece.name == name:
-                self._piece = piece
+        self._group = run.group_of(name)
+        self._piece = run.pieces.get(name)
 
     def attach(self) -> None:
         """Let DeepSpeed's functions find this on the parameter."""
@@ -71,14 +66,14 @@ class StateAccess:
         """
         self._wait()
         if optim_state_key is None:
-            return self._whole(lambda: self._owned.followed(self.name))
+            return self._whole(self._owned.followed)
         key = self._key(optim_state_key)
         if key == "step":
             step = torch.zeros((), dtype=torch.float32, device=self._param.device)
             if self._piece is not None and self._piece.param_start == 0:
                 step.copy_(self._owned.states[self.name][key])
             return comm.sum_over_ranks(step, group=self._group)
-        return self._whole(lambda: self._owned.value(self.name, key).view(-1))
+        return self._whole(lambda name: self._owned.value(name, key).view(-1))
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
@@ -122,7 +117,7 @@ class StateAccess:
             return own.view(self._param.shape).clone()
         divisor = self._run.grad_sync.divisor()
         # Of ranks that have refused a step some may have averages already.
-        return self._whole(lambda: self._owned.reduced.piece(self.name) / divisor)
+        return self._whole(lambda name: self._owned.reduced.piece(name) / divisor)
 
     @torch.no_grad()
     def set_full_hp_grad(self, value: Tensor) -> None:
@@ -139,7 +134,7 @@ class StateAccess:
         if own is not None:
             own.copy_(value.reshape(-1))
         elif part is not None:
-            self._owned.reduced.piece(self.name).copy_(part * divisor if divisor != 1 else part)
+            self._owned.reduced.piece(self.name).copy_(part * divisor)
 
     def _wait(self) -> None:
         self._offloading.check_not_offloaded()
@@ -166,9 +161,5 @@ class StateAccess:
         start = self._piece.param_start
         return value.reshape(-1)[start : start + self._piece.numel]
 
-    def _whole(self, piece: Callable[[], Tensor]) -> Tensor:
-        whole = torch.zeros(self._param.numel(), dtype=torch.float32, device=self._param.device)
-        if self._piece is not None:
-            start = self._piece.param_start
-            whole[start : start + self._piece.numel].copy_(piece())
-        return comm.sum_over_ranks(whole, group=self._group).view(self._param.shape)
+    def _whole(self, own: Callable[[str], Tensor]) -> Tensor:
+        return self._run.whole(self.name, own).view(self._param.shape)

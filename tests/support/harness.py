@@ -207,7 +207,7 @@ def _import_what_engines_import() -> None:
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
                    "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table",
-                   "ds_layerwise.engine.engine_hooks", "ds_layerwise.zero.param_map"):
+                   "ds_layerwise.engine.engine_hooks"):
         importlib.import_module(module)
     importlib.import_module("ds_layerwise.engine.contract.contract").missing()
     importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))

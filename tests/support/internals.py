@@ -117,4 +117,4 @@ def first_step(engine: Any) -> Any:
 
 def is_first_step_due(engine: Any) -> bool:
     """Whether the next update is to be compared with a plain one."""
-    return bool(first_step(engine).is_armed)
+    return bool(first_step(engine).looks)

@@ -20,7 +20,7 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support import checkpoints
 from tests.support.rooms import rooms
 
-pytestmark = [*rooms("headers", "single_file", "single_file_states", "dcp", "dcp_states", "safe_load"),
+pytestmark = [*rooms("headers", "single_file", "dcp", "whole_states", "safe_load"),
               pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 RULES = {"a.b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg"), "w": RuleRecord("kron", ("L", "momentum"), None)}

@@ -11,11 +11,11 @@ from ds_layerwise.checkpoint.formats import single_file
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.zero.checkpoint import single_file_states
+from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.checkpoints import write_one_file
 from tests.support.rooms import rooms
 
-pytestmark = rooms("single_file", "single_file_states")
+pytestmark = rooms("single_file", "whole_states")
 
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
          "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
@@ -51,17 +51,17 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
     said, sent = [], []
 
     def play(rank, gather):
-        monkeypatch.setattr(single_file_states.comm, "rank_of", lambda group: rank)
-        monkeypatch.setattr(single_file_states.comm, "gather_objects", gather)
-        single_file_states.save(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
+        monkeypatch.setattr(whole_states.comm, "rank_of", lambda group: rank)
+        monkeypatch.setattr(whole_states.comm, "gather_objects", gather)
+        whole_states.save_one_file(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
 
     def only_say(mine, group):
         said.append(mine)
         raise Stop
 
-    monkeypatch.setattr(single_file_states.comm, "errors_on_all_ranks", lambda group: nullcontext())
-    monkeypatch.setattr(single_file_states.comm, "send", lambda value, to: sent.append(value.clone()))
-    monkeypatch.setattr(single_file_states.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
+    monkeypatch.setattr(whole_states.comm, "errors_on_all_ranks", lambda group: nullcontext())
+    monkeypatch.setattr(whole_states.comm, "send", lambda value, to: sent.append(value.clone()))
+    monkeypatch.setattr(whole_states.comm, "receive", lambda into, out_of: into.copy_(sent.pop(0)))
     for rank in (0, 1):
         with pytest.raises(Stop):
             play(rank, only_say)

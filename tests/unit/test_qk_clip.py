@@ -148,7 +148,7 @@ def test_rows_of_every_kind(kind):
         assert attention.heads == 4 and attention.units == kv_heads
         for scaled in attention.scaled:
             shape = tuple(model.get_parameter(scaled.name).shape)
-            _, units, powers, cols, axis = _indices(scaled, shape, attention, clip, torch.device("cpu"))
+            units, powers, cols, axis = _indices(scaled, shape, attention, clip, torch.device("cpu"))
             expected = {}
             for head in range(4):
                 kv = head // (4 // kv_heads)
@@ -197,7 +197,7 @@ def test_a_witness_scales_as_we_do():
               for role, param in params.items()], lr=1e-30, qk_clip_threshold=4.0).step(
                   attention_max_logits={"a": largest})
     scaled = next(each for each in attention.scaled if each.name == name)
-    _, units, powers, cols, axis = _indices(scaled, tuple(weight.shape), attention, clip, torch.device("cpu"))
+    units, powers, cols, axis = _indices(scaled, tuple(weight.shape), attention, clip, torch.device("cpu"))
     Factors((4.0 / largest.clamp(min=4.0))[units] ** powers, axis, cols).scale_(weight.view(-1), 0)
     torch.testing.assert_close(weight.view(4, 10, -1)[:, :6].reshape(24, -1), params["query"].detach())
     torch.testing.assert_close(weight.view(4, 10, -1)[:, 6:].reshape(16, -1), params["query_rotary"].detach())

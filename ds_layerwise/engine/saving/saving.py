@@ -67,7 +67,8 @@ def _save_whole(
             _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.same_on_all_ranks("the checkpoint's tag", tag, [tag], group=None)
     commit_decoupled(engine)
-    with optimizer.checkpointing.saving(), ExitStack() as undo:
+    optimizer.checkpointing.begin_save()
+    with ExitStack() as undo:
         own_disks = engine.use_node_local_storage()
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=own_disks))
         if not writer.is_decoupled():

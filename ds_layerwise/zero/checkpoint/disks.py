@@ -72,7 +72,7 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
         LayerWiseError: on all ranks, if one does not see what was made for it; names that rank.
     """
     rank = comm.rank_of(None)
-    save_id: str = comm.gather_objects(secrets.token_hex(8) if rank == 0 else "", group=None)[0]
+    save_id: str = comm.gather_objects(secrets.token_hex(8), group=None)[0]
     is_owner = rank == 0
     if own_disks:
         with comm.errors_on_all_ranks(None):
@@ -152,7 +152,8 @@ def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
     """Return what ``look`` finds; None if it finds nothing for :data:`PATIENCE` seconds. ``folder``
     is listed in between, which lets a network file system forget what it remembers of it.
     """
-    until, pause = time.monotonic() + PATIENCE, 0.01
+    until = time.monotonic() + PATIENCE
+    pause = 0.01
     while (found := look()) is None and time.monotonic() < until:
         time.sleep(min(pause, max(0.0, until - time.monotonic())))
         pause = min(2 * pause, 2.0)
@@ -170,9 +171,10 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     with comm.errors_on_all_ranks(None):
         mine = atomic.save_ids(folder)
     everyone = comm.gather_objects(mine, group=None)
-    if len({here for here, _ in everyone}) == 1:
+    in_place = {here for here, _ in everyone}
+    if len(in_place) == 1:
         return
-    for save_id in sorted({here for here, _ in everyone if here}):
+    for save_id in sorted(filter(None, in_place)):
         if all(save_id in ids for ids in everyone):
             with comm.errors_on_all_ranks(None):
                 if may_move and mine[0] != save_id:

@@ -20,7 +20,7 @@ from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.zero.checkpoint.dcp_states import tied
+from ds_layerwise.zero.checkpoint.whole_states import tied
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,17 +82,6 @@ class Load:
     alone: bool = False
     """True while an error of this rank is not one that all ranks have agreed on."""
 
-    def take(self) -> Found:
-        """Return what there is to take over, once.
-
-        Raises:
-            LayerWiseError: nothing was looked for.
-        """
-        found, self.found = self.found, None
-        if found is None:
-            raise nothing_prepared()
-        return found
-
 
 def kept_of(
     routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
@@ -105,10 +94,9 @@ def kept_of(
     """
     found = {}
     for name, route in routes.items():
-        if kept := {
-            key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as
-        }:
-            found.update({saved: kept for saved in names.get(name, (name,))})
+        kept = {key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as}
+        if kept:
+            found.update(dict.fromkeys(names.get(name, (name,)), kept))
     return found
 
 
@@ -123,23 +111,20 @@ def converted(
     """
     counts: Counter[tuple[str, str, str]] = Counter()
     for name in header.rules:
-        before, after = header.kept.get(name, {}), now.get(name, {})
-        for key in sorted({*before, *after}) if name not in fresh else ():
-            kinds = before.get(key, "float32"), after.get(key, "float32")
-            if kinds[0] != kinds[1]:
-                counts[(key, *kinds)] += 1
+        if name in fresh:
+            continue
+        kept = header.kept.get(name, {})
+        kept_now = now.get(name, {})
+        for key in {*kept, *kept_now}:
+            before = kept.get(key, "float32")
+            after = kept_now.get(key, "float32")
+            if before != after:
+                counts[key, before, after] += 1
     return [
         f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in "
         f"{after!r} here; it was converted"
         for (key, before, after), count in sorted(counts.items())
     ]
-
-
-def nothing_prepared() -> LayerWiseError:
-    """The error for a second half without a first."""
-    return LayerWiseError(
-        "finish_load() without prepare_load(): load through engine.load_checkpoint()"
-    )
 
 
 #: What lets a load go on that lacks something, or has more.
@@ -185,11 +170,12 @@ def _whole(saved: Renamed, name: str) -> Tensor:
     return torch.cat([piece.master for piece in pieces])
 
 
-def _are_equal(saved: Renamed, *names: str) -> bool:
-    shapes = [saved.header.shapes[name] for name in names]
-    if shapes[0] != shapes[1]:
+def _are_equal(saved: Renamed, first: str, second: str) -> bool:
+    shapes = saved.header.shapes
+    if shapes[first] != shapes[second]:
         return False
-    first, second = (_whole(saved, name) for name in names)
+    one = _whole(saved, first)
+    other = _whole(saved, second)
     # DeepSpeed's converter may write the second name with the weights of the one parameter: its
     # master, rounded.
-    return any(torch.equal(first.to(dtype).to(second.dtype), second) for dtype in DTYPES.values())
+    return any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values())

@@ -16,7 +16,7 @@ Note: what is compared
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,13 +91,14 @@ class Resumption:
             ValueError: the checkpoint says something in the place of a number that is none.
         """
         groups = [dict(group) for group in self.optimizer.groups_now()]
-        for index, saved in enumerate(self.header.param_groups or ()):
-            group, built = groups[index], self.optimizer.built_with[index]
+        for index, saved in enumerate(self._saved):
+            group = groups[index]
+            built = self.optimizer.built_with[index]
+            before = self._before(index)
             # What another optimizer has under a name may be of another kind.
             held = {**built, **self.optimizer.param_groups[index]}
             if index in self.otherwise:
                 held = {"lr": group["lr"]}
-            before = self._before(index)
             for what, said in (("param_groups", saved), ("configured", before)):
                 check_kind(held, said, f"{what}[{index}]")
                 if said.get("lr") is None:
@@ -112,15 +113,16 @@ class Resumption:
 
     def take_over(self) -> list[str]:
         """Let the groups go on; return a line for each thing that has changed."""
+        scheduler = self.scheduler
         self.stays = {*_OF_THIS_RUN, *self.optimizer.fixed_keys}
-        of_deepspeed = type(self.scheduler).__module__ == lr_schedules.__name__
-        self.follows = bool(self.goes_on) and self.scheduler is not None and not of_deepspeed
-        if self.goes_on is False and self.scheduler is not None:
+        if scheduler is not None and self.goes_on:
+            self.follows = type(scheduler).__module__ != lr_schedules.__name__
+        elif scheduler is not None and self.goes_on is False:
             self.stays |= {*_IN_GROUPS, *_OF_MOMENTUM}
-            if getattr(self.scheduler, "cycle_momentum", _cycles(_state_of(self.scheduler))):
+            if getattr(scheduler, "cycle_momentum", _cycles(_state_of(scheduler))):
                 self.stays |= {"momentum", "betas"}
         lines = []
-        for index in range(len(self.header.param_groups or ())):
+        for index in range(len(self._saved)):
             if why := self._of_no_use(index):
                 lines.append(
                     f"param_groups[{index}] was saved by a run {why} go on, and those of the "
@@ -135,25 +137,28 @@ class Resumption:
             )
         return [*(self._line(*change) for change in self.changes), *lines]
 
+    @property
+    def _saved(self) -> Sequence[Mapping[str, Any]]:
+        """The groups of the checkpoint; none if this package did not write them."""
+        return self.header.param_groups or ()
+
     def _before(self, index: int) -> Mapping[str, Any]:
         """Return what the group was given when the run that was saved began."""
         if self.header.configured:
             return self.header.configured[index]
         # Version 0.1 wrote what a schedule had moved, which says where it began only if torch's
         # have written that down.
-        built, saved = self.optimizer.built_with[index], self._saved(index)
-        known = {key: saved.get(key, built[key]) for key in built}
+        built = self.optimizer.built_with[index]
+        saved = self._saved[index]
+        known = {key: saved.get(key, value) for key, value in built.items()}
         lr = known["lr"] if self.scheduler is None else built["lr"]
         return {**known, "lr": saved.get("initial_lr", lr)}
-
-    def _saved(self, index: int) -> Mapping[str, Any]:
-        return (self.header.param_groups or ())[index]
 
     def _of_no_use(self, index: int) -> str:
         """Say who saved a group whose values mean nothing to this run, and what it has instead;
         nothing if they do.
         """
-        was_named = _has_ratios(self._saved(index))
+        was_named = _has_ratios(self._saved[index])
         is_named = _has_ratios(self.optimizer.built_with[index])
         if was_named and not is_named:
             why = (
@@ -166,45 +171,48 @@ class Resumption:
         else:
             return ""
         if self.follows:
-            _set(self.optimizer.param_groups[index], "lr", self._saved(index)["lr"])
+            _set(self.optimizer.param_groups[index], "lr", self._saved[index]["lr"])
             self._move(index, ("lr",))
         return why
 
     def _take_group(self, index: int) -> None:
-        group, built = self.optimizer.param_groups[index], self.optimizer.built_with[index]
-        before, saved = self._before(index), self._saved(index)
-        for key, value in saved.items():
-            if key not in self.stays:
-                _set(group, key, value)
-        old, new = self.optimizer.named(before), self.optimizer.named(built)
+        built = self.optimizer.built_with[index]
+        before = self._before(index)
+        for key, value in self._saved[index].items():
+            self._give(index, key, value)
+        old = self.optimizer.named(before)
+        new = self.optimizer.named(built)
         different = [key for key in new if key in old and old[key] != new[key]]
         sets_lr = self.scheduler is not None and not self.follows and "lr" in different
-        taken = []
+        configured = dict(before)
         for key in different:
             is_taken = self.wins == "config" or sets_lr and key in _RATES
             self.changes.setdefault((key, str(old[key]), str(new[key]), is_taken), []).append(index)
             if is_taken:
-                taken.append(key)
-        configured = {**before, **self._follow_config(index, taken)}
+                configured |= self._take(index, key)
         # What overrides say of a rate is a ratio to it.
         configured["lr"] = configured["lr"] or built["lr"]
         self.optimizer.configured[index] = configured
 
-    def _follow_config(self, index: int, taken: Iterable[str]) -> dict[str, Any]:
-        """Let a group have the values of this run that ``taken`` names, and return them."""
-        group, built = self.optimizer.param_groups[index], self.optimizer.built_with[index]
-        given: dict[str, Any] = {}
-        for key in taken:
-            if key in _RATES:
-                given |= {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
-            else:
-                given[key] = built[key]
-            if key == "lr":
-                self._move(index, _IN_GROUPS)
-                given["lr"] = built["lr"]
-        for key in given.keys() - self.stays - {"lr"}:
-            _set(group, key, given[key])
+    def _take(self, index: int, key: str) -> dict[str, Any]:
+        """Let a group have what this run says of ``key``, and return the values that it is given
+        by.
+        """
+        built = self.optimizer.built_with[index]
+        if key in _RATES:
+            given = {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
+        else:
+            given = {key: built[key]}
+        for name, value in given.items():
+            self._give(index, name, value)
+        if key == "lr":
+            self._move(index, _IN_GROUPS)
+            given["lr"] = built["lr"]
         return given
+
+    def _give(self, index: int, key: str, value: Any) -> None:
+        if key not in self.stays:
+            _set(self.optimizer.param_groups[index], key, value)
 
     def _move(self, index: int, keys: Iterable[str]) -> None:
         """Move the rates under ``keys`` in a group, and in the scheduler's state, to where they

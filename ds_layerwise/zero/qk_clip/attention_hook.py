@@ -104,8 +104,7 @@ def _note(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    known = _watched.get(module)
-    note = None if known is None else known()
+    note = _watched.get(module, lambda: None)()
     if note is None or not module.training:
         return
     scaling = kwargs.get("scaling")

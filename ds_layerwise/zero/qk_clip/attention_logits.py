@@ -47,7 +47,7 @@ class AttentionLogits(StepObserver):
         """The largest logits of the last step that was not skipped, over all ranks and parts of the
         model, by module.
         """
-        self._settings = run.settings
+        self._run = run
         self._updates = 0
         self._warned = False
         self._attentions: list[Attention] = []
@@ -59,38 +59,44 @@ class AttentionLogits(StepObserver):
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
             _check_hooks(self._attentions, run.planned.routes)
-        self._compare(run.model)
+        self._compare()
         start = 0
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
         # Whoever says what a module of unknown attention is called means one that may be in
         # evaluation.
-        self._by_path = {known.name: known.module for known in self._attentions}
-        self._by_path = self._by_path or dict(run.model.named_modules())
+        known = {attention.name: attention.module for attention in self._attentions}
+        self._by_path = known or dict(run.model.named_modules())
         # Where nothing has to be known of modules, one more place is for all that are not.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
-        self._factors = self._find_factors(run)
+        self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
+        if self.clip is not None:
+            self._find_outputs(self.clip)
         with comm.errors_on_all_ranks(None):
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
 
-    def _compare(self, model: nn.Module) -> None:
+    def _compare(self) -> None:
         """Learn the attention of all parts of the model.
 
         Raises:
             ConfigError: an entry of the config is for no module of any part, or there is no
                 attention.
         """
-        names = [attention.name for attention in self._attentions]
-        clipped = {attention.name for attention in self._attentions if attention.scaled}
-        everyone = [(names, clipped, matched(model, self.clip))]
-        if self._settings.model_group is not None:
-            everyone = comm.gather_objects(everyone[0], group=self._settings.model_group)
-        self._everywhere = list(dict.fromkeys(sum((each[0] for each in everyone), [])))
-        self._never = set[str]().union(*(each[1] for each in everyone))
-        used = set[int]().union(*(each[2] for each in everyone))
+        clipped = {attention.name: bool(attention.scaled) for attention in self._attentions}
+        parts = [(clipped, matched(self._run.model, self.clip))]
+        if self._run.settings.model_group is not None:
+            parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)
+        everywhere: dict[str, None] = {}
+        self._never: set[str] = set()
+        used: set[int] = set()
+        for theirs, entries in parts:
+            everywhere.update(dict.fromkeys(theirs))
+            self._never.update(filter(theirs.get, theirs))
+            used.update(entries)
+        self._everywhere = list(everywhere)
         if self.clip is None:
             return
         for index, entry in enumerate(self.clip.attention):
@@ -102,23 +108,19 @@ class AttentionLogits(StepObserver):
         if not self._everywhere:
             raise ConfigError(
                 "layerwise.qk_clip finds attention in models of transformers, and none in this "
-                "one; say "
-                'where it is in layerwise.qk_clip.attention, like {"name": "blocks.*.attn", '
-                '"heads": 8, "qkv": "qkv"}, or leave qk_clip out'
+                'one; say where it is in layerwise.qk_clip.attention, like {"name": '
+                '"blocks.*.attn", "heads": 8, "qkv": "qkv"}, or leave qk_clip out'
             )
 
-    def _find_factors(self, run: RunState) -> dict[str, tuple[Attention, Tensor, Tensor, int, Any]]:
-        if self.clip is None:
-            return {}
-        own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
-        factors = {}
+    def _find_outputs(self, clip: QkClip) -> None:
+        run = self._run
         for attention in self._attentions:
             for scaled in attention.scaled:
+                name = scaled.name
                 # The first update is compared for parameters of others.
-                if scaled.name in own or run.config.verify_first_step:
-                    shape = run.params[scaled.name].shape
-                    factors[scaled.name] = _indices(scaled, shape, attention, self.clip, run.device)
-        return factors
+                if name in run.pieces or run.config.verify_first_step:
+                    shape = run.params[name].shape
+                    self._outputs[name] = _indices(scaled, shape, attention, clip, run.device)
 
     def destroy(self) -> None:
         """Look at no module any more."""
@@ -145,7 +147,11 @@ class AttentionLogits(StepObserver):
                 "layerwise.log_max_attention_logit is set; set one, or do not call "
                 "note_attention_logits"
             )
-        module = self._by_path.get(attention) if isinstance(attention, str) else attention
+        module: Any = attention
+        name: Any = type(attention)
+        if isinstance(attention, str):
+            module = self._by_path.get(attention)
+            name = attention
         if module is not None and not module.training:
             return
         if module in self._places:
@@ -153,7 +159,6 @@ class AttentionLogits(StepObserver):
         elif self.clip is None and not self._attentions:
             self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
         else:
-            name = attention if isinstance(attention, str) else type(attention)
             known = ", ".join(known.name for known in self._attentions)
             raise StepError(
                 f"note_attention_logits got {name}, which is not among the attention modules of "
@@ -187,8 +192,6 @@ class AttentionLogits(StepObserver):
         Raises:
             StepError: on every rank, if a logit is not finite, or a module never had one.
         """
-        if not self.measures:
-            return
         if step.decision.skipped:
             self.restart()
             return
@@ -210,49 +213,48 @@ class AttentionLogits(StepObserver):
         Returns:
             The factors by parameter, at least of those of which this rank holds a piece.
         """
-        reduced = comm.max_over_ranks(self._noted.clone(), group=self._settings.group)
+        settings = self._run.settings
+        reduced = comm.max_over_ranks(self._noted.clone(), group=settings.group)
         self.restart()
-        own = {attention.name: reduced[place].max() for attention, place in self._places.values()}
-        none = torch.full_like(reduced[-1], -math.inf)
-        largest = torch.stack([*(own.get(name, none) for name in self._everywhere), reduced[-1]])
-        if self._settings.model_group is not None:
-            comm.max_over_ranks(largest, group=self._settings.model_group)
+        own = dict.fromkeys(self._everywhere, torch.full_like(reduced[-1], -math.inf))
+        for attention, place in self._places.values():
+            own[attention.name] = reduced[place].max()
+        largest = torch.stack([*own.values(), reduced[-1]])
+        if settings.model_group is not None:
+            comm.max_over_ranks(largest, group=settings.model_group)
         # The host waits once.
         values = torch.cat([largest, reduced]).tolist()
         by_module = dict(zip(self._everywhere, values))
-        others = values[len(by_module)]
-        by_unit = values[len(largest) :]
         self._judge(by_module)
-        if others > -math.inf:
-            by_module[""] = others
+        by_module[""] = values[len(by_module)]
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
-        return self._scaled(reduced, by_unit, frozen, self.clip.threshold)
+        return self._scaled(reduced, values[len(largest) :], frozen, self.clip.threshold)
 
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        clipped: set[str] = set()
-        left: set[str] = set()
+        factors: dict[str, Factors] = {}
+        left = []
         for attention, place in self._places.values():
-            if max(by_unit[place]) > threshold:
-                is_frozen = any(scaled.name in frozen for scaled in attention.scaled)
-                (left if is_frozen else clipped).add(attention.name)
-        if left and not self._warned and comm.rank_of(self._settings.group) == 0:
+            if max(by_unit[place]) <= threshold:
+                continue
+            names = {scaled.name for scaled in attention.scaled}
+            if not names.isdisjoint(frozen):
+                left.append(attention.name)
+                continue
+            units = threshold / reduced[place].clamp(min=threshold)
+            for name in names & self._outputs.keys():
+                unit, power, cols, axis = self._outputs[name]
+                factors[name] = Factors(units[unit] ** power, axis, cols)
+        if left and not self._warned and self._run.rank == 0:
             self._warned = True
             announce(
                 f"ds_layerwise: queries or keys of {min(left)} were frozen after the start, and "
                 "are not clipped"
             )
-        if not clipped:
-            return {}
-        units = threshold / reduced.clamp(min=threshold)
-        return {
-            name: Factors(units[self._places[attention.module][1]][unit] ** power, axis, cols)
-            for name, (attention, unit, power, cols, axis) in self._factors.items()
-            if attention.name in clipped
-        }
+        return factors
 
     def _judge(self, largest: Mapping[str, float]) -> None:
         """Refuse logits that nothing can be done with.
@@ -319,9 +321,9 @@ def _flat(largest: Any) -> Tensor:
 
 def _indices(
     scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip, device: torch.device
-) -> tuple[Attention, Tensor, Tensor, int, Any]:
-    """Return how a parameter is scaled: its attention; the unit and the power of each output; its
-    number of columns; and the axis of outputs.
+) -> tuple[Tensor, Tensor, int, Any]:
+    """Return how a parameter is scaled: the unit and the power of each output; its number of
+    columns; and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
     units: list[int] = []
@@ -335,4 +337,4 @@ def _indices(
         powers += [power_of(role, clip.alpha)] * width
     unit = torch.tensor(units, dtype=torch.int64, device="cpu").to(device)
     power = torch.tensor(powers, dtype=torch.float32, device="cpu").to(device)
-    return attention, unit, power, shape[1] if len(shape) == 2 else 1, scaled.axis
+    return unit, power, math.prod(shape[1:]), scaled.axis

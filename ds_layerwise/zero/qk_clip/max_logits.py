@@ -71,14 +71,23 @@ def counts_for(
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
-        return _flash(query, key, mask, kwargs, causal)
+        # Rows end with the last key.
+        length = query.shape[2]
+        return _band(
+            key,
+            causal,
+            window=kwargs.get("sliding_window"),
+            shift=key.shape[2] - length,
+            sequences=_sequences(length, key.shape[2], query.device, kwargs),
+            mask=mask,
+        )
     if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
         allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., : key.shape[2]]
         return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
     if mask is None and implementation in ("eager", "sdpa"):
         # "eager" has no mask but the one that is given; in "sdpa" a causal one that is left out
         # begins with the first key.
-        return _band(key, causal and implementation == "sdpa" and query.shape[2] > 1, None, 0)
+        return _band(key, causal and implementation == "sdpa" and query.shape[2] > 1)
     raise StepError(
         f"the attention logits of {type(module).__name__} cannot be measured in implementation "
         f"{implementation!r} with a mask of {type(mask).__name__}; load the model with "
@@ -87,44 +96,39 @@ def counts_for(
     )
 
 
-def _band(key: Tensor, causal: bool, window: int | None, shift: int) -> Counts:
-    """Return the keys that are not in the future, nor too far away; ``window`` None: however far.
-    Row i stands at key i + ``shift``.
+def _band(
+    key: Tensor,
+    causal: bool,
+    *,
+    window: int | None = None,
+    shift: int = 0,
+    sequences: tuple[Tensor, Tensor] | None = None,
+    mask: Tensor | None = None,
+) -> Counts:
+    """Return the keys that are not in the future, nor too far away, nor of another sequence, nor
+    padded. Row i stands at key i + ``shift``.
+
+    Args:
+        window: how far keys may be away; None for any distance.
+        sequences: see :func:`_sequences`.
+        mask: (batch, tokens), which are real, as queries and as keys; None if all are.
     """
+    keys = key.shape[2]
 
     def counts(first: int, last: int) -> Tensor:
-        places = torch.arange(key.shape[2], device=key.device)
+        places = torch.arange(keys, device=key.device)
         away = torch.arange(first + shift, last + shift, device=key.device)[:, None] - places
         allowed = torch.ones_like(away, dtype=torch.bool)
         if causal:
             allowed &= away >= 0
         if window is not None:
             allowed &= away.abs() < window
-        return allowed
-
-    return counts
-
-
-def _flash(
-    query: Tensor, key: Tensor, mask: Tensor | None, kwargs: Mapping[str, Any], causal: bool
-) -> Counts:
-    """Return the keys that flash attention sees: rows end with the last key; tokens that are
-    padded, as query or as key, are left out; and sequences that are packed one after the other, by
-    their lengths or by positions that start again, are apart.
-    """
-    length = query.shape[2]
-    keys = key.shape[2]
-    band = _band(key, causal, kwargs.get("sliding_window"), keys - length)
-    sequences = _sequences(length, keys, query.device, kwargs)
-
-    def counts(first: int, last: int) -> Tensor:
-        allowed = band(first, last)
         if sequences is not None:
             of_query, of_key = sequences
-            allowed = allowed & (of_query[first:last, None] == of_key)
+            allowed &= of_query[first:last, None] == of_key
         if mask is not None:
             real = mask[:, -keys:].bool()
-            rows = real[:, keys - length :][:, first:last]
+            rows = real[:, shift:][:, first:last]
             allowed = allowed & (rows[:, :, None] & real[:, None, :])[:, None]
         return allowed
 

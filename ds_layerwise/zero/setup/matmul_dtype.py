@@ -10,7 +10,7 @@ Note: why it is decided once
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,11 +26,9 @@ from ds_layerwise.zero.setup import numerics_context
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """In which dtypes the devices of all ranks multiply much faster than in float32, by torch's
-    names.
-    """
+    """The dtypes in which the devices of all ranks multiply much faster than in float32."""
 
-    by_rank: tuple[tuple[str, ...] | None, ...]
+    by_rank: tuple[frozenset[torch.dtype] | None, ...]
     """None for a rank of which no setting asks."""
 
     @classmethod
@@ -40,36 +38,41 @@ class Products:
         Raises:
             LayerWiseError: on every rank, if one cannot multiply at all.
         """
+        mine = None
         with comm.errors_on_all_ranks(None), numerics_context.set_aside(device):
-            asks = any(_is_open(recipe) for recipe in recipes)
-            mine = (
-                tuple(sorted(dtype_name(dtype) for dtype in fast_dtypes(device))) if asks else None
-            )
+            if any(map(_is_open, recipes)):
+                mine = fast_dtypes(device)
         return cls(tuple(comm.gather_objects(mine, group=None)))
 
     @property
-    def fast(self) -> tuple[str, ...] | None:
-        """The dtypes that are fast on all ranks that ask; None if no rank asks."""
-        asked = [set(names) for names in self.by_rank if names is not None]
-        return tuple(sorted(set.intersection(*asked))) if asked else None
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """The dtypes that are fast on all ranks that ask, for rules; see
+        :meth:`.optimizers.rule.UpdateRule.on_device`.
+        """
+        asked = [dtypes for dtypes in self.by_rank if dtypes is not None]
+        return frozenset.intersection(*asked or [frozenset()])
 
     @property
-    def dtypes(self) -> frozenset[torch.dtype]:
-        """The fast dtypes for rules, see :meth:`.optimizers.rule.UpdateRule.on_device`."""
-        return _dtypes(self.fast or ())
+    def fast(self) -> tuple[str, ...] | None:
+        """The names of these, as a checkpoint has them; None if no rank asks."""
+        if all(dtypes is None for dtypes in self.by_rank):
+            return None
+        return tuple(sorted(map(dtype_name, self.dtypes)))
 
     def told(self, recipe: Recipe) -> str | None:
         """Return the dtype of ``recipe``'s products, for the start-up table, and why; None if it
         multiplies no matrices.
         """
-        taken = _products_in(recipe, self.fast or ())
+        taken = _products_in(recipe, self.dtypes)
         if taken is None or not _is_open(recipe):
             return taken
-        anywhere = sorted(set().union(*(names or () for names in self.by_rank)))
-        wanted = _products_in(recipe, anywhere)
+        wanted = _products_in(recipe, frozenset().union(*filter(None, self.by_rank)))
         if wanted == taken:
             return f"{taken} (measured)"
-        ranks = [str(rank) for rank, names in enumerate(self.by_rank) if wanted in (names or ())]
+        ranks = []
+        for rank, dtypes in enumerate(self.by_rank):
+            if DTYPES[str(wanted)] in (dtypes or ()):
+                ranks.append(str(rank))
         some = f"{len(ranks)} of {len(self.by_rank)} ranks alone: {few(ranks)}"
         return f"{taken} ({wanted} is faster on {some})"
 
@@ -79,27 +82,26 @@ class Products:
         """
         if saved is None or self.fast is None:
             return []
-        lines = []
+        lines: dict[str, None] = {}
         for recipe in recipes:
-            before, now = _products_in(recipe, saved), _products_in(recipe, self.fast)
+            before = _products_in(recipe, frozenset(map(DTYPES.__getitem__, saved)))
+            now = _products_in(recipe, self.dtypes)
             if before != now:
-                lines.append(
+                line = (
                     f"{recipe.rule} multiplied matrices in {before} where this was saved, and does "
                     f"in {now} here, so results differ by rounding; set optimizer.params.ns_dtype "
                     "in place of 'auto'"
                 )
-        return list(dict.fromkeys(lines))
+                lines[line] = None
+        return list(lines)
 
 
-def _products_in(recipe: Recipe, fast: Collection[str]) -> str | None:
-    dtype = rule_of(recipe).on_device(_dtypes(fast)).products_in
+def _products_in(recipe: Recipe, fast: frozenset[torch.dtype]) -> str | None:
+    dtype = rule_of(recipe).on_device(fast).products_in
     return None if dtype is None else dtype_name(dtype)
 
 
 def _is_open(recipe: Recipe) -> bool:
     """Tell whether the dtype of its products depends on the device."""
-    return _products_in(recipe, ("bfloat16", "float16")) != _products_in(recipe, ())
-
-
-def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
-    return frozenset(DTYPES[name] for name in names)
+    half = frozenset((torch.bfloat16, torch.float16))
+    return _products_in(recipe, half) != _products_in(recipe, frozenset())

@@ -9,7 +9,7 @@ Note: what is set aside here, and what is not
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -49,7 +49,14 @@ def set_aside(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _exact_float32() -> Iterator[None]:
     """Float32 products from float32 inputs: neither TF32 nor bf16 in their place."""
-    overall, by_backend = _overall(), _by_backend()
+    overall = None
+    # Only the words of newer releases may say what is set.
+    with suppress(RuntimeError):
+        overall = torch.get_float32_matmul_precision()
+    by_backend = {}
+    # Those are of torch 2.9.
+    if hasattr(torch._C, "_get_fp32_precision_getter"):
+        by_backend = {backend: _precision(backend) for backend in _BACKENDS}
     if overall not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
     for backend, precision in by_backend.items():
@@ -67,25 +74,6 @@ def _exact_float32() -> Iterator[None]:
                 _set(backend, "none")
             if _precision(backend) != precision:
                 _set(backend, precision)
-
-
-def _overall() -> str | None:
-    """The precision in the words that all releases know; None where only the newer ones can say
-    what is set.
-    """
-    try:
-        return torch.get_float32_matmul_precision()
-    except RuntimeError:
-        return None
-
-
-def _by_backend() -> dict[str, str]:
-    """The precision in the words of torch 2.9, of which older ones have none."""
-    return (
-        {backend: _precision(backend) for backend in _BACKENDS}
-        if hasattr(torch._C, "_get_fp32_precision_getter")
-        else {}
-    )
 
 
 def _precision(backend: str) -> str:

@@ -59,9 +59,7 @@ def retire_owners(params: Iterable[Tensor]) -> None:
     """End every optimizer that trains one of ``params``: whoever uses it, or its engine, is told
     so.
     """
-    for optimizer in {
-        id(owner): owner for param in params if (owner := _owners.get(param)) is not None
-    }.values():
+    for optimizer in dict.fromkeys(_owners[param] for param in params if param in _owners):
         optimizer.destroy()
         for name in _USES:
             setattr(optimizer, name, _refuse)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import nn
@@ -17,11 +17,10 @@ from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
-from ds_layerwise.plan.forecast.forecast import specs_of, wires_of
+from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.network.links import Links, links_of_run, unlike_the_run
 from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
-from ds_layerwise.plan.network.transport import InLevels, in_levels
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
@@ -29,6 +28,7 @@ from ds_layerwise.plan.routes.override_matching import grouped, require_members
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.routing.param_facts import facts_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.setup.run_settings import Settings
@@ -68,6 +68,11 @@ class Planned:
     """Parameters that require a gradient, and that no group of the user has."""
 
     @property
+    def recipes(self) -> tuple[Recipe, ...]:
+        """The recipes of parameters, each once."""
+        return tuple(dict.fromkeys(self.routes[spec.name].recipe for spec in self.specs))
+
+    @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes by name in a checkpoint, of the parameters of all ranks."""
         shapes = {}
@@ -75,13 +80,6 @@ class Planned:
             for saved in self.names[spec.name]:
                 shapes[saved] = spec.shape
         return shapes
-
-    @property
-    def rings(self) -> InLevels:
-        """The buckets that the backend reduces, and gathers, in two levels."""
-        return in_levels(
-            self.layout.buckets, wires_of(self.layout, self.specs), self.links, self.reduction
-        )
 
 
 def plan(
@@ -98,14 +96,10 @@ def plan(
             "other what they train with, by names; name its class in the config, as "
             "optimizer.params.matrix_optimizer"
         )
-    rules, elsewhere = (
-        optimizer.config,
-        pipeline.elsewhere(model, settings.model_group, config.overrides),
-    )
+    rules = optimizer.config
+    elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
-    tp_size = settings.tp_size
-    tp_rank = 0 if settings.tensor_group is None else comm.rank_of(settings.tensor_group)
     with comm.errors_on_all_ranks(None):
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
@@ -116,8 +110,8 @@ def plan(
             per_head=rules.per_head_muon,
             auto_split=config.auto_split,
             recipes=rules.recipes,
-            tp_size=tp_size,
-            tp_rank=tp_rank,
+            tp_size=settings.tp_size,
+            tp_rank=settings.tp_rank,
             elsewhere=elsewhere,
             experts=names,
             by_kind=ByKind.of(rules, config),
@@ -126,22 +120,13 @@ def plan(
         )
         optimizer.require_chosen_rates(routes)
         trained = {name: param for name, param in model.named_parameters() if name in routes}
-        specs = specs_of(
-            (
-                (name, tuple(param.shape), dtype_name(param.dtype))
-                for name, param in trained.items()
-            ),
-            routes,
-            tp_size=tp_size,
-            ep_size=ep_size,
-            wires={
-                name: dtype_name(_travels_in(param, settings)) for name, param in trained.items()
-            },
-        )
+        specs = _specs(trained, routes, ep_size, settings)
         check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=settings.host_ratio)
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        on_node = max(counts if tp_size == 1 else nodes.counts_on_nodes(range(len(where)), where))
+        on_node = max(counts)
+        if settings.tp_size > 1:
+            on_node = max(nodes.counts_on_nodes(range(len(where)), where))
         links = links_of_run(
             config.links, on_host=on_host, ranks_per_node=per_node, places=on_node // per_node
         )
@@ -155,25 +140,24 @@ def plan(
             reduction=reduction,
             stage=settings.stage,
         )
-    routes_elsewhere = (
-        {}
-        if elsewhere is None
-        else pipeline.routes_of_all_stages(routes, optimizer.param_groups, settings.model_group)
-    )
+    routes_elsewhere: dict[str, Route] = {}
+    if elsewhere is not None:
+        routes_elsewhere = pipeline.routes_of_all_stages(
+            routes, optimizer.param_groups, settings.model_group
+        )
     _compare(routes, specs, layout, optimizer, settings, links)
-    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host, tp_rank=tp_rank)
+    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
+    not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks(None):
-            check_copies(
-                {name: param for name, param in trained.items() if not routes[name].is_cut},
-                group=settings.tensor_group,
-            )
-    norm_groups = _norm_groups(model, trained, names, config, settings, tp_size=tp_size)
-    counted_elsewhere = frozenset(
-        name
-        for name, param in trained.items()
-        if getattr(param, "ds_pipe_replicated", False) or tp_rank > 0 and not routes[name].is_cut
-    )
+            check_copies(not_cut, group=settings.tensor_group)
+    norm_groups = _norm_groups(model, trained, names, config, settings)
+    counted_elsewhere = {
+        name for name, param in trained.items() if getattr(param, "ds_pipe_replicated", False)
+    }
+    if settings.tp_rank > 0:
+        counted_elsewhere.update(not_cut)
+    saved_elsewhere = counted_elsewhere if pipeline.is_pipeline(model) else ()
     return Planned(
         routes=routes,
         specs=specs,
@@ -183,15 +167,37 @@ def plan(
         where=tuple(where),
         names=names,
         routes_elsewhere=routes_elsewhere,
-        counted_elsewhere=counted_elsewhere,
-        saved_elsewhere=counted_elsewhere if pipeline.is_pipeline(model) else frozenset(),
+        counted_elsewhere=frozenset(counted_elsewhere),
+        saved_elsewhere=frozenset(saved_elsewhere),
         norm_groups=norm_groups,
-        left_out=tuple(
-            name
-            for name, param in model.named_parameters()
-            if param.requires_grad and param.numel() and name not in routes
-        ),
+        left_out=tuple(name for name, _ in _wants_training(model) if name not in routes),
     )
+
+
+def _wants_training(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters that require a gradient, and have any elements, by name."""
+    for name, param in model.named_parameters():
+        if param.requires_grad and param.numel():
+            yield name, param
+
+
+def _specs(
+    trained: Mapping[str, nn.Parameter],
+    routes: Mapping[str, Route],
+    ep_size: Mapping[str, int],
+    settings: Settings,
+) -> list[ParamSpec]:
+    """Return what the planner needs to know of the parameters."""
+    accumulated = settings.accumulation_dtype if settings.stage == 1 else None
+    params = []
+    wires = {}
+    for name, param in trained.items():
+        wire = settings.wire_dtype or accumulated or param.dtype
+        if settings.autocast:
+            wire = get_comm_dtype(param)
+        wires[name] = dtype_name(wire)
+        params.append((name, tuple(param.shape), dtype_name(param.dtype)))
+    return specs_of(params, routes, tp_size=settings.tp_size, ep_size=ep_size, wires=wires)
 
 
 def _norm_groups(
@@ -200,8 +206,6 @@ def _norm_groups(
     names: Mapping[str, Sequence[str]],
     config: LayerWiseConfig,
     settings: Settings,
-    *,
-    tp_size: int,
 ) -> dict[str, str]:
     """Return the norm groups of those of ``trained`` that are in one.
 
@@ -214,16 +218,16 @@ def _norm_groups(
     if not groups:
         return {}
     with comm.errors_on_all_ranks(None):
-        facts = facts_of(model, trained, groups.values(), tp_size=tp_size, experts=names)
+        facts = facts_of(model, trained, groups.values(), tp_size=settings.tp_size, experts=names)
         mine = grouped(facts, groups)
     stages = [{name: mine.get(name) for name in trained}]
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
     with comm.errors_on_all_ranks(None):
-        members: set[str | None] = set()
+        members: set[Any] = set()
         for stage in stages:
             members.update(stage.values())
-        require_members(groups, {name for name in members if name is not None})
+        require_members(groups, members)
         pipeline.check_norm_groups(stages)
     return mine
 
@@ -236,14 +240,8 @@ def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tupl
     own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
     if settings.tensor_group is None:
         return own
-    all_of_them = comm.gather_objects(own, group=settings.tensor_group)
-    return (
-        min(per_node for per_node, _ in all_of_them),
-        max(
-            (counts for _, counts in all_of_them),
-            key=lambda counts: (max(counts) - min(counts), max(counts)),
-        ),
-    )
+    per_node, counts = zip(*comm.gather_objects(own, group=settings.tensor_group), strict=True)
+    return min(per_node), max(counts, key=lambda each: (max(each) - min(each), max(each)))
 
 
 def _tell(
@@ -254,7 +252,6 @@ def _tell(
     *,
     per_node: int,
     on_host: bool,
-    tp_rank: int,
 ) -> None:
     """Say on one rank what the ways of buckets were chosen for, where that is not what somebody
     might think.
@@ -263,10 +260,10 @@ def _tell(
     if unlike and comm.rank_of(None) == 0:
         announce(f"ds_layerwise: {unlike}")
     # Each stage of a pipeline has ranks of its own, and says it for them.
-    if per_node < max(counts) and comm.rank_of(settings.group) == tp_rank == 0:
+    if per_node < max(counts) and comm.rank_of(settings.group) == settings.tp_rank == 0:
         if len(set(counts)) == 1:
             counts = nodes.counts_on_nodes(range(len(where)), where)
-        shown = ", ".join(map(str, counts[:_FEW])) + (", ..." if len(counts) > _FEW else "")
+        shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
         announce(
             f"ds_layerwise: nodes have different numbers of ranks, {shown}: sums are not made "
             "inside nodes first, and ways of buckets are chosen as for one rank a node; start "
@@ -282,21 +279,12 @@ def _ep_sizes(
     for param_group in optimizer.param_groups:
         given.update(param_group["params"])
     sizes = {}
-    for name, param in model.named_parameters():
-        if param.requires_grad and param.numel() and param in given:
-            is_expert = is_moe_param(param)
-            group = param.group_name if is_expert else ""  # type: ignore[attr-defined]
-            sizes[name] = settings.ep_size(name, group) if is_expert else 1
+    for name, param in _wants_training(model):
+        if param in given:
+            sizes[name] = 1
+            if is_moe_param(param):
+                sizes[name] = settings.ep_size(name, param.group_name)  # type: ignore[attr-defined]
     return sizes
-
-
-def _travels_in(param: nn.Parameter, settings: Settings) -> torch.dtype:
-    """Return the dtype that the gradient of ``param`` travels in."""
-    if settings.autocast:
-        dtype: torch.dtype = get_comm_dtype(param)
-        return dtype
-    accumulated = settings.accumulation_dtype if settings.stage == 1 else None
-    return settings.wire_dtype or accumulated or param.dtype
 
 
 def _compare(
@@ -315,7 +303,7 @@ def _compare(
     described = [f"layerwise.links = {links}"]
     for spec in specs:
         route = routes[spec.name]
-        cut = f", cut (axis {route.tp_axis})" if route.is_cut else ""
+        cut = f", cut (axis {route.tp_axis})" * route.is_cut
         described.append(
             f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
             f"ep_size {spec.ep_size}, gradient sent in {spec.wire}{cut}"
@@ -324,15 +312,11 @@ def _compare(
         hyper = {key: value for key, value in group.items() if key in HYPER_KEYS}
         described.append(f"param_groups[{i}] with {hyper}")
     digest = comm.digest_of([layout.digest(), *described])
-    with comm.errors_on_all_ranks(None):
-        comm.same_on_all_ranks("the layout", digest, described, group=settings.group)
+    compared = [("the layout", settings.group)]
     if settings.tensor_group is not None:
+        # Owners of parts of the same matrices update them in the same order, so that their
+        # collectives meet.
+        compared.append(("the layout of tensor-parallel parts", settings.tensor_group))
+    for what, group in compared:
         with comm.errors_on_all_ranks(None):
-            # Owners of parts of the same matrices update them in the same order, so that their
-            # collectives meet.
-            comm.same_on_all_ranks(
-                "the layout of tensor-parallel parts",
-                digest,
-                described,
-                group=settings.tensor_group,
-            )
+            comm.same_on_all_ranks(what, digest, described, group=group)

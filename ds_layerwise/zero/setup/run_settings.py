@@ -4,32 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
-
-
-class Timer(Protocol):
-    """A timer of DeepSpeed's."""
-
-    def start(self) -> None:
-        """Begin to count."""
-
-    def stop(self) -> None:
-        """Add up what has passed."""
-
-
-class Timers(Protocol):
-    """DeepSpeed's timers by name, or what stands in for them where nobody looks."""
-
-    def __call__(self, name: str) -> Timer:
-        """The timer of that name."""
-
-    def log(self, names: list[str]) -> None:
-        """Print what they have counted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +55,8 @@ class Settings:
     host_ratio: float
     """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool
-    timers: Timers
+    timers: Any
+    """DeepSpeed's timers by name, or what stands in for them where nobody looks."""
     may_be_unused: bool
     """True if a step may be without a gradient of a parameter that requires one."""
     without_effect: tuple[str, ...] = ()
@@ -86,6 +67,11 @@ class Settings:
         """The number of parts that tensor parallelism has cut the model into."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
+    @property
+    def tp_rank(self) -> int:
+        """The number of the part that this rank holds."""
+        return 0 if self.tensor_group is None else comm.rank_of(self.tensor_group)
+
     def ep_size(self, expert: str, group_name: str) -> int:
         """Return how many ranks in a row hold other experts under the name of ``expert``, of that
         group, than this rank.
@@ -93,7 +79,8 @@ class Settings:
         Raises:
             ConfigError: its ranks are in another order than that.
         """
-        group, rank = self.expert_groups[group_name], comm.rank_of(self.group)
+        group = self.expert_groups[group_name]
+        rank = comm.rank_of(self.group)
         ep_size = comm.size_of(self.group) // comm.size_of(group)
         if comm.rank_of(group) != rank // ep_size:
             raise ConfigError(

@@ -50,87 +50,91 @@ class Decision:
         return self.overflow or self.above is not None
 
 
-class Judge:
-    """Adds up what the decision needs, and decides by the sums over all ranks.
+def nothing(run: RunState) -> Tensor:
+    """Return the sums of a rank that has nothing to add."""
+    config = run.config
+    numel = 2 + len(config.norm_groups) + config.log_num_zeros_in_grad
+    return torch.zeros(numel, device=run.device, dtype=widest_float())
+
+
+def sums_of(run: RunState, idle: Collection[str]) -> Tensor:
+    """Return the sums of this rank: squares of what is in no norm group, and of what must be
+    finite; then of each group; then the number of zeros.
 
     Norms are of whole parameters, each counted once, however they are cut and whoever has copies. A
     norm group with a bound of its own counts in its own norm alone, as the group "mtp" of
-    Megatron-LM does; one without counts in both.
+    Megatron-LM does; one without counts in both. Where a model is cut, what several of its ranks
+    have alike counts once, but any of them may find it not finite.
+
+    Args:
+        idle: the parameters that are frozen here, and got no gradient.
     """
+    reduced = run.owned.reduced
+    elsewhere = run.planned.counted_elsewhere
+    sums = nothing(run)
+    if run.config.log_num_zeros_in_grad:
+        sums[-1] = reduced.number_of_zeros(leave_out={*elsewhere, *idle})
+    if run.settings.compute_grad_norm or run.settings.check_overflow:
+        group_of = run.planned.norm_groups
+        rest = reduced.sum_of_squares(leave_out={*elsewhere, *group_of})
+        groups = []
+        for key in run.config.norm_groups:
+            members = frozenset(name for name, group in group_of.items() if group == key)
+            groups.append(reduced.sum_of_squares(leave_out=elsewhere, only=members))
+        everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
+        sums[: 2 + len(groups)] = torch.stack([rest, everything, *groups])
+    return sums
 
-    def __init__(self, run: RunState) -> None:
-        settings = run.settings
-        self._owned = run.owned
-        self._elsewhere = run.planned.counted_elsewhere
-        self._group_of = run.planned.norm_groups
-        self._groups = run.config.norm_groups
-        self._threshold = run.config.grad_norm_skip_threshold
-        self._counts_zeros = run.config.log_num_zeros_in_grad
-        self._checks_overflow = settings.check_overflow
-        self._shows_norm = settings.compute_grad_norm
-        self._looks = settings.compute_grad_norm or settings.check_overflow
 
-    def nothing(self) -> Tensor:
-        """Return the sums of a rank that has nothing to add."""
-        numel = 2 + len(self._groups) + self._counts_zeros
-        return torch.zeros(numel, device=self._owned.device, dtype=widest_float())
+def decide(
+    run: RunState,
+    sums: Sequence[float],
+    frozen: frozenset[str],
+    *,
+    clip_grad: float,
+    loss_scale: float,
+) -> Decision:
+    """Decide by the ``sums`` over all ranks.
 
-    def sums(self, idle: Collection[str]) -> Tensor:
-        """Return the sums of this rank: squares of what is in no norm group, and of what must be
-        finite; then of each group; then the number of zeros.
-
-        Where a model is cut, what several of its ranks have alike counts once, but any of them may
-        find it not finite.
-
-        Args:
-            idle: the parameters that are frozen here, and got no gradient.
-        """
-        reduced = self._owned.reduced
-        sums = self.nothing()
-        if self._counts_zeros:
-            sums[-1] = reduced.number_of_zeros(leave_out={*self._elsewhere, *idle})
-        if self._looks:
-            rest = reduced.sum_of_squares(leave_out={*self._elsewhere, *self._group_of})
-            groups = []
-            for key in self._groups:
-                members = frozenset(name for name, group in self._group_of.items() if group == key)
-                groups.append(reduced.sum_of_squares(leave_out=self._elsewhere, only=members))
-            everything = reduced.sum_of_squares() if self._elsewhere else sum(groups, rest)
-            sums[: 2 + len(groups)] = torch.stack([rest, everything, *groups])
-        return sums
-
-    def decide(
-        self, sums: Sequence[float], frozen: frozenset[str], *, clip_grad: float, loss_scale: float
-    ) -> Decision:
-        """Decide by the ``sums`` over all ranks.
-
-        Args:
-            clip_grad: the bound of the norm; 0 for none.
-        """
-        squares = dict(zip(self._groups, sums[2:], strict=False))
-        norms = {key: math.sqrt(square) / loss_scale for key, square in squares.items()}
-        together = [squares[key] for key, group in self._groups.items() if not group.is_apart]
-        norm = math.sqrt(sums[0] + math.fsum(together)) / loss_scale
-        factors = {}
-        for name, key in self._group_of.items():
-            bound = self._groups[key].gradient_clipping
-            if bound is not None:
-                factors[name] = _factor(norms[key], bound, loss_scale)
-        overflow = self._checks_overflow and not math.isfinite(sums[1])
-        is_above = self._threshold is not None and self._threshold < norm < math.inf
+    Args:
+        clip_grad: the bound of the norm; 0 for none.
+    """
+    config = run.config
+    settings = run.settings
+    rest, everything, *more = sums
+    together = []
+    norms = {}
+    for square, (key, group) in zip(more, config.norm_groups.items(), strict=False):
+        norms[key] = math.sqrt(square) / loss_scale
+        if not group.is_apart:
+            together.append(square)
+    norm = math.sqrt(rest + math.fsum(together)) / loss_scale
+    factors = {}
+    for name, key in run.planned.norm_groups.items():
+        bound = config.norm_groups[key].gradient_clipping
+        if bound is not None:
+            factors[name] = _factor(norms[key], bound, loss_scale)
+    overflow = settings.check_overflow and not math.isfinite(everything)
+    threshold = config.grad_norm_skip_threshold
+    above = zeros = shown = None
+    if threshold is not None and threshold < norm < math.inf and not overflow:
+        above = norm
+    if config.log_num_zeros_in_grad:
+        zeros = round(sums[-1])
+    if settings.compute_grad_norm:
         shown = math.inf if overflow else norm
-        return Decision(
-            factor=_factor(norm, clip_grad, loss_scale),
-            frozen=frozen,
-            overflow=overflow,
-            norm=shown if self._shows_norm else None,
-            factors=factors,
-            norms=norms if self._shows_norm else {},
-            above=norm if is_above and not overflow else None,
-            zeros=round(sums[-1]) if self._counts_zeros else None,
-            loss_scale=loss_scale,
-            clip_grad=clip_grad,
-        )
+    return Decision(
+        factor=_factor(norm, clip_grad, loss_scale),
+        frozen=frozen,
+        overflow=overflow,
+        norm=shown,
+        factors=factors,
+        norms=norms if settings.compute_grad_norm else {},
+        above=above,
+        zeros=zeros,
+        loss_scale=loss_scale,
+        clip_grad=clip_grad,
+    )
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:

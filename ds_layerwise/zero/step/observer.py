@@ -37,7 +37,10 @@ class StepObserver:
     Observers are called in one order on every rank, so that their collectives meet.
     """
 
-    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+    looks = False
+    """True while it wants to see gradients."""
+
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
         """Look at the gradient that a backward pass has left on the parameter ``name``."""
 
     def before_update(self, step: Step) -> None:

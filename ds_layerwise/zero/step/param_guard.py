@@ -19,19 +19,14 @@ class Guard:
     """
 
     def __init__(self, run: RunState) -> None:
+        self._run = run
         self._model = run.model
-        self._may_be_unused = run.settings.may_be_unused
-        self._warns = run.rank == 0
-        self._trained = [
-            (name, param, run.values.param(name)) for name, param in run.params.items()
-        ]
-        self._content = _Content(run.model)
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
         required = [param for param in self._at_start.values() if param.requires_grad]
         self._known = {*run.params.values(), *required}
-        self._frozen = self._outside()
-        self._hidden: frozenset[str] = frozenset()
+        self._hidden: set[str] = set()
         self._reported: set[str] = set()
+        self._take_note()
 
     def check(self, got: Set[str]) -> frozenset[str]:
         """Return the names of what was trained at the start, is frozen by now, and is not among
@@ -43,15 +38,22 @@ class Guard:
                 trained that was frozen at the start, or was not there, and that no engine trains;
                 or one got no gradient where all must.
         """
-        if not self._content.is_same():
+        content = _content(self._modules)
+        if len(content) != len(self._content) or not all(map(is_, content, self._content)):
             self._look_again()
         for name, param in self._frozen.items():
             if param.requires_grad and not has_optimizer(param):
-                raise self._untrained(name, param)
+                was = "frozen when" if self._at_start.get(name) is param else "added since"
+                raise StepError(
+                    f"{name} was {was} this engine was made, and has no optimizer, but requires a "
+                    "gradient; freeze it again, or save, and resume in a new engine; if the script "
+                    "trains it by another optimizer, let it require a gradient already when this "
+                    "engine is made"
+                )
         idle: list[str] = []
         unused: list[str] = []
         self.check_places()
-        for name, param, _ in self._trained:
+        for name, param in self._run.params.items():
             if param.grad is not None:
                 raise StepError(
                     f"{name}.grad was set after the gradients were reduced, so it would be lost; "
@@ -59,8 +61,9 @@ class Guard:
                 )
             if name not in got:
                 (unused if param.requires_grad else idle).append(name)
-        self._warn_of([name for name in unused if name in self._hidden])
-        if unused and not self._may_be_unused:
+        gone = self._hidden - self._reported
+        self._warn_of([name for name in unused if name in gone])
+        if unused and not self._run.settings.may_be_unused:
             raise StepError(
                 f"{few(unused)} got no gradient in this step, and "
                 "zero_optimization.ignore_unused_parameters is false; let the loss depend on all "
@@ -75,9 +78,9 @@ class Guard:
         Raises:
             StepError: the memory of a parameter was replaced.
         """
-        for name, param, place in self._trained:
-            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                raise _replaced(name)
+        name = self._run.misplaced()
+        if name is not None:
+            raise _replaced(name)
 
     def check_names(self) -> None:
         """Refuse a save of a model in which a trained parameter has the name of another by now: its
@@ -87,7 +90,7 @@ class Guard:
             StepError: names the first.
         """
         here = dict(self._model.named_parameters(remove_duplicate=False))
-        for name, param, _ in self._trained:
+        for name, param in self._run.params.items():
             if here.get(name, param) is not param:
                 raise StepError(
                     f"{name} is another parameter than when this engine was made, so that a "
@@ -95,15 +98,16 @@ class Guard:
                     "this name; put it back for the save, or make a new engine"
                 )
 
-    def _outside(self) -> dict[str, nn.Parameter]:
-        """Return the parameters, by name, that are in the model, and neither trained here nor left
-        to the user.
+    def _take_note(self) -> None:
+        """Take note of what is in the model, and of what is neither trained here nor left to the
+        user.
         """
-        return {
-            name: param
-            for name, param in self._model.named_parameters()
-            if param not in self._known
-        }
+        self._modules = list(self._model.modules())
+        self._content = _content(self._modules)
+        self._frozen = {}
+        for name, param in self._model.named_parameters():
+            if param not in self._known:
+                self._frozen[name] = param
 
     def _look_again(self) -> None:
         """Take note of a model that was taken apart and put together again.
@@ -113,9 +117,9 @@ class Guard:
         Raises:
             StepError: in the place of a trained parameter there is one that nobody trains.
         """
-        content = _Content(self._model)
         here = dict(self._model.named_parameters(remove_duplicate=False))
-        reached, trained = set(here.values()), {param for _, param, _ in self._trained}
+        reached = set(here.values())
+        trained = set(self._run.params.values())
         for name, new in here.items():
             old = self._at_start.get(name)
             if (
@@ -127,27 +131,18 @@ class Guard:
             ):
                 raise _replaced(name)
         # What no module of the model holds may still be used by one.
-        self._hidden = frozenset(name for name, param, _ in self._trained if param not in reached)
-        self._frozen, self._content = self._outside(), content
+        self._hidden = {name for name, param in self._run.params.items() if param not in reached}
+        self._take_note()
 
     def _warn_of(self, gone: Sequence[str]) -> None:
-        """Warn once of each of ``gone`` that it is not in the model any more."""
-        new = [name for name in gone if name not in self._reported]
-        if new and self._warns:
+        """Warn once of ``gone`` parameters, which are not in the model any more."""
+        if gone and self._run.rank == 0:
             logger.warning(
-                f"ds_layerwise: {few(new)} got no gradient, and no module of the model has it any "
+                f"ds_layerwise: {few(gone)} got no gradient, and no module of the model has it any "
                 "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
                 "it as it is"
             )
-        self._reported.update(new)
-
-    def _untrained(self, name: str, param: nn.Parameter) -> StepError:
-        was = "frozen when" if self._at_start.get(name) is param else "added since"
-        return StepError(
-            f"{name} was {was} this engine was made, and has no optimizer, but requires a "
-            "gradient; freeze it again, or save, and resume in a new engine; if the script trains "
-            "it by another optimizer, let it require a gradient already when this engine is made"
-        )
+        self._reported.update(gone)
 
 
 def _replaced(name: str) -> StepError:
@@ -158,23 +153,12 @@ def _replaced(name: str) -> StepError:
     )
 
 
-class _Content:
-    """The modules and parameters in a model, one after the other."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = list(model.modules())
-        self._all = self._now()
-
-    def _now(self) -> list[object]:
-        # At every step, of every module: what holds the parameters of a scripted one has no more
-        # than this.
-        content: list[object] = []
-        for module in self._modules:
-            content.extend(module._modules.values())
-            content.extend(module._parameters.values())
-        return content
-
-    def is_same(self) -> bool:
-        """Tell whether no module has got or lost any since."""
-        now = self._now()
-        return len(now) == len(self._all) and all(map(is_, now, self._all))
+def _content(modules: Sequence[nn.Module]) -> list[object]:
+    """Return the modules and parameters in ``modules``, one after the other."""
+    # At every step, of every module: what holds the parameters of a scripted one has no more than
+    # this.
+    content: list[object] = []
+    for module in modules:
+        content.extend(module._modules.values())
+        content.extend(module._parameters.values())
+    return content

@@ -13,35 +13,28 @@ from ds_layerwise.ranks.sync.bucket_scheduler import nothing_reduced
 from ds_layerwise.ranks.sync.grad_sync import half_a_pass
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.clip import Decision, Judge
-from ds_layerwise.zero.step.interrupted import Interrupted
+from ds_layerwise.zero.step import clip
+from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.param_guard import Guard
-from ds_layerwise.zero.step.step_progress import Progress
-from ds_layerwise.zero.step.unused_calls import warn_once
+from ds_layerwise.zero.unused_calls import warn_once
 
 
 class BeforeUpdate:
     """Looks at parameters and gradients, and agrees with all ranks of a model on what to do."""
 
-    def __init__(
-        self, run: RunState, offloading: Offloading, interrupted: Interrupted, progress: Progress
-    ) -> None:
+    def __init__(self, run: RunState, offloading: Offloading) -> None:
         settings = run.settings
-        ep_size = {spec.name: spec.ep_size for spec in run.planned.specs}
         self._run = run
         self._offloading = offloading
-        self._interrupted = interrupted
-        self._progress = progress
-        self._judge = Judge(run)
         self.guard = Guard(run)
         self.agreement = Agreement(
-            ep_size,
+            run.ep_sizes,
             group=settings.group,
             model_group=settings.model_group,
             tensor_group=settings.tensor_group,
             tied=run.tied,
         )
-        self.same_weights = SameWeights(run.params, ep_size, group=settings.group)
+        self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
 
     def decide(self, *, clip_grad: float, loss_scale: float, inside_pass: bool) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.
@@ -55,20 +48,20 @@ class BeforeUpdate:
                 exception has ended its backward pass, or parameters are not what they were; or if
                 no rank has had a backward pass.
         """
-        if not self._progress.updating:
+        if not self._run.progress.updating:
             warn_once(
                 "optimizer.step() updates, but the engine counts no step (global_steps), moves no "
                 "schedule and ends no gradient accumulation; call engine.step()"
             )
         grad_sync = self._run.grad_sync
         idle = frozenset[str]()
-        sums = self._judge.nothing()
+        sums = clip.nothing(self._run)
         error = self._reduce(inside_pass)
         try:
             if error is None:
                 self._run.optimizer.check_groups()
                 idle = self.guard.check(grad_sync.got)
-                sums = self._judge.sums(idle)
+                sums = clip.sums_of(self._run, idle)
         except (RuntimeError, MemoryError) as caught:
             # The others are on their way to the sum, and some device may have no memory left for
             # what is summed.
@@ -76,7 +69,7 @@ class BeforeUpdate:
         noticed = self.same_weights.noticed(self._run.owned.written)
         # A script that takes care of accumulation itself may step at any time. A rank may have no
         # pass of its own.
-        begun = bool(self._progress.passes or grad_sync.got or grad_sync.by_hand)
+        begun = bool(self._run.progress.passes or grad_sync.got or grad_sync.by_hand)
         (*summed, followed, written, have_begun), frozen = self.agreement.reach(
             torch.cat([sums, noticed, noticed.new_full((1,), float(begun))]), error, idle
         )
@@ -84,10 +77,10 @@ class BeforeUpdate:
             # What the engine has reduced by now is nothing, and no gradient that comes is too late
             # for it.
             grad_sync.reset()
-            self._progress.forget_reductions()
+            self._run.progress.forget_reductions()
             raise nothing_reduced()
         self.same_weights.settle(bool(followed), bool(written))
-        return self._judge.decide(summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self, inside_pass: bool) -> Exception | None:
         """End the reductions of the step, and return what is wrong with this rank, if anything is:
@@ -95,7 +88,7 @@ class BeforeUpdate:
         """
         error: Exception | None = None
         try:
-            self._interrupted.check()
+            self._run.interrupted.check()
         except StepError as caught:
             error = caught
         try:
@@ -117,9 +110,11 @@ class BeforeUpdate:
             What is wrong with this rank's own pass: an exception has ended it, and not all of its
             gradients are there.
         """
-        broken = inside_pass or self._progress.in_pass
-        missed = self._progress.missed(stage=self._run.settings.stage)
+        broken = inside_pass or self._run.progress.in_pass
+        missed = self._run.progress.missed(stage=self._run.settings.stage)
         for _ in range(missed):
-            self._progress.reduces()
+            self._run.progress.reduces()
             self._run.grad_sync.reduce()
-        return half_a_pass(outside=self._progress.outside) if broken and missed else None
+        if broken and missed:
+            return half_a_pass(outside=self._run.progress.outside)
+        return None

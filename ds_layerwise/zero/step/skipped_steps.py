@@ -4,7 +4,6 @@ skips for ever must not look healthy."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from ds_layerwise.errors import StepError, few
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.loss_scaling import LossScaling
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
 #: Steps skipped in a row before the first warning; the next ones come after twice as many each.
@@ -33,24 +31,16 @@ class SkippedSteps(StepObserver):
     looks at its own, too, as backward passes leave them, until a step is not.
     """
 
-    def __init__(self, run: RunState, scaling: LossScaling) -> None:
-        self._scaling = scaling
-        self._names = [spec.name for spec in run.planned.specs]
-        self._own = {piece.name for piece in run.planned.layout.pieces(run.rank)}
-        self._owned = run.owned
-        self._most = run.config.max_skipped_steps
-        self._threshold = run.config.grad_norm_skip_threshold
-        self._pipeline_stage = run.settings.mp_rank if pipeline.is_pipeline(run.model) else 0
+    def __init__(self, run: RunState) -> None:
+        self._run = run
         self._in_a_row = 0
         self._above = 0
-        self._looks = False
         self._finite = torch.ones((), dtype=torch.bool, device=run.device)
 
-    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
         """Look whether the gradient is finite. The device is not waited for."""
-        if self._looks and gradient is not None:
-            # What isfinite() makes on its way is larger than the gradient.
-            self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
+        # What isfinite() makes on its way is larger than the gradient.
+        self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
     def before_update(self, step: Step) -> None:
         """Count a step that is skipped, and let the loss scale follow.
@@ -59,7 +49,7 @@ class SkippedSteps(StepObserver):
             StepError: on every rank, where there is no sense in going on; names the first gradient
                 that is not finite.
         """
-        scaler = self._scaling.scaler
+        scaler = self._run.scaling.scaler
         decision = step.decision
         if decision.above is not None:
             self._in_a_row += 1
@@ -76,28 +66,26 @@ class SkippedSteps(StepObserver):
             self._judge(step.number)
         # Gradients that are finite say nothing against the scale, however long they are.
         scaler.update_scale(decision.overflow)
-        self._look(decision.overflow)
+        self.forget()
+        self.looks = decision.overflow
 
     def restart(self) -> None:
         """Count anew what is skipped in a row: other weights are trained now."""
         self._in_a_row = 0
-        self._look(False)
+        self.forget()
+        self.looks = False
 
     def forget(self) -> None:
         """Forget the gradients of the step at hand."""
-        if self._looks:
+        if self.looks:
             self._finite.fill_(True)
-
-    def _look(self, looks: bool) -> None:
-        self.forget()
-        self._looks = looks
 
     def _judge_norm(self, norm: float, step: int) -> None:
         """Warn of every first, second, fourth, ... step, and end a run that does nothing else."""
         self._above += 1
         why = (
             f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
-            f"which is {self._threshold:g}"
+            f"which is {self._run.config.grad_norm_skip_threshold:g}"
         )
         if self._are_too_many():
             raise self._too_many(step, f"{why}; raise the threshold,")
@@ -108,18 +96,20 @@ class SkippedSteps(StepObserver):
             )
 
     def _judge(self, step: int) -> None:
-        count = self._in_a_row
         if self._are_too_many():
             raise self._too_many(step, f"{self._blame()};")
-        if count % _FIRST_WARNING == 0 and (count // _FIRST_WARNING).bit_count() == 1:
+        tens, rest = divmod(self._in_a_row, _FIRST_WARNING)
+        if rest == 0 and tens.bit_count() == 1:
             blame = self._blame()
             if comm.rank_of(None) == 0:
                 logger.warning(
-                    f"ds_layerwise: step {step} was skipped {count} times in a row: {blame}"
+                    f"ds_layerwise: step {step} was skipped {self._in_a_row} times in a row: "
+                    f"{blame}"
                 )
 
     def _are_too_many(self) -> bool:
-        return self._most is not None and self._in_a_row >= self._most
+        most = self._run.config.max_skipped_steps
+        return most is not None and self._in_a_row >= most
 
     def _too_many(self, step: int, why: str) -> StepError:
         return StepError(
@@ -130,33 +120,35 @@ class SkippedSteps(StepObserver):
     def _blame(self) -> str:
         """Name the first parameter, in the order of the model, whose averaged gradient is not
         finite, the rank that found it, and the ranks that have made it so."""
-        mine = self._first_wrong()
-        everyone = comm.gather_objects((mine, bool(self._finite)), group=None)
-        wrong = [(*place, rank) for rank, (place, _) in enumerate(everyone) if place is not None]
+        everyone = comm.gather_objects((self._first_wrong(), bool(self._finite)), group=None)
+        wrong = []
+        makers = []
+        for rank, (place, is_finite) in enumerate(everyone):
+            if place is not None:
+                wrong.append((*place, rank))
+            if not is_finite:
+                makers.append(str(rank))
         if not wrong:
             return "the sum of all gradients is not finite, and each of them is"
         *_, name, rank = min(wrong)
+        blame = f"the gradient of {name} is not finite, found by rank {rank}, which owns it"
+        if not self.looks:
+            return blame
+        if not makers:
+            return f"{blame}; backward passes left finite gradients on every rank"
         return (
-            f"the gradient of {name} is not finite, found by rank {rank}, which owns "
-            f"it{self._makers([is_finite for _, is_finite in everyone])}"
+            f"{blame}; backward passes left gradients that are not finite on "
+            f"rank{'s' * (len(makers) > 1)} {few(makers)}"
         )
 
     def _first_wrong(self) -> tuple[int, int, str] | None:
-        for index, name in enumerate(self._names):
-            if name in self._own and not torch.isfinite(self._owned.reduced.piece(name)).all():
-                return self._pipeline_stage, index, name
+        run = self._run
+        pipeline_stage = run.settings.mp_rank if pipeline.is_pipeline(run.model) else 0
+        for index, spec in enumerate(run.planned.specs):
+            name = spec.name
+            if name in run.pieces and not run.owned.reduced.piece(name).isfinite().all():
+                return pipeline_stage, index, name
         return None
-
-    def _makers(self, are_finite: Sequence[bool]) -> str:
-        if not self._looks:
-            return ""
-        makers = [str(rank) for rank, is_finite in enumerate(are_finite) if not is_finite]
-        if not makers:
-            return "; backward passes left finite gradients on every rank"
-        return (
-            "; backward passes left gradients that are not finite on "
-            f"rank{'s' * (len(makers) > 1)} {few(makers)}"
-        )
 
 
 def _is_at_its_end(scaler: Any) -> bool:

@@ -4,20 +4,18 @@ new.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup.run_settings import Timers
-from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
 
 @contextmanager
-def timed(timers: Timers, name: str) -> Iterator[None]:
+def timed(timers: Any, name: str) -> Iterator[None]:
     """Run a phase under one of DeepSpeed's named timers."""
     timers(name).start()
     try:
@@ -26,66 +24,52 @@ def timed(timers: Timers, name: str) -> Iterator[None]:
         timers(name).stop()
 
 
-class Update:
-    """Updates the parameters that this rank owns and sends them to the others."""
+def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None:
+    """Update everything with the averaged gradients as the ranks have decided, send it, and let
+    ``observers`` look at it.
 
-    def __init__(self, run: RunState, interrupted: Interrupted) -> None:
-        self._run = run
-        self._interrupted = interrupted
+    Every rank must call this at the same point. Parameters may still be under way when it returns,
+    where they are waited for at their first use.
 
-    def run(self, step: Step, observers: Sequence[StepObserver]) -> None:
-        """Update everything with the averaged gradients as the ranks have decided, and let
-        ``observers`` look at it.
-
-        Every rank must call this at the same point. Parameters may still be under way when it
-        returns, where they are waited for at their first use.
-
-        Raises:
-            Exception: what ended an update of this rank, after the others have got all that they
-                wait for.
-        """
-        timers = self._run.settings.timers
-        param_sync = self._run.param_sync
-        groups = self._run.optimizer.groups_now()
-        left = list(range(len(self._run.owned.pieces)))
-        with timed(timers, "optimizer_step"), self._interrupted.at(step.number):
-            self._update(step, left, groups)
-        step.failed = bool(self._interrupted)
-        with (sending := Attempt()):
-            if step.failed:
-                # The others wait for what is left.
-                param_sync.send(reversed(left))
-            else:
-                with timed(timers, "optimizer_allgather"):
-                    param_sync.leave_under_way()
-        step.failed |= sending.error is not None
-        try:
-            # Also where it has failed: the others are on their way to the same collectives.
-            for observer in observers:
-                observer.after_update(step)
-        finally:
-            # If the others are gone by now, that is no more than what followed.
-            self._interrupted.raise_original()
-            if sending.error is not None:
-                raise sending.error
-
-    def _update(self, step: Step, left: list[int], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Update the buckets that are ``left``, and take each from it when it was sent."""
-        owned = self._run.owned
-        with owned.updating():
-            # The forward pass needs the parameters of the last bucket first.
-            while left:
-                with profiled("update"):
-                    owned.update(
-                        left[-1],
-                        groups,
-                        step.decision.factor,
-                        step=step.number,
-                        factors=step.decision.factors,
-                        leave_out=step.decision.frozen,
-                        scaled=step.scaled,
-                        watch=step.watch,
-                    )
-                self._run.param_sync.launch(left[-1])
-                left.pop()
-            self._run.optimizer.mark_step()
+    Raises:
+        Exception: what ended an update of this rank, after the others have got all that they wait
+            for.
+    """
+    timers = run.settings.timers
+    groups = run.optimizer.groups_now()
+    left = list(range(len(run.owned.pieces)))
+    with timed(timers, "optimizer_step"), run.interrupted.at(step.number), run.owned.updating():
+        # The forward pass needs the parameters of the last bucket first.
+        while left:
+            with profiled("update"):
+                run.owned.update(
+                    left[-1],
+                    groups,
+                    step.decision.factor,
+                    step=step.number,
+                    factors=step.decision.factors,
+                    leave_out=step.decision.frozen,
+                    scaled=step.scaled,
+                    watch=step.watch,
+                )
+            run.param_sync.launch(left[-1])
+            left.pop()
+        run.optimizer.mark_step()
+    step.failed = bool(run.interrupted)
+    with (sending := Attempt()):
+        if step.failed:
+            # The others wait for what is left.
+            run.param_sync.send(reversed(left))
+        else:
+            with timed(timers, "optimizer_allgather"):
+                run.param_sync.leave_under_way()
+    step.failed |= sending.error is not None
+    try:
+        # Also where it has failed: the others are on their way to the same collectives.
+        for observer in observers:
+            observer.after_update(step)
+    finally:
+        # If the others are gone by now, that is no more than what followed.
+        run.interrupted.raise_original()
+        if sending.error is not None:
+            raise sending.error

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,12 +31,12 @@ from torch import Tensor
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import State, UpdateError
-from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.ranks.owned.owned import MASTER
+from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
-from ds_layerwise.zero.step.interrupted import Interrupted
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.verify.reference_step import PlainStep
 
@@ -79,16 +79,15 @@ class FirstStep(StepObserver):
         for spec in self._specs:
             route = run.planned.routes[spec.name]
             self._plain[spec.name] = PlainStep(route, spec.numel, fast_dtypes=run.products.dtypes)
-        self._pieces = {piece.name: piece for piece in run.planned.layout.pieces(run.rank)}
-        # By parameter and state, None for the master, what this rank has computed, and how far
-        # others may be from it.
-        self._expected: dict[str, dict[str | None, tuple[Tensor, float]]] = {}
+        # By parameter, the master and states that this rank has computed, and how far others may be
+        # from them.
+        self._expected: dict[str, dict[str, tuple[Tensor, float]]] = {}
         self._compares = False
         self.arm()
 
     def arm(self) -> None:
         """Compare the next update."""
-        self.is_armed = True
+        self.looks = True
         self.forget()
 
     def forget(self) -> None:
@@ -96,12 +95,10 @@ class FirstStep(StepObserver):
         self._kept: dict[str, _Local] = {}
 
     @torch.no_grad()
-    def saw_gradient(self, name: str, gradient: Tensor | None) -> None:
+    def saw_gradient(self, name: str, gradient: Tensor) -> None:
         """Keep what a backward pass has left on a parameter, where autograd may add to it later
         on.
         """
-        if not self.is_armed or gradient is None:
-            return
         copy = gradient.detach().clone()
         source = weakref.ref(gradient)
         local = self._kept.setdefault(name, _Local(copy, source))
@@ -125,7 +122,7 @@ class FirstStep(StepObserver):
         Raises:
             StepError: on every rank, if on any an average differs; nothing was updated.
         """
-        self._compares = self.is_armed and not step.decision.skipped and not self._is_by_hand()
+        self._compares = self.looks and not step.decision.skipped and not self._is_by_hand()
         if not self._compares:
             return
         most = max((local.passes for local in self._kept.values()), default=1)
@@ -147,45 +144,43 @@ class FirstStep(StepObserver):
         return by_hand
 
     def _different_averages(self, passes: int) -> list[_Difference]:
-        different = []
-        for index, spec in enumerate(self._specs):
-            plain, bound = self._plain_average(spec, passes)
-            piece = self._pieces.get(spec.name)
-            if piece is None:
-                continue
-            start = piece.param_start
-            part = slice(start, start + piece.numel)
-            own = self._owned.reduced.piece(spec.name)
-            if text := _first_difference(own, plain[part], bound[part], start):
-                text = (
-                    f"{spec.name}: of its averaged gradient, {text}, by an all-reduce of what the "
-                    "backward passes of all ranks have left"
-                )
-                different.append((index, text))
-        return different
-
-    def _plain_average(self, spec: ParamSpec, passes: int) -> tuple[Tensor, Tensor]:
-        """Return the average over ranks of what was kept, and how far an element of another sum may
-        be from it; 1-D.
+        """Compare the averages at their owners with those of what was kept.
 
         Args:
             passes: the greatest number of backward passes of a rank.
         """
-        local = self._kept.pop(spec.name, None)
-        both = torch.zeros(2, spec.numel, dtype=torch.float32, device=self._run.device)
-        if local is not None:
-            local.fold(self._sums_in(spec.name))
-            both[0].copy_(local.total.reshape(-1))
-            both[1].copy_(local.sizes.reshape(-1))
-        comm.sum_over_ranks(both, group=self._group(spec))
-        both.div_(self._run.settings.divide_by)
-        travels = torch.finfo(DTYPES[spec.wire])
-        summands = comm.size_of(self._group(spec)) * passes + 1
-        # What is near the least that the dtype has is rounded to that.
-        both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
-            summands * travels.tiny * travels.eps
-        )
-        return both[0], both[1]
+        run = self._run
+        different = []
+        for index, spec in enumerate(self._specs):
+            name = spec.name
+            group = run.group_of(name)
+            both = torch.zeros(2, spec.numel, dtype=torch.float32, device=run.device)
+            local = self._kept.pop(name, None)
+            if local is not None:
+                local.fold(self._sums_in(name))
+                both[0].copy_(local.total.reshape(-1))
+                both[1].copy_(local.sizes.reshape(-1))
+            comm.sum_over_ranks(both, group=group)
+            both.div_(run.settings.divide_by)
+            travels = torch.finfo(DTYPES[spec.wire])
+            summands = comm.size_of(group) * passes + 1
+            # What is near the least that the dtype has is rounded to that.
+            both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
+                summands * travels.tiny * travels.eps
+            )
+            piece = run.pieces.get(name)
+            if piece is None:
+                continue
+            start = piece.param_start
+            plain, bound = both[:, start : start + piece.numel]
+            own = self._owned.reduced.piece(name)
+            if text := _first_difference(own, plain, bound, start):
+                text = (
+                    f"{name}: of its averaged gradient, {text}, by an all-reduce of what the "
+                    "backward passes of all ranks have left"
+                )
+                different.append((index, text))
+        return different
 
     def _different_factors(
         self, decision: Decision, squares: Mapping[str, float]
@@ -226,18 +221,26 @@ class FirstStep(StepObserver):
         groups = self._run.optimizer.groups_now()
         keys = ["", *self._run.config.norm_groups]
         squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
+        layout = self._run.planned.layout
         failed = Interrupted()
         for index, spec in enumerate(self._specs):
-            grad = self._whole(spec, self._owned.reduced.piece)
+            name = spec.name
+            group = self._run.group_of(name)
+            grad = self._run.whole(name, self._owned.reduced.piece)
             norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
-            key = self._run.planned.norm_groups.get(spec.name, "")
+            key = self._run.planned.norm_groups.get(name, "")
             # Every rank of the group has all of it.
-            squares[keys.index(key)] += norm.square() / comm.size_of(self._group(spec))
-            masters, states = self._gathered(spec)
-            if not failed and comm.rank_of(self._group(spec)) == self._comparing(index, spec):
+            squares[keys.index(key)] += norm.square() / comm.size_of(group)
+            held = self._gathered(name)
+            bucket = layout.bucket_of(name)
+            owner = index
+            if bucket.whole:
+                owner = bucket.owner(layout.slot(name)) // bucket.ep_size
+            # Not its owner, where there is another rank.
+            if not failed and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
                 # The others are on their way to the next parameter.
                 with failed:
-                    self._compute(spec, grad, masters, states, step, groups)
+                    self._compute(name, grad, held, step, groups)
         with comm.errors_on_all_ranks(None):
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
@@ -245,28 +248,28 @@ class FirstStep(StepObserver):
 
     def _compute(
         self,
-        spec: ParamSpec,
+        name: str,
         grad: Tensor,
-        masters: Tensor,
-        states: State,
+        held: State,
         step: Step,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Keep what the update is to make of a parameter; ``grad``, ``masters`` and ``states`` are
+        """Keep what the update is to make of a parameter; ``grad`` and what is ``held`` are
         overwritten.
 
         Raises:
             StepError: its rule refuses, which it names.
         """
-        name = spec.name
         plain = self._plain[name]
+        masters = held[MASTER]
         weights = self._run.params[name].detach().reshape(-1)
         if weights.dtype != torch.float32:
             # Who has written weights means them.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
-        now: dict[str | None, Tensor] = {None: masters}
-        now.update(states)
-        before = {key: value.clone() for key, value in now.items()}
+            held[MASTER] = masters
+        before = {key: value.clone() for key, value in held.items()}
+        states = dict(held)
+        del states[MASTER]
         decision = step.decision
         if name not in decision.frozen:
             grad.mul_(decision.factors.get(name, decision.factor))
@@ -279,20 +282,9 @@ class FirstStep(StepObserver):
         # What is kept in fewer bits was rounded since.
         self._expected[name] = {
             key: (value, plain.most(key, before[key], value))
-            for key, value in now.items()
-            if key is None or plain.states[key].kept_as is None
+            for key, value in held.items()
+            if key == MASTER or plain.states[key].kept_as is None
         }
-
-    def _comparing(self, index: int, spec: ParamSpec) -> int:
-        """Return the rank of its group that compares the update of a parameter: not its owner,
-        where there is another.
-        """
-        layout = self._run.planned.layout
-        bucket = layout.bucket_of(spec.name)
-        owner = index
-        if bucket.whole:
-            owner = bucket.owner(layout.slot(spec.name)) // spec.ep_size
-        return (owner + 1) % comm.size_of(self._group(spec))
 
     # --- after it
 
@@ -310,70 +302,53 @@ class FirstStep(StepObserver):
             return
         different = []
         for index, spec in enumerate(self._specs):
-            if text := self._difference(spec):
+            if text := self._difference(spec.name):
                 different.append((index, f"{spec.name}: {text}"))
-        self.is_armed = False
+        self.looks = False
         self._expected.clear()
         self._raise_first(different, "the update was made, so go on from a checkpoint")
 
-    def _difference(self, spec: ParamSpec) -> str | None:
-        masters, states = self._gathered(spec)
-        weights = self._run.params[spec.name].detach().reshape(-1)
-        if text := _first_difference(weights, masters.to(weights.dtype), None):
+    def _difference(self, name: str) -> str | None:
+        held = self._gathered(name)
+        weights = self._run.params[name].detach().reshape(-1)
+        if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
             return f"of its weights, {text}, in the float32 master of its owner"
-        for key, (value, bound) in self._expected.pop(spec.name, {}).items():
-            real = masters if key is None else states[key]
+        for key, (value, bound) in self._expected.pop(name, {}).items():
             bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)
-            if text := _first_difference(real.reshape(-1), value.reshape(-1), bounds):
-                rule = self._run.planned.routes[spec.name].recipe.rule
+            if text := _first_difference(held[key].reshape(-1), value.reshape(-1), bounds):
+                rule = self._run.planned.routes[name].recipe.rule
+                what = "weights" if key == MASTER else key
                 return (
-                    f"of its {'weights' if key is None else key} after the update, {text}, by "
-                    f"{rule} on the whole parameter in one process, with the settings of this rank"
+                    f"of its {what} after the update, {text}, by {rule} on the whole parameter in "
+                    "one process, with the settings of this rank"
                 )
         return None
 
     # --- together
 
-    def _group(self, spec: ParamSpec) -> comm.Group:
-        return self._run.groups[spec.ep_size]
-
-    def _whole(self, spec: ParamSpec, own: Callable[[str], Tensor]) -> Tensor:
-        """Return what the ranks have of a parameter, 1-D, on all of them.
-
-        Args:
-            own: returns what this rank has of the parameter of a name, 1-D.
-        """
-        whole = torch.zeros(spec.numel, dtype=torch.float32, device=self._run.device)
-        piece = self._pieces.get(spec.name)
-        if piece is not None:
-            whole[piece.param_start : piece.param_start + piece.numel].copy_(own(spec.name))
-        return comm.sum_over_ranks(whole, group=self._group(spec))
-
-    def _gathered(self, spec: ParamSpec) -> tuple[Tensor, State]:
-        """Return the whole master, 1-D, and whole states of a parameter, on every rank of its
+    def _gathered(self, name: str) -> State:
+        """Return whole states, and the whole master, 1-D, of a parameter, on every rank of its
         group.
         """
-        name = spec.name
+        run = self._run
         plain = self._plain[name]
-        piece = self._pieces.get(name)
-        is_whole = self._run.planned.routes[name].whole
-        states = {}
+        piece = run.pieces.get(name)
+        held: State = {}
         for key, state in plain.states.items():
-            if not is_whole and plain.is_like_the_parameter(key):
-                states[key] = self._whole(spec, partial(self._owned.value, key=key))
+            if not run.planned.routes[name].whole and plain.is_like_the_parameter(key):
+                held[key] = run.whole(name, partial(self._owned.value, key=key))
                 continue
             dtype: torch.dtype = getattr(torch, state.dtype)
             wide = torch.float32 if dtype.is_floating_point else torch.int64
             value = torch.zeros(
-                plain.shape_of(key),
-                dtype=torch.promote_types(dtype, wide),
-                device=self._run.device,
+                plain.shape_of(key), dtype=torch.promote_types(dtype, wide), device=run.device
             )
             if piece is not None and piece.param_start == 0:
                 value.copy_(self._owned.value(name, key))
-            comm.sum_over_ranks(value, group=self._group(spec))
-            states[key] = value.to(dtype=dtype, device="cpu" if state.on_host else value.device)
-        return self._whole(spec, self._owned.value), states
+            comm.sum_over_ranks(value, group=run.group_of(name))
+            held[key] = value.to(dtype=dtype, device="cpu" if state.on_host else value.device)
+        held[MASTER] = run.whole(name, self._owned.value)
+        return held
 
     def _raise_first(self, different: Sequence[_Difference], state: str) -> None:
         """Raise what the first parameter differs in, in the order of the model, found by any rank;

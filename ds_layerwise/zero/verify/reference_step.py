@@ -83,7 +83,7 @@ class PlainStep:
         }
         return [Seen(master.transpose(0, 1), grad.transpose(0, 1), turned)]
 
-    def most(self, key: str | None, before: Tensor, expected: Tensor) -> float:
+    def most(self, key: str, before: Tensor, expected: Tensor) -> float:
         """Return how far an element of weights, or of the state ``key``, may be from ``expected``
         where it was ``before``.
         """

@@ -19,7 +19,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("optimizer", "single_file", "single_file_states", "checkpointing", "safe_load")
+pytestmark = rooms("optimizer", "single_file", "whole_states", "checkpointing", "safe_load")
 
 ADAFACTOR = {"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "torch.optim:Adafactor"}}
 CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": {"bf16": {"enabled": True}}, "any": {"optimizer": ADAFACTOR},

@@ -21,7 +21,7 @@ from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.universal import convert
 
 pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "owned", "regular", "universal", "reshard",
-                   "single_file", "single_file_states")
+                   "single_file", "whole_states")
 
 
 def engine_of(*, apart=False, split=True, layerwise=None, **changes):

@@ -21,7 +21,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("dcp", "dcp_states", "checkpointing")
+pytestmark = rooms("dcp", "whole_states", "checkpointing")
 
 ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "weight_decay": 0.125, "decay_vectors": True,
                                          "betas": [0.5, 0.75], "eps": 1e-8, "matrix_optimizer": "torch.optim:AdamW",

@@ -13,7 +13,7 @@ import ds_layerwise
 from ds_layerwise.engine import final_error
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.ranks.comm import comm, object_gather
-from ds_layerwise.zero.step import unused_calls
+from ds_layerwise.zero import unused_calls
 from tests import mistakes
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms

@@ -15,7 +15,7 @@ from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("numerics_context", "dcp", "dcp_states")
+pytestmark = rooms("numerics_context", "dcp", "whole_states")
 
 PLACES = ("initialize", "backward", "step", "save", "load")
 

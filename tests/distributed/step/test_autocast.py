@@ -13,7 +13,7 @@ from tests.support.reference import LossScale, Recipe, Reference, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, relative_error, start, whole_gradients
 
-pytestmark = rooms("autocast", "grad_sync")
+pytestmark = rooms("loss_scaling", "grad_sync")
 
 STEPS = 3
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}

@@ -18,7 +18,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
 pytestmark = rooms("owned", "update", "first_step", "attention_logits", "split_master_store", "low_bit_states", "dcp",
-                   "dcp_states", "client_groups", "client_recipe")
+                   "whole_states", "client_groups", "client_recipe")
 
 BF16 = {"bf16": {"enabled": True}}
 REMAINDERS = {"master_dtype": "bfloat16+remainder"}

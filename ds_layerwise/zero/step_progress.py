@@ -14,7 +14,7 @@ from typing import Any
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.sync.bucket_scheduler import Gradients
-from ds_layerwise.zero.step.unused_calls import warn_once
+from ds_layerwise.zero.unused_calls import warn_once
 
 #: A script that has had so many times the backward passes of a step, and no step, may not mean to.
 _PASSES_IN_VAIN = 16

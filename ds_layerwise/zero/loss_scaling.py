@@ -9,6 +9,16 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from ds_layerwise.checkpoint.plain_values import check_kind
 from ds_layerwise.zero.setup.run_settings import Settings
 
+#: The scale of ``torch_autocast`` in float16, in the words of DeepSpeed's scaler: what
+#: ``torch.amp.GradScaler`` does. The section has no keys for it.
+AUTOCAST_SCALE = {
+    "init_scale": 2.0**16,
+    "scale_window": 2000,
+    "delayed_shift": 1,
+    "consecutive_hysteresis": False,
+    "min_scale": 1.0,
+}
+
 
 class LossScaling:
     """DeepSpeed's scaler: dynamic or static for fp16, 1 for every other dtype."""

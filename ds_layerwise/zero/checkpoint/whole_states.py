@@ -1,0 +1,300 @@
+"""Masters and states of all ranks as files of whole parameters have them: for a checkpoint of
+``torch.distributed.checkpoint``, and on their way into one file, which rank 0 writes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, Piece, unwrapped
+from ds_layerwise.checkpoint.formats.headers import Sums, sums_of, write_beside
+from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, write
+from ds_layerwise.checkpoint.new_names import first_expert
+from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.foreign import probe
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.process_exit import Attempt
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
+
+#: Recipes that torch has a class for, which reads their states.
+_CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
+
+
+def state_dict(
+    pieces: Iterable[PieceRecord],
+    shapes: Mapping[str, tuple[int, ...]],
+    module: nn.Module,
+    groups: list[dict[str, Any]],
+    header: Header,
+    scaler: tuple[str, Any],
+) -> dict[str, Any]:
+    """Return what ``torch.distributed.checkpoint.save`` takes, as views into live memory.
+
+    Args:
+        pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a
+            checkpoint.
+        groups: the parameter groups, as torch's ``get_state_dict`` has them.
+        header, scaler: what only this package asks for, equal on all ranks; the second with
+            DeepSpeed's name for it.
+    """
+    is_first = comm.rank_of(None) == 0
+    model: dict[str, Any] = {}
+    if is_first:
+        for name, value in untrained(module, shapes).items():
+            model[unwrapped(name)] = value
+    state: dict[str, dict[str, Any]] = {}
+    for name, key, value in tensors_of(pieces, shapes):
+        if not key:
+            model[unwrapped(name)] = value
+            continue
+        if not shapes[name]:
+            # A state of a number is no part of it in torch's format.
+            value, _ = held_of(value)
+        state.setdefault(unwrapped(name), {})[key] = value
+    for name, other in tied(module, shapes).items():
+        if unwrapped(other) in model:
+            model[unwrapped(name)] = model[unwrapped(other)]
+    named = {f"{MODEL}.{name}": value for name, value in model.items()}
+    for name, of in state.items():
+        for key, value in of.items():
+            named[f"{STATE}.{name}.{key}"] = value
+    sums = _all_sums(_parts_of(named))
+    content: dict[str, Any] = {
+        "model": model,
+        "optim": {"state": state, "param_groups": groups},
+    }
+    if is_first:
+        content["ds_layerwise"] = {"header": write_beside(header, scaler, sums)}
+    return content
+
+
+def tensors_of(
+    pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield the masters, under an empty key, and the states of ``pieces`` by parameter and key.
+
+    What has an element for each of the parameter is a :class:`.Piece` of its shape. Of the rest
+    every piece has the same, and the first one gives it.
+    """
+    for piece in pieces:
+        for key, value in (("", piece.master), *piece.state.items()):
+            if not key or piece.is_elementwise(key):
+                yield piece.name, key, Piece(value, piece.param_start, shapes[piece.name])
+            elif not piece.param_start:
+                yield piece.name, key, value
+
+
+def held_of(value: Tensor) -> tuple[Tensor, int]:
+    """Return the elements of a tensor of the file that this rank has, and the number of the
+    first.
+    """
+    if isinstance(value, Piece):
+        return value.held, value.start
+    return value, 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The elements of a tensor of the file that one rank has."""
+
+    rank: int
+    start: int
+    numel: int
+    shape: tuple[int, ...]
+    """The shape of the whole tensor."""
+    dtype: torch.dtype
+    sums: dict[int, tuple[int, int]]
+
+
+def _parts_of(named: Mapping[str, Tensor]) -> dict[str, dict[int, _Part]]:
+    """Return the parts that all ranks have of the tensors of a file, by name and first element.
+
+    Args:
+        named: those of this rank, by their names in the file.
+    """
+    rank = comm.rank_of(None)
+    mine = {}
+    for name, value in named.items():
+        held, start = held_of(value)
+        sums = sums_of(held, start)
+        mine[name] = _Part(rank, start, held.numel(), tuple(value.shape), value.dtype, sums)
+    parts: dict[str, dict[int, _Part]] = {}
+    for of_rank in comm.gather_objects(mine, group=None):
+        for name, part in of_rank.items():
+            # Ranks that hold the same elements hold the same values.
+            parts.setdefault(name, {}).setdefault(part.start, part)
+    return parts
+
+
+def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
+    """Return the checksums of tensors, by their names in the file."""
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
+    for name, of in parts.items():
+        sums[name] = {}
+        for part in of.values():
+            sums[name].update(part.sums)
+    return sums
+
+
+def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
+    """Return the frozen parameters and buffers that a checkpoint has, by name."""
+    # A module that recomputes leaves its wrapper out of the names in its own state_dict.
+    known = {unwrapped(name) for name in (*trained, *tied(module, trained))}
+    return {
+        name: value
+        for name, value in module.state_dict().items()
+        if unwrapped(name) not in known and isinstance(value, Tensor)
+    }
+
+
+def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
+    """Refuse experts that are not trained: ranks have others of them under the same names.
+
+    Raises:
+        LayerWiseError: names one.
+    """
+    for name in untrained(module, trained):
+        if first_expert(name) is not None:
+            raise LayerWiseError(
+                f"{name} belongs to an expert, of which each rank has others, and is not trained, "
+                "so that nothing tells it from those of other ranks in a sharded checkpoint; "
+                "train it, or use engine.save_checkpoint() and engine.load_checkpoint()"
+            )
+
+
+def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
+    """Return by further names of parameters those that they are trained under."""
+    names = {param: name for name, param in module.named_parameters()}
+    return {
+        name: names[param]
+        for name, param in module.named_parameters(remove_duplicate=False)
+        if names[param] != name and names[param] in trained
+    }
+
+
+def groups_of(
+    routes: Mapping[str, Route],
+    groups: Sequence[Mapping[str, Any]],
+    names: Mapping[str, Sequence[str]],
+) -> list[dict[str, Any]]:
+    """Parameter groups in the way of torch, one for all that are updated with the same values.
+
+    What a class of torch runs says all that a group of that class does, so that torch finds what it
+    asks for.
+
+    Args:
+        groups: those of the engine, with all that an update takes of them.
+        names: by parameter, those that it has in a checkpoint.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, route in routes.items():
+        hyper = route.hyper(groups[route.group])
+        of_class = hyper.pop("of_client", None) or _group_of_class(route)
+        own = {
+            key: hyper[key]
+            for key in ("lr", "weight_decay", *route.recipe.hyper)
+            if of_class is None or key in of_class
+        }
+        values = {**(of_class or {}), **own}
+        same = found.setdefault(repr(sorted(values.items(), key=str)), {**values, "params": []})
+        same["params"].extend(map(unwrapped, names[name]))
+    return list(found.values())
+
+
+def _group_of_class(route: Route) -> dict[str, Any] | None:
+    """Return the values of a group of the class of torch that updates a parameter; None if no
+    class does.
+    """
+    recipe = route.recipe
+    shape = route.matrix_shape or (1,)
+    if isinstance(recipe, AnyTorch):
+        made = probe.make(recipe, torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
+    elif recipe.rule in _CLASSES:
+        made = _CLASSES[recipe.rule]([torch.zeros(1, dtype=torch.float32, device="cpu")])
+    else:
+        return None
+    return {key: value for key, value in made.param_groups[0].items() if key != "params"}
+
+
+def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
+    """Refuse a model of which no rank trains whole parameters.
+
+    Raises:
+        LayerWiseError: tensor or pipeline parallelism has cut it.
+    """
+    if tensor_group is not None or pipeline.is_pipeline(module):
+        raise LayerWiseError(
+            "a file of whole parameters needs them on the ranks that train them, and tensor or "
+            "pipeline parallelism has cut this model; save a checkpoint with "
+            "engine.save_checkpoint()"
+        )
+
+
+def save_one_file(
+    path: Path,
+    pieces: Iterable[PieceRecord],
+    header: Header,
+    scaler: tuple[str, Any],
+    device: torch.device,
+) -> None:
+    """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
+
+    Memory: what a rank owns of one tensor, on the device and on the host.
+
+    Raises:
+        LayerWiseError: on every rank, if rank 0 cannot write.
+    """
+    named = {}
+    for name, key, value in tensors_of(pieces, header.shapes):
+        named[name_in_file(name, key)] = value
+    parts = _parts_of(named)
+    first = {name: of[min(of)] for name, of in parts.items()}
+    tensors = {}
+    for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
+        tensors[name] = (first[name].dtype, first[name].shape)
+    brought = _bring(tensors, parts, named, device)
+    with comm.errors_on_all_ranks(None):
+        with (attempt := Attempt()):
+            if comm.rank_of(None) == 0:
+                beside = write_beside(header, scaler, _all_sums(parts))
+                layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
+                write(path, layout, chain(brought, [beside]))
+        # The others go on sending where rank 0 cannot write.
+        deque(brought, maxlen=0)
+        if attempt.error is not None:
+            raise attempt.error
+
+
+def _bring(
+    names: Iterable[str],
+    parts: Mapping[str, Mapping[int, _Part]],
+    mine: Mapping[str, Tensor],
+    device: torch.device,
+) -> Iterator[Tensor]:
+    """Yield all ``parts`` on rank 0, in the order of ``names`` and of elements; on the others send
+    it what is theirs.
+    """
+    rank = comm.rank_of(None)
+    for name in names:
+        for _, part in sorted(parts[name].items()):
+            if part.rank == rank:
+                held, _ = held_of(mine[name])
+                if rank == 0:
+                    yield held.reshape(-1)
+                else:
+                    comm.send(held.reshape(-1).to(device).contiguous(), to=0)
+            elif rank == 0:
+                received = torch.empty(part.numel, dtype=part.dtype, device=device)
+                comm.receive(received, out_of=part.rank)
+                yield received
