@@ -97,6 +97,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     fixed_keys: frozenset[str] = frozenset()
     """Keys of the whole run, which a group may repeat but not change."""
+    recipes_by_group: tuple[Recipe, ...] = ()
+    """The recipe of the parameters of each group; empty where each parameter has its own."""
 
     def __init__(
         self,
@@ -189,13 +191,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 raise StepError(
                     f"{error}; nothing was updated, so set it and call engine.step() again"
                 ) from error
-
-    @property
-    def recipes_by_group(self) -> tuple[Recipe, ...]:
-        """Return the recipe of the parameters of each group; empty where each parameter has its
-        own.
-        """
-        return ()
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
         """Return the part of ``given`` that a load compares, by the names that a config

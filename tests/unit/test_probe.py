@@ -14,7 +14,7 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
-from ds_layerwise.optimizers.foreign.probe import kept_of, states_of
+from ds_layerwise.optimizers.foreign.probe import kept_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from ds_layerwise.recipes.recipe_registry import entry_of
 from ds_layerwise.recipes.rules.any_torch_recipe import is_path, recipe_of
@@ -94,20 +94,20 @@ def really_kept(kind, shape, arguments, steps=3):
     ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("shape", [(16, 24), (80, 96), (130, 40)])
 def test_states_are_those_of_the_class(kind, arguments, shape):
-    found = {key: (spec.shape, spec.dtype) for key, spec in states_of(recipe(kind, **arguments), shape).items()
+    found = {key: (spec.shape, spec.dtype) for key, spec in recipe(kind, **arguments).states(shape).items()
              if spec.shape}
     assert found == really_kept(kind, shape, arguments)
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (40, 40, 40), (16, 16, 16, 3, 3), (5000,)], ids=str)
 def test_states_of_large_parameters_of_any_number_of_axes(shape):
-    found = {key: spec.shape for key, spec in states_of(recipe(AdamW), shape).items() if spec.shape}
+    found = {key: spec.shape for key, spec in recipe(AdamW).states(shape).items() if spec.shape}
     assert found == {"exp_avg": shape, "exp_avg_sq": shape}
 
 
 def test_a_probe_without_memory_is_the_one_with_memory():
     for kind in (AdamW, Adafactor, CAME, SOAP):
-        small, large = ({key: spec.dtype for key, spec in states_of(recipe(kind), shape).items()}
+        small, large = ({key: spec.dtype for key, spec in recipe(kind).states(shape).items()}
                         for shape in ((8, 12), (2000, 3000)))
         assert small == large, kind
 
@@ -301,7 +301,7 @@ def test_what_is_kept_of_a_piece_does_not_depend_on_its_length():
     scalar = recipe_of(path, whole=False)()
     AnyTorch.of(scalar)
     for numel in (1, 60, 5000):
-        assert {key: spec.shape for key, spec in states_of(scalar, (numel,)).items()} == {
+        assert {key: spec.shape for key, spec in scalar.states((numel,)).items()} == {
             "step": (), "average": (numel,)}
     with pytest.raises(ConfigError, match="Counts keeps more of a parameter of some sizes and not of others.*number of "
                        "ranks; use it as matrix_optimizer"):

@@ -10,7 +10,7 @@ Note: how a state is found, without the memory of one
 Note: numbers
     Beside tensors, classes keep numbers of Python, in a state or in the parameter group. One that
     counts steps is ``step`` to this package; another that changes is a state of its own, without
-    axes, in float64.
+    axes, in float64. Tensors without axes lie on the host.
 """
 
 from __future__ import annotations
@@ -61,7 +61,14 @@ ERRORS = (
     ValueError,
 )
 
+#: What an engine says of every parameter group; all else is the business of the class.
+OF_EVERY_GROUP = ("lr", "weight_decay", "params")
+
 Path = tuple[str | int, ...]
+
+
+class UnableError(ConfigError):
+    """A class that cannot be made for the tensors of a probe, or cannot step on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Leaf:
     kind: type
     """Tensor, or the type of the number."""
     spec: StateSpec
-    ahead: int | None = None
+    ahead: int | None
     """The number of steps that a counter is ahead of them; None for others."""
 
 
@@ -95,10 +102,9 @@ class Kept:
     def specs(self) -> dict[str, StateSpec]:
         """Return every state by the name in this package."""
         specs = {}
-        for state in self.states:
-            for _, leaf in walk(state):
-                if isinstance(leaf, Leaf) and leaf.ahead is None:
-                    specs[leaf.key] = leaf.spec
+        for _, leaf in walk(self.states):
+            if isinstance(leaf, Leaf) and leaf.ahead is None:
+                specs[leaf.key] = leaf.spec
         return {**specs, COUNT: StateSpec((), on_host=True)}
 
 
@@ -140,7 +146,7 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
     try:
         optimizer = kind(list(params), lr=lr, **recipe.arguments)  # type: ignore[call-arg]
     except ERRORS as e:
-        raise ConfigError(
+        raise UnableError(
             f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {said(e)}"
         ) from e
     if "lr" not in optimizer.param_groups[0]:
@@ -154,12 +160,12 @@ def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> N
     """Take one step of a probe.
 
     Raises:
-        ConfigError: the class cannot.
+        UnableError: the class cannot.
     """
     try:
         optimizer.step()
     except ERRORS as e:
-        raise ConfigError(f"{recipe.rule} cannot step on a parameter of {shape}: {said(e)}") from e
+        raise UnableError(f"{recipe.rule} cannot step on a parameter of {shape}: {said(e)}") from e
 
 
 def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
@@ -198,54 +204,38 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
     sample = _SAMPLE[-len(shape) :]
     small = _observed(recipe, sample, "cpu")
     try:
-        return _counted_as(small, _observed(recipe, shape, "meta"))
-    except ConfigError:
-        return _of_shape(small, sample, shape)
-
-
-def _counted_as(small: Kept, large: Kept) -> Kept:
-    """``large`` with what ``small`` has for tensors without axes: only memory shows what these
-    count.
-    """
-    known = [dict(walk(state)) for state in small.states]
-
-    def told(index: int) -> Callable[[Path, Any], Any]:
-        def change(path: Path, leaf: Any) -> Any:
-            twin = known[index].get(path)
-            if not (
-                isinstance(leaf, Leaf)
-                and isinstance(twin, Leaf)
-                and leaf.kind is twin.kind is Tensor
-            ):
-                return leaf
-            return leaf if leaf.spec.shape or twin.spec.shape else twin
-
-        return change
-
-    return Kept(
-        tuple(rebuilt(state, told(index)) for index, state in enumerate(large.states)),
-        large.groups,
-        large.flops,
+        large = _observed(recipe, shape, "meta")
+    except UnableError:
+        sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
+        return Kept(_grown(small.states, sides), small.groups, 0)
+    # Only memory shows which tensors without axes count.
+    known = {path: leaf for state in small.states for path, leaf in walk(state) if _is_0d(leaf)}
+    states = tuple(
+        rebuilt(state, lambda path, leaf: known.get(path, leaf) if _is_0d(leaf) else leaf)
+        for state in large.states
     )
+    return replace(large, states=states)
 
 
-def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-    """Return the states of a parameter of ``shape`` by name. Raises as :func:`kept_of`."""
-    return kept_of(recipe, shape).specs()
+def _is_0d(leaf: Any) -> bool:
+    return isinstance(leaf, Leaf) and leaf.kind is Tensor and not leaf.spec.shape
 
 
-def refusal_of(recipe: AnyTorch, shape: tuple[int, ...]) -> str | None:
-    """Why the class cannot step on a matrix of ``shape``; None if it can."""
-    try:
-        kept_of(recipe, shape)
-    except ConfigError as e:
-        return f"cannot be trained by {recipe.rule}: {e}"
-    return None
+def _grown(states: tuple[Any, ...], sides: Mapping[int, int]) -> Any:
+    """Return ``states`` with other ``sides``."""
+
+    def grown(_: Path, leaf: Any) -> Any:
+        if not isinstance(leaf, Leaf):
+            return leaf
+        shape = tuple(sides.get(side, side) for side in leaf.spec.shape)
+        return replace(leaf, spec=replace(leaf.spec, shape=shape))
+
+    return rebuilt(states, grown)
 
 
 def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
     states: list[Any] = []
-    groups: list[dict[Path, Any]] = []
+    groups: list[dict[str, Any]] = []
     with aside(), FlopCounterMode(display=False) as counter:
         param = draw(shape, 0).to(device)
         optimizer = make(recipe, param)
@@ -253,124 +243,90 @@ def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
         for step in range(STEPS):
             param.grad = draw(shape, 1 + step).to(device)
             step_of(recipe, optimizer, shape)
-            states.append(
-                rebuilt(dict(optimizer.state.get(param, {})), lambda _, value: _described(value))
-            )
-            groups.append(
-                {
-                    (key,): value
-                    for key, value in group.items()
-                    if key not in ("lr", "weight_decay", "params")
-                    and isinstance(value, (int, float))
-                }
-            )
+            states.append(rebuilt(dict(optimizer.state.get(param, {})), _copied))
+            groups.append({key: group[key] for key in group if _is_own_number(key, group[key])})
     seen = [dict(walk(state)) for state in states]
-    return Kept(
-        tuple(
-            rebuilt(state, lambda path, value: _leaf(recipe, seen, path, value)) for state in states
-        ),
-        _counts_of_group(recipe, groups),
-        counter.get_total_flops() // STEPS,
-    )
+
+    def leaf(path: Path, value: Any) -> Any:
+        return _leaf(recipe, path, value, [each.get(path) for each in seen])
+
+    kept = tuple(rebuilt(state, leaf) for state in states)
+    return Kept(kept, _counts_of_group(recipe, groups), counter.get_total_flops() // STEPS)
 
 
-def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str, Leaf]:
+def _is_own_number(key: str, value: Any) -> bool:
+    return key not in OF_EVERY_GROUP and isinstance(value, (int, float))
+
+
+def _copied(_: Path, value: Any) -> Any:
+    return value.clone() if type(value) is Tensor else value
+
+
+def _counts_of_group(recipe: AnyTorch, seen: list[dict[str, Any]]) -> dict[str, Leaf]:
     counts = {}
-    for path, value in seen[-1].items():
-        leaf, (key,) = _leaf(recipe, seen, path, value), path
-        if isinstance(leaf, Leaf) and leaf.ahead is None:
+    for key, value in seen[-1].items():
+        leaf = _leaf(recipe, (key,), value, [each.get(key) for each in seen])
+        if not isinstance(leaf, Leaf):
+            continue
+        if leaf.ahead is None:
             raise ConfigError(
                 f"{recipe.rule} computes {key} for all parameters of a group together, and ranks "
                 "own some each; it cannot run on parts of a model"
             )
-        if isinstance(leaf, Leaf):
-            counts[str(key)] = leaf
+        counts[key] = leaf
     return counts
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """The description of a tensor: with its value where it has no axes and memory."""
+def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
+    """Return a :class:`Leaf` for ``value``, or the value itself where it never changes.
 
-    shape: tuple[int, ...]
-    dtype: str
-    on_host: bool
-    value: float | None
-
-
-def _described(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    known = value.dim() == 0 and value.device.type == "cpu"
-    return _Tensor(
-        tuple(value.shape),
-        str(value.dtype).removeprefix("torch."),
-        known,
-        float(value) if known else None,
-    )
-
-
-def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any) -> Any:
-    """Return the entry at ``path`` of a description: a :class:`Leaf`, or the value itself where it
-    never changes.
+    Args:
+        seen: the values in its place after each step.
     """
     if value is None or isinstance(value, (str, torch.dtype, torch.device)):
         return value
     key = ".".join(map(str, path))
-    if not isinstance(value, (_Tensor, bool, int, float)):
+    numbers = list(map(_number, seen))
+    ahead = _ahead(numbers)
+    spec = StateSpec((), "float64", on_host=True)
+    # A subclass, as quantised states are, would come back from a state of this package without it.
+    is_tensor = type(value) is Tensor
+    if is_tensor:
+        spec = StateSpec(tuple(value.shape), str(value.dtype)[6:], on_host=not value.dim())
+        if spec.dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"{recipe.rule} keeps {key} in {spec.dtype}, which cannot be saved; known: "
+                f"{', '.join(DTYPE_BYTES)}"
+            )
+    elif not isinstance(value, (int, float)):
         raise ConfigError(
             f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "
             f"{type(value).__name__}; it could not be saved"
         )
-    found = []
-    for step in seen:
-        number = step.get(path)
-        found.append(number.value if isinstance(number, _Tensor) else number)
-    ahead = _ahead(found)
+    elif ahead is None and all(each == numbers[0] for each in numbers):
+        return value
     if ahead is None and key in (COUNT, "fp32"):
         key = f"own.{key}"
-    if isinstance(value, _Tensor):
-        if value.dtype not in DTYPE_BYTES:
-            raise ConfigError(
-                f"{recipe.rule} keeps {key} in {value.dtype}, which cannot be saved; known: "
-                f"{', '.join(DTYPE_BYTES)}"
-            )
-        return Leaf(key, Tensor, StateSpec(value.shape, value.dtype, value.on_host), ahead)
-    if ahead is None and all(each == found[0] for each in found):
+    return Leaf(key, type(value), spec, ahead)
+
+
+def _number(value: Any) -> Any:
+    """Return ``value``, or the number in a tensor; None where it has axes, or no memory."""
+    if not isinstance(value, Tensor):
         return value
-    return Leaf(key, type(value), StateSpec((), "float64", on_host=True), ahead)
+    return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
 
 
-def _ahead(found: list[Any]) -> int | None:
-    """Return by how much the number ``found`` after the steps of a probe is ahead of counting them;
-    None if it does not count.
+def _ahead(numbers: list[Any]) -> int | None:
+    """Return by how much ``numbers``, after the steps of a probe, are ahead of counting them; None
+    if they do not count.
     """
-    if not all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and math.isfinite(each)
-        for each in found
-    ):
+    first = numbers[0]
+    if isinstance(first, bool) or not isinstance(first, (int, float)):
         return None
-    ahead = found[0] - 1
-    return (
-        int(ahead)
-        if ahead == int(ahead) and found == [step + ahead for step in range(1, STEPS + 1)]
-        else None
-    )
-
-
-def _of_shape(small: Kept, sample: tuple[int, ...], shape: tuple[int, ...]) -> Kept:
-    """Return the states of ``shape``, from the states of ``sample``."""
-    sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
-
-    def grown(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Leaf):
-            return leaf
-        return replace(
-            leaf,
-            spec=replace(leaf.spec, shape=tuple(sides.get(side, side) for side in leaf.spec.shape)),
-        )
-
-    return Kept(tuple(rebuilt(state, grown) for state in small.states), small.groups, 0)
+    if not float(first).is_integer() or numbers != [first + step for step in range(STEPS)]:
+        return None
+    return int(first) - 1
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -381,13 +337,17 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Leave the random numbers of the run as they are, and its default device out of what a class
-    makes.
+def aside(seed: int = 0) -> Iterator[None]:
+    """Draw from ``seed``, leave the random numbers of the run as they are, and its default device
+    out of what a class makes.
     """
     state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            # torch.manual_seed would set the generators of accelerators, too.
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
             yield
     finally:
         random.setstate(state)

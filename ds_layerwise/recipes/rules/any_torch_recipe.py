@@ -21,6 +21,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import normalised
 from ds_layerwise.recipes.base.recipe import HyperText, Recipe, Shape, States
 
@@ -91,7 +92,7 @@ class AnyTorch(Recipe):
 
     def states(self, shape: Shape) -> States:
         """Return the states that a probe of the class has kept."""
-        states: States = _probe().states_of(self, shape)
+        states: States = _probe().kept_of(self, shape).specs()
         return states
 
     def work(self, shape: Shape) -> int:
@@ -114,8 +115,11 @@ class AnyTorch(Recipe):
                 f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; "
                 "send it to another optimizer with layerwise.overrides"
             )
-        refusal: str | None = _probe().refusal_of(self, shape)
-        return refusal
+        try:
+            _probe().kept_of(self, shape)
+        except ConfigError as e:
+            return f"cannot be trained by {self.rule}: {e}"
+        return None
 
     @property
     def takes_rate_of_adamw(self) -> bool:
