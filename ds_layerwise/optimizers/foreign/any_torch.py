@@ -105,36 +105,34 @@ class AnyTorch(UpdateRule):
             StepError: it is not what the probe has found.
         """
         step = int(state[COUNT])
-        places = {
-            path: leaf for path, leaf in probe.walk(kept.after(step)) if isinstance(leaf, Leaf)
-        }
-        values: dict[probe.Path, Any] = dict(probe.walk(dict(found)))
-        for path, value in values.items():
-            if isinstance(value, Tensor) and path not in places:
+        who = f"of a parameter of {tuple(param.shape)}"
+        places = probe.flat(kept.after(step))
+        values = probe.flat(found)
+        for path, found_one in values.items():
+            if isinstance(found_one, Tensor) and not isinstance(places.get(path), Leaf):
                 raise StepError(
-                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of "
-                    f"a parameter of {tuple(param.shape)} after {step} steps, which it did not in "
-                    "its probe; nothing has a place for it: this class cannot be used here"
+                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(found_one.shape)} "
+                    f"{who} after {step} steps, which it did not in its probe; nothing has a place "
+                    "for it: this class cannot be used here"
                 )
         for path, leaf in places.items():
-            if leaf.ahead is not None:
+            if not isinstance(leaf, Leaf) or leaf.ahead is not None:
                 continue
-            value = values.get(path)
             place = state[leaf.key]
+            value: Any = values.get(path)
             if leaf.kind is not Tensor:
-                place.fill_(values[path])
-            elif not isinstance(value, Tensor) or _told(value) != _told(place):
+                place.fill_(value)
+            elif _told(value) != _told(place):
                 raise StepError(
-                    f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} "
-                    f"as {_told(value)} after {step} steps, and its probe said {_told(place)}: "
-                    "this class cannot be used here"
+                    f"{self.recipe.rule} keeps {leaf.key} {who} as {_told(value)} after {step} "
+                    f"steps, and its probe said {_told(place)}: this class cannot be used here"
                 )
             elif value.data_ptr() != place.data_ptr():
                 place.copy_(value)
 
 
 def _told(value: Any) -> str:
-    return f"{tuple(value.shape)} in {value.dtype}" if isinstance(value, Tensor) else repr(value)
+    return f"{tuple(value.shape)} in {value.dtype}" if type(value) is Tensor else repr(value)
 
 
 def _value(leaf: Any, state: State, step: int) -> Any:

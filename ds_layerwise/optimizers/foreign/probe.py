@@ -49,21 +49,6 @@ SMALL = 4096
 #: Sides of which no one is another's, nor a product of others, nor what a class has for a constant.
 _SAMPLE = (5, 7, 11, 13, 17, 19)
 
-#: What code that nobody here wrote raises when it does not like what it gets.
-ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-#: What an engine says of every parameter group; all else is the business of the class.
-OF_EVERY_GROUP = ("lr", "weight_decay", "params")
-
 Path = tuple[str | int, ...]
 
 
@@ -102,7 +87,7 @@ class Kept:
     def specs(self) -> dict[str, StateSpec]:
         """Return every state by the name in this package."""
         specs = {}
-        for _, leaf in walk(self.states):
+        for leaf in flat(self.states).values():
             if isinstance(leaf, Leaf) and leaf.ahead is None:
                 specs[leaf.key] = leaf.spec
         return {**specs, COUNT: StateSpec((), on_host=True)}
@@ -142,18 +127,28 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
             f"{recipe.rule} is given {', '.join(of_groups)}, which parameter groups have; set "
             "optimizer.params.lr (muon_lr for matrices) and optimizer.params.weight_decay"
         )
-    kind = class_of(recipe)
-    try:
-        optimizer = kind(list(params), lr=lr, **recipe.arguments)  # type: ignore[call-arg]
-    except ERRORS as e:
-        raise UnableError(
-            f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {said(e)}"
-        ) from e
+    kind: Any = class_of(recipe)
+    with naming(f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}"):
+        optimizer: Optimizer = kind(list(params), lr=lr, **recipe.arguments)
     if "lr" not in optimizer.param_groups[0]:
         raise ConfigError(
             f"{recipe.rule} keeps no lr in its parameter groups, so that no schedule could move it"
         )
     return optimizer
+
+
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say ``what`` went wrong in code that nobody here wrote.
+
+    Raises:
+        UnableError: that code has raised.
+    """
+    try:
+        yield
+    except Exception as e:
+        text = " ".join(str(e).split())
+        raise UnableError(f"{what}: {type(e).__name__}: {text}") from e
 
 
 def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
@@ -162,22 +157,15 @@ def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> N
     Raises:
         UnableError: the class cannot.
     """
-    try:
+    with naming(f"{recipe.rule} cannot step on a parameter of {shape}"):
         optimizer.step()
-    except ERRORS as e:
-        raise UnableError(f"{recipe.rule} cannot step on a parameter of {shape}: {said(e)}") from e
 
 
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf of nested dicts, lists and tuples, with the path to it."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from walk(each, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from walk(each, (*path, index))
-    else:
-        yield path, value
+def flat(value: Any) -> dict[Path, Any]:
+    """Every leaf of nested dicts, lists and tuples, by the path to it."""
+    found: dict[Path, Any] = {}
+    rebuilt(value, found.__setitem__)
+    return found
 
 
 def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
@@ -185,9 +173,8 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
     if isinstance(value, Mapping):
         return {key: rebuilt(each, change, (*path, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(
-            rebuilt(each, change, (*path, index)) for index, each in enumerate(value)
-        )
+        items = [rebuilt(each, change, (*path, index)) for index, each in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
     return change(path, value)
 
 
@@ -200,40 +187,37 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
             tensor nor number.
     """
     if math.prod(shape) <= SMALL:
-        return _observed(recipe, shape, "cpu")
+        return _observed(recipe, shape, "cpu", {})
     sample = _SAMPLE[-len(shape) :]
-    small = _observed(recipe, sample, "cpu")
+    small = _observed(recipe, sample, "cpu", {})
+    found = flat(small.states)
+    known = {path[1:]: leaf for path, leaf in found.items() if _is_0d(leaf)}
     try:
-        large = _observed(recipe, shape, "meta")
+        return _observed(recipe, shape, "meta", known)
     except UnableError:
         sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
-        return Kept(_grown(small.states, sides), small.groups, 0)
-    # Only memory shows which tensors without axes count.
-    known = {path: leaf for state in small.states for path, leaf in walk(state) if _is_0d(leaf)}
-    states = tuple(
-        rebuilt(state, lambda path, leaf: known.get(path, leaf) if _is_0d(leaf) else leaf)
-        for state in large.states
-    )
-    return replace(large, states=states)
+        return Kept(rebuilt(small.states, lambda _, leaf: _grown(leaf, sides)), small.groups, 0)
 
 
 def _is_0d(leaf: Any) -> bool:
     return isinstance(leaf, Leaf) and leaf.kind is Tensor and not leaf.spec.shape
 
 
-def _grown(states: tuple[Any, ...], sides: Mapping[int, int]) -> Any:
-    """Return ``states`` with other ``sides``."""
-
-    def grown(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Leaf):
-            return leaf
-        shape = tuple(sides.get(side, side) for side in leaf.spec.shape)
-        return replace(leaf, spec=replace(leaf.spec, shape=shape))
-
-    return rebuilt(states, grown)
+def _grown(leaf: Any, sides: Mapping[int, int]) -> Any:
+    if not isinstance(leaf, Leaf):
+        return leaf
+    shape = tuple(sides.get(side, side) for side in leaf.spec.shape)
+    return replace(leaf, spec=replace(leaf.spec, shape=shape))
 
 
-def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
+def _observed(
+    recipe: AnyTorch, shape: tuple[int, ...], device: str, known: Mapping[Path, Leaf]
+) -> Kept:
+    """Return the states that the class keeps of a parameter on ``device``.
+
+    Args:
+        known: the tensors without axes in a probe with memory, which alone shows what counts.
+    """
     states: list[Any] = []
     groups: list[dict[str, Any]] = []
     with aside(), FlopCounterMode(display=False) as counter:
@@ -244,37 +228,36 @@ def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
             param.grad = draw(shape, 1 + step).to(device)
             step_of(recipe, optimizer, shape)
             states.append(rebuilt(dict(optimizer.state.get(param, {})), _copied))
-            groups.append({key: group[key] for key in group if _is_own_number(key, group[key])})
-    seen = [dict(walk(state)) for state in states]
+            groups.append({key: group[key] for key in group if is_own_number(key, group[key])})
+    seen = list(map(flat, states))
 
     def leaf(path: Path, value: Any) -> Any:
-        return _leaf(recipe, path, value, [each.get(path) for each in seen])
+        found = _leaf(recipe, path, value, [each.get(path) for each in seen])
+        return known.get(path, found) if _is_0d(found) else found
 
-    kept = tuple(rebuilt(state, leaf) for state in states)
-    return Kept(kept, _counts_of_group(recipe, groups), counter.get_total_flops() // STEPS)
-
-
-def _is_own_number(key: str, value: Any) -> bool:
-    return key not in OF_EVERY_GROUP and isinstance(value, (int, float))
-
-
-def _copied(_: Path, value: Any) -> Any:
-    return value.clone() if type(value) is Tensor else value
-
-
-def _counts_of_group(recipe: AnyTorch, seen: list[dict[str, Any]]) -> dict[str, Leaf]:
     counts = {}
-    for key, value in seen[-1].items():
-        leaf = _leaf(recipe, (key,), value, [each.get(key) for each in seen])
-        if not isinstance(leaf, Leaf):
+    for key, value in groups[-1].items():
+        count = _leaf(recipe, (key,), value, [each.get(key) for each in groups])
+        if not isinstance(count, Leaf):
             continue
-        if leaf.ahead is None:
+        if count.ahead is None:
             raise ConfigError(
                 f"{recipe.rule} computes {key} for all parameters of a group together, and ranks "
                 "own some each; it cannot run on parts of a model"
             )
-        counts[key] = leaf
-    return counts
+        counts[key] = count
+    kept = tuple(rebuilt(state, leaf) for state in states)
+    return Kept(kept, counts, counter.get_total_flops() // STEPS)
+
+
+def is_own_number(key: str, value: Any) -> bool:
+    """Tell whether a group has a number that is the business of its class alone."""
+    others = ("lr", "weight_decay", "params")
+    return key not in others and isinstance(value, (int, float))
+
+
+def _copied(_: Path, value: Any) -> Any:
+    return value.clone() if type(value) is Tensor else value
 
 
 def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
@@ -287,11 +270,15 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
         return value
     key = ".".join(map(str, path))
     numbers = list(map(_number, seen))
-    ahead = _ahead(numbers)
+    first = numbers[0]
+    ahead = None
+    if isinstance(first, (int, float)) and float(first).is_integer():
+        # It counts steps.
+        if numbers == [first + step for step in range(STEPS)]:
+            ahead = int(first) - 1
     spec = StateSpec((), "float64", on_host=True)
     # A subclass, as quantised states are, would come back from a state of this package without it.
-    is_tensor = type(value) is Tensor
-    if is_tensor:
+    if type(value) is Tensor:
         spec = StateSpec(tuple(value.shape), str(value.dtype)[6:], on_host=not value.dim())
         if spec.dtype not in DTYPE_BYTES:
             raise ConfigError(
@@ -303,7 +290,7 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
             f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "
             f"{type(value).__name__}; it could not be saved"
         )
-    elif ahead is None and all(each == numbers[0] for each in numbers):
+    elif ahead is None and numbers == [first] * STEPS:
         return value
     if ahead is None and key in (COUNT, "fp32"):
         key = f"own.{key}"
@@ -315,18 +302,6 @@ def _number(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
-
-
-def _ahead(numbers: list[Any]) -> int | None:
-    """Return by how much ``numbers``, after the steps of a probe, are ahead of counting them; None
-    if they do not count.
-    """
-    first = numbers[0]
-    if isinstance(first, bool) or not isinstance(first, (int, float)):
-        return None
-    if not float(first).is_integer() or numbers != [first + step for step in range(STEPS)]:
-        return None
-    return int(first) - 1
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -352,8 +327,3 @@ def aside(seed: int = 0) -> Iterator[None]:
     finally:
         random.setstate(state)
         numpy.random.set_state(of_numpy)
-
-
-def said(error: Exception) -> str:
-    """``error`` in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -11,7 +11,7 @@ Note: what is tried
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,21 +21,22 @@ from torch.optim import Optimizer
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.foreign.client_object import set_rate
 from ds_layerwise.optimizers.foreign.probe import (
-    ERRORS,
-    OF_EVERY_GROUP,
     SMALL,
     aside,
     draw,
+    flat,
     make,
-    said,
+    naming,
     step_of,
-    walk,
 )
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
 #: Steps of a check: something may come late.
 _STEPS = 12
+
+#: Attributes of an optimizer that are looked at otherwise.
+_APART = ("defaults", "state", "param_groups")
 
 #: A learning rate that no class has for its default.
 _LR = 0.0123
@@ -125,7 +126,7 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
             param.grad = value[1 + step]
         with aside(step):
             step_of(recipe, optimizer, shapes[0])
-        for where, text in _elsewhere(optimizer):
+        for where, text in _elsewhere(optimizer).items():
             if first.setdefault(where, text) != text:
                 found[where] = None
     for key in optimizer.state:
@@ -140,26 +141,20 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
     return params
 
 
-def _elsewhere(optimizer: Optimizer) -> Iterator[tuple[str, str]]:
-    """Yield what an optimizer keeps beside its states, as text, by its place."""
-    for key, value in vars(optimizer).items():
-        if key not in ("defaults", "state", "param_groups"):
-            yield f"optimizer.{key}", _text(value)
-    for key, value in optimizer.param_groups[0].items():
-        # Of numbers, those that count are known, and others are refused.
-        if key not in OF_EVERY_GROUP and not isinstance(value, (int, float)):
-            yield f"optimizer.param_groups[0][{key!r}]", _text(value)
+def _elsewhere(optimizer: Optimizer) -> dict[str, str]:
+    """Return what an optimizer keeps beside its states, as text, by its place."""
+    (group,) = optimizer.param_groups
+    # Of numbers of a group, those that count are known, and others are refused.
+    found = {f".{key}": value for key, value in vars(optimizer).items() if key not in _APART}
+    for key, value in group.items():
+        if not isinstance(value, (int, float)) and key != "params":
+            found[f".param_groups[0][{key!r}]"] = value
+    return {f"optimizer{where}": _text(value) for where, value in found.items()}
 
 
 def _text(value: Any) -> str:
-    """The numbers, texts and tensors in ``value``; what else there is counts for nothing."""
-    parts = []
-    for path, each in walk(value):
-        if isinstance(each, Tensor):
-            each = each.tolist()
-        if isinstance(each, (int, float, str, list)):
-            parts.append((path, each))
-    return str(parts)
+    parts = flat(value).values()
+    return str([each.tolist() if isinstance(each, Tensor) else each for each in parts])
 
 
 def _alone(
@@ -174,14 +169,9 @@ def _alone(
         if step % 2:
             rule = new_rule()
             state = {key: value.clone() for key, value in state.items()}
-        try:
-            with aside(seed + step):
-                rule.update_([param], [grad], [state], hyper)
-        except ERRORS as e:
-            raise ConfigError(
-                f"{recipe.rule} cannot go on from its state after {step} steps, as after a load: "
-                f"{said(e)}"
-            ) from e
+        what = f"{recipe.rule} cannot go on from its state after {step} steps, as after a load"
+        with naming(what), aside(seed + step):
+            rule.update_([param], [grad], [state], hyper)
     return param
 
 
