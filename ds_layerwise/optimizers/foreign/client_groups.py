@@ -15,8 +15,8 @@ from ds_layerwise.checkpoint.plain_values import plain
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.client_object import (
-    ABOUT_GROUPS,
     must_be_optimizer,
+    of_class,
     path_of,
     recipes_of,
 )
@@ -81,7 +81,7 @@ class ClientOptimizer(LayerWiseOptimizer):
                 "momentum": 0.0,
                 "betas": (0.0, 0.0),
                 "eps": 0.0,
-                "of_client": _of_class(group),
+                "of_client": of_class(group),
             }
             settings.append(now)
         return settings
@@ -154,13 +154,9 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.param_groups.append(param_group)
 
 
-def _of_class(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
-
-
 def _before_schedules(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group``, with the rate that it has before any schedule."""
-    values = _of_class(group)
+    values = of_class(group)
     values["lr"] = float(values.pop("initial_lr", group["lr"]))
     return values
 

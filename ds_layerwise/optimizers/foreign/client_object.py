@@ -75,15 +75,21 @@ class Prototype:
             )
             return made
         made = must_be_optimizer(self.function([group]))
-        found = [list(map(id, each["params"])) for each in made.param_groups]
-        if type(made) is not self.kind or found != [list(map(id, params))]:
+        first, *others = made.param_groups
+        is_of_these = list(map(id, first["params"])) == list(map(id, params))
+        if type(made) is not self.kind or others or not is_of_these:
             raise ConfigError(
                 f"the function given to initialize() makes a {path_of(made)} of other parameters "
-                f"than those that it is given, and is called again for each parameter, as a "
-                f"{any_torch_recipe.path_of(self.kind)} keeps more than groups and states; let it "
-                "make one of its argument, a list of parameters or of groups"
+                "than those that it is given, and is called again for each parameter, because what "
+                "it makes keeps more than groups and states; let it make one of its argument, a "
+                "list of parameters or of groups"
             )
         return made
+
+
+def of_class(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``group`` says to an optimizer of one of its parameters."""
+    return {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
 
 
 def must_be_optimizer(found: object) -> Optimizer:
@@ -104,7 +110,10 @@ def set_rate(group: dict[str, Any], lr: float) -> None:
     """Let a parameter group have ``lr`` as it has its rate: a number, or a tensor, which its class
     may insist on.
     """
-    group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
+    rate = group["lr"]
+    group["lr"] = lr
+    if isinstance(rate, Tensor):
+        group["lr"] = torch.full_like(rate, lr)
 
 
 def path_of(client: Optimizer) -> str:
@@ -129,14 +138,18 @@ def recipes_of(
         ConfigError: no optimizers like it can be made, or a group says what it cannot be.
     """
     path = path_of(client)
-    keeps_more = _keeps_more(client, has_function=make is not None)
+    function = _function_for(client, make)
     by_settings: dict[Any, ClientTorch] = {}
     found = []
     for index, group in enumerate(client.param_groups):
         where = f"param_groups[{index}]"
-        values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
-        # What cannot be saved would be found at the first save otherwise.
-        texts = {key: str(normalised(saved(values[key], f"{where}.{key}"))) for key in values}
+        values = of_class(group)
+        texts = {}
+        for key, value in values.items():
+            # Found at the first save otherwise.
+            text = str(normalised(saved(value, f"{where}.{key}")))
+            if key not in (*MOVED, *_OF_SCHEDULERS):
+                texts[key] = text
         for key in MOVED:
             value = plain(values.get(key, 0.0))
             if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:
@@ -146,20 +159,16 @@ def recipes_of(
                     "switch that off)"
                 )
         chosen = check(ClientSplit, f"{where}.{SPLIT}", group.get(SPLIT, split))
-        for key in (*MOVED, *_OF_SCHEDULERS):
-            texts.pop(key, None)
         same = chosen, tuple(texts.items())
         if same not in by_settings:
-            prototype = Prototype(
-                type(client), client.defaults, copy.deepcopy(values), make if keeps_more else None
-            )
+            prototype = Prototype(type(client), client.defaults, copy.deepcopy(values), function)
             by_settings[same] = client_recipe(path, prototype, texts, split=chosen)
         found.append(by_settings[same])
     return tuple(found)
 
 
-def _keeps_more(client: Optimizer, *, has_function: bool) -> bool:
-    """Tell whether ``client`` keeps more than torch.optim.Optimizer does.
+def _function_for(client: Optimizer, make: Make | None) -> Make | None:
+    """Return ``make`` if ``client`` keeps more than torch.optim.Optimizer does.
 
     Raises:
         ConfigError: there can be none like it: it needs a closure, has hooks before its step, or
@@ -185,7 +194,7 @@ def _keeps_more(client: Optimizer, *, has_function: bool) -> bool:
     more = [
         f"{key} ({type(vars(client)[key]).__qualname__})" for key in vars(client).keys() - known
     ]
-    if more and not has_function:
+    if more and make is None:
         raise ConfigError(
             f"this {path} keeps {few(sorted(more))} beside its groups and states, and each "
             "parameter needs an optimizer like it on the rank that owns it; give initialize() a "
@@ -207,4 +216,4 @@ def _keeps_more(client: Optimizer, *, has_function: bool) -> bool:
             "afterwards with engine.load_checkpoint() or DeepSpeed's "
             "safe_set_full_optimizer_state(), 'step' included"
         )
-    return bool(more)
+    return make if more else None

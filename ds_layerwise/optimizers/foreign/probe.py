@@ -49,6 +49,9 @@ SMALL = 4096
 #: Sides of which no one is another's, nor a product of others, nor what a class has for a constant.
 _SAMPLE = (5, 7, 11, 13, 17, 19)
 
+#: Numbers of a group that are not the business of its class alone.
+_OF_ALL_CLASSES = ("lr", "weight_decay")
+
 Path = tuple[str | int, ...]
 
 
@@ -119,8 +122,9 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
         ConfigError: the class does not take the arguments, or it has no ``lr``.
     """
     if isinstance(recipe, ClientTorch):
-        made: Optimizer = recipe.prototype.make(params)
-        return made
+        with naming(f"{recipe.rule} cannot be made for a parameter"):
+            made: Optimizer = recipe.prototype.make(params)
+            return made
     of_groups = sorted({"lr", "weight_decay", "params"} & recipe.arguments.keys())
     if of_groups:
         raise ConfigError(
@@ -174,7 +178,9 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
         return {key: rebuilt(each, change, (*path, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         items = [rebuilt(each, change, (*path, index)) for index, each in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, tuple):
+            return tuple(items)
+        return items
     return change(path, value)
 
 
@@ -221,19 +227,25 @@ def _observed(
     states: list[Any] = []
     groups: list[dict[str, Any]] = []
     with aside(), FlopCounterMode(display=False) as counter:
-        param = draw(shape, 0).to(device)
+        param = torch.randn(shape, dtype=torch.float32).to(device)
         optimizer = make(recipe, param)
         (group,) = optimizer.param_groups
-        for step in range(STEPS):
-            param.grad = draw(shape, 1 + step).to(device)
+        for _ in range(STEPS):
+            param.grad = torch.randn_like(param)
             step_of(recipe, optimizer, shape)
             states.append(rebuilt(dict(optimizer.state.get(param, {})), _copied))
-            groups.append({key: group[key] for key in group if is_own_number(key, group[key])})
+            numbers = dict(group)
+            for key, value in group.items():
+                if key in _OF_ALL_CLASSES or not isinstance(value, (int, float)):
+                    del numbers[key]
+            groups.append(numbers)
     seen = list(map(flat, states))
 
     def leaf(path: Path, value: Any) -> Any:
         found = _leaf(recipe, path, value, [each.get(path) for each in seen])
-        return known.get(path, found) if _is_0d(found) else found
+        if _is_0d(found):
+            return known.get(path, found)
+        return found
 
     counts = {}
     for key, value in groups[-1].items():
@@ -248,12 +260,6 @@ def _observed(
         counts[key] = count
     kept = tuple(rebuilt(state, leaf) for state in states)
     return Kept(kept, counts, counter.get_total_flops() // STEPS)
-
-
-def is_own_number(key: str, value: Any) -> bool:
-    """Tell whether a group has a number that is the business of its class alone."""
-    others = ("lr", "weight_decay", "params")
-    return key not in others and isinstance(value, (int, float))
 
 
 def _copied(_: Path, value: Any) -> Any:
@@ -273,9 +279,9 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
     first = numbers[0]
     ahead = None
     if isinstance(first, (int, float)) and float(first).is_integer():
-        # It counts steps.
-        if numbers == [first + step for step in range(STEPS)]:
-            ahead = int(first) - 1
+        start = int(first)
+        if numbers == list(range(start, start + STEPS)):
+            ahead = start - 1
     spec = StateSpec((), "float64", on_host=True)
     # A subclass, as quantised states are, would come back from a state of this package without it.
     if type(value) is Tensor:
@@ -301,14 +307,9 @@ def _number(value: Any) -> Any:
     """Return ``value``, or the number in a tensor; None where it has axes, or no memory."""
     if not isinstance(value, Tensor):
         return value
-    return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
-
-
-def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random numbers, the same for the same seed."""
-    return torch.randn(
-        shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
-    )
+    if value.dim() or value.is_meta:
+        return None
+    return value.item()
 
 
 @contextmanager

@@ -23,7 +23,6 @@ from ds_layerwise.optimizers.foreign.client_object import set_rate
 from ds_layerwise.optimizers.foreign.probe import (
     SMALL,
     aside,
-    draw,
     flat,
     make,
     naming,
@@ -54,7 +53,9 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
             other ranks, or on what is not in the state of that one; or it is to be cut by element,
             and what it does to one depends on others, or what it keeps of a piece on its length.
     """
-    shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
+    shapes: list[tuple[int, ...]] = [(60,), (24,)]
+    if recipe.whole:
+        shapes = [(6, 10), (10, 4)]
     together = _together(recipe, shapes)
     if not recipe.whole:
         _check_keys_of_pieces(recipe)
@@ -101,7 +102,8 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
 
 def _values(index: int, shape: tuple[int, ...]) -> list[Tensor]:
     """The parameter with this ``index``, and the gradients of all steps."""
-    return [draw(shape, 100 * index + step) for step in range(_STEPS + 1)]
+    with aside(index):
+        return [torch.randn(shape, dtype=torch.float32) for _ in range(_STEPS + 1)]
 
 
 def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
@@ -111,7 +113,7 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
         ConfigError: it goes on from what it keeps elsewhere than in the state of a parameter, which
             is not in a checkpoint, and may be of all parameters together; names where.
     """
-    values = [_values(index, shape) for index, shape in enumerate(shapes)]
+    values = list(map(_values, range(len(shapes)), shapes))
     params = [value[0] for value in values]
     with aside():
         optimizer = make(recipe, *params, lr=_LR)
@@ -129,8 +131,9 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
         for where, text in _elsewhere(optimizer).items():
             if first.setdefault(where, text) != text:
                 found[where] = None
+    ids = list(map(id, params))
     for key in optimizer.state:
-        if not any(key is param for param in params):
+        if id(key) not in ids:
             found[f"optimizer.state[{key!r}]"] = None
     if found:
         raise ConfigError(
@@ -153,8 +156,10 @@ def _elsewhere(optimizer: Optimizer) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    parts = flat(value).values()
-    return str([each.tolist() if isinstance(each, Tensor) else each for each in parts])
+    parts = []
+    for each in flat(value).values():
+        parts.append(each.tolist() if isinstance(each, Tensor) else each)
+    return str(parts)
 
 
 def _alone(
