@@ -54,14 +54,13 @@ class Adafactor(UpdateRule):
         """
         for param, grad, state in zip(params, grads, states, strict=True):
             state["step"] += 1
-            parts = (
-                torch.split(
-                    each.view(-1, *each.shape[-2:]), self.recipe.together(tuple(param.shape))
-                )
-                for each in (param, grad, state["row_var"], state["col_var"])
-            )
+            step = float(state["step"])
+            together = self.recipe.together(tuple(param.shape))
+            parts = []
+            for each in (param, grad, state["row_var"], state["col_var"]):
+                parts.append(torch.split(each.view(-1, *each.shape[-2:]), together))
             for matrices, gradients, rows, columns in zip(*parts, strict=True):
-                self._update_(matrices, gradients, rows, columns, float(state["step"]), hyper)
+                self._update_(matrices, gradients, rows, columns, step, hyper)
 
     def _update_(
         self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper
@@ -81,12 +80,8 @@ class Adafactor(UpdateRule):
         """``grad`` over the root of its second moment, which is updated first."""
         weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):
-            means.lerp_(
-                torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
-                .square_()
-                .div_(grad.shape[axis]),
-                weight,
-            )
+            norms = torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
+            means.lerp_(norms.square_().div_(grad.shape[axis]), weight)
         moments = rows @ columns
         moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=max(self.recipe.eps1, TINY)))
         # 1e-30, which other packages have for eps1, squared is no float32; a row without a gradient
