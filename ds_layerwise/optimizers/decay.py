@@ -94,7 +94,6 @@ class WeightDecay:
 
     def _share(self, hyper: Hyper) -> float:
         """Return the part of itself that a weight loses in a step."""
-        rate = {"decoupled": hyper.lr, "independent": 1.0, "palm": hyper.lr * hyper.lr, "l2": 0.0}[
-            self.method
-        ]
-        return rate * hyper.weight_decay
+        lr = hyper.lr
+        rates = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}
+        return rates[self.method] * hyper.weight_decay
