@@ -37,7 +37,13 @@ def widest_float() -> torch.dtype:
     return torch.float32
 
 
-def require(dtype: torch.dtype, device: torch.device, *, key: str, value: str) -> None:
+def require(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    key: str,
+    value: str,
+) -> None:
     """Refuse a setting that takes products in a ``dtype`` that ``device`` has none for. A CPU has
     all of them.
 

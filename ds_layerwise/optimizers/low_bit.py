@@ -28,7 +28,12 @@ def chance_of(*what: object) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def round_by_chance_(into: Tensor, values: Tensor, chance: int, first: int) -> None:
+def round_by_chance_(
+    into: Tensor,
+    values: Tensor,
+    chance: int,
+    first: int,
+) -> None:
     """Round each value to one of the two bfloat16 about it, so that the mean over all chances is
     the value.
 
@@ -59,7 +64,13 @@ def scales_of(numel: int, device: torch.device) -> Tensor:
     return torch.zeros(-(-numel // SCALED), dtype=torch.float32, device=device)
 
 
-def to_codes_(codes: Tensor, scales: Tensor, values: Tensor, *, signed: bool) -> None:
+def to_codes_(
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    *,
+    signed: bool,
+) -> None:
     """Write ``values`` as codes of a dynamic map of 8 bits, by torchao, each block of 256 over its
     largest value.
 

@@ -326,7 +326,12 @@ def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
     return used
 
 
-def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:
+def _require_as_the_run(
+    where: str,
+    key: str,
+    value: object,
+    config: OptimizerConfig,
+) -> None:
     """Refuse a key that no group has for itself, unless it says what happens anyway.
 
     Raises:

@@ -30,7 +30,12 @@ _AT_A_TIME = 1 << 20
 _TIE = 1 << 15
 
 
-def split_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -> None:
+def split_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> None:
     """Write ``masters`` as weights, remainders and marks, of which :func:`merge_` makes them again.
 
     Of what is not a number only that is kept.
@@ -50,7 +55,12 @@ def split_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -
         torch.bitwise_xor(_hash(values[some]), _packed(lacks == _TIE), out=marks[of])
 
 
-def merge_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -> Tensor:
+def merge_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> Tensor:
     """Set ``masters`` to what :func:`split_` got.
 
     All masters of a block of which a weight has been written since are those weights.

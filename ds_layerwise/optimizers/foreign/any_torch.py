@@ -65,7 +65,13 @@ class AnyTorch(UpdateRule):
             except StepError as error:
                 raise UpdateError(index, str(error)) from error
 
-    def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+    def _update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        hyper: Hyper,
+    ) -> None:
         step = int(state[COUNT])
         kept = probe.kept_of(self.recipe, tuple(param.shape))
         optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]
@@ -98,7 +104,13 @@ class AnyTorch(UpdateRule):
             group["params"] = []
             optimizer.state.clear()
 
-    def _keep(self, found: Mapping[Any, Any], param: Tensor, kept: Kept, state: State) -> None:
+    def _keep(
+        self,
+        found: Mapping[Any, Any],
+        param: Tensor,
+        kept: Kept,
+        state: State,
+    ) -> None:
         """Take over what the class has made anew.
 
         Raises:

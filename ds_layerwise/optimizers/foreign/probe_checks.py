@@ -163,7 +163,10 @@ def _text(value: Any) -> str:
 
 
 def _alone(
-    recipe: AnyTorch, new_rule: Callable[[], UpdateRule], values: list[Tensor], seed: int
+    recipe: AnyTorch,
+    new_rule: Callable[[], UpdateRule],
+    values: list[Tensor],
+    seed: int,
 ) -> Tensor:
     """A parameter after steps of its own instances."""
     param, *grads = values

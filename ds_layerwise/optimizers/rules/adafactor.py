@@ -63,7 +63,13 @@ class Adafactor(UpdateRule):
                 self._update_(matrices, gradients, rows, columns, step, hyper)
 
     def _update_(
-        self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper
+        self,
+        param: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        step: float,
+        hyper: Hyper,
     ) -> None:
         """Take a step of matrices that go together, whose mean squares are ``rows`` and
         ``columns``.
@@ -76,7 +82,13 @@ class Adafactor(UpdateRule):
         decay.shrink_([param], [update], hyper)
         param.sub_(update.mul_(size))
 
-    def _normalised(self, grad: Tensor, rows: Tensor, columns: Tensor, step: float) -> Tensor:
+    def _normalised(
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        step: float,
+    ) -> Tensor:
         """``grad`` over the root of its second moment, which is updated first."""
         weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):

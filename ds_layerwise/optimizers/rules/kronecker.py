@@ -103,7 +103,13 @@ class Kronecker(UpdateRule):
                     "the parameter to 'adamw' with layerwise.overrides",
                 ) from error
 
-    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+    def _update(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> Tensor | None:
         """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of
         its own; None if they stay as they are."""
         raise NotImplementedError

@@ -68,7 +68,13 @@ class Soap(Kronecker):
                 value.fill_(1)
         return state
 
-    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+    def _update(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> Tensor | None:
         if not self.recipe.lagged_basis:
             self._learn(grad, state, step, hyper)
             return self._adam(grad, state, step, hyper)
@@ -113,7 +119,13 @@ class Soap(Kronecker):
             * (self.recipe.kl and hyper.eps < 1e-10)
         )
 
-    def _add_to_factors(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
+    def _add_to_factors(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> None:
         kept = self._kept(step)
         for key, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
             if key not in state:
