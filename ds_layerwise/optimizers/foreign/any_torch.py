@@ -88,7 +88,8 @@ class AnyTorch(UpdateRule):
         elif hyper.weight_decay:
             param.mul_(1 - hyper.lr * hyper.weight_decay)
         if step:
-            group.update({key: _value(leaf, state, step) for key, leaf in kept.groups.items()})
+            for key, leaf in kept.groups.items():
+                group[key] = _value(leaf, state, step)
             optimizer.state[param] = probe.rebuilt(
                 kept.after(step), lambda _, leaf: _value(leaf, state, step)
             )
@@ -144,7 +145,9 @@ class AnyTorch(UpdateRule):
 
 
 def _told(value: Any) -> str:
-    return f"{tuple(value.shape)} in {value.dtype}" if type(value) is Tensor else repr(value)
+    if type(value) is Tensor:
+        return f"{tuple(value.shape)} in {value.dtype}"
+    return repr(value)
 
 
 def _value(leaf: Any, state: State, step: int) -> Any:

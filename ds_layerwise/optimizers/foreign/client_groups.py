@@ -62,7 +62,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.state = client.state
         self._built = tuple(self.param_groups)
         self.built_with = tuple(map(_before_schedules, self.param_groups))
-        self.configured = [dict(group) for group in self.built_with]
+        self.configured = list(map(dict, self.built_with))
         self.own_decay = frozenset(range(len(self._built)))
         self.own_keys = []
 
@@ -124,19 +124,22 @@ class ClientOptimizer(LayerWiseOptimizer):
         """Let the object do nothing by itself from here on."""
 
         def refuse(*_: Any, **__: Any) -> None:
-            if not self._stepping:
-                raise StepError(
-                    f"an engine trains with this {path_of(self.client)}, and each rank has the "
-                    "states of some of its parameters; call engine.step(), save with "
-                    "engine.save_checkpoint(), or whole states in one file with "
-                    "engine.optimizer.save_state_dict_to_file(), load with "
-                    "engine.load_checkpoint(), and add groups before initialize()"
-                )
+            raise StepError(
+                f"an engine trains with this {path_of(self.client)}, and each rank has the states "
+                "of some of its parameters; call engine.step(), save with "
+                "engine.save_checkpoint(), or whole states in one file with "
+                "engine.optimizer.save_state_dict_to_file(), load with engine.load_checkpoint(), "
+                "and add groups before initialize()"
+            )
 
+        def step(*_: Any, **__: Any) -> None:
+            if not self._stepping:
+                refuse()
+
+        hooked: Any = Optimizer.profile_hook_step(step)
         # A scheduler that has looked at its step already warns if this mark is gone.
-        step: Any = Optimizer.profile_hook_step(refuse)
-        step._wrapped_by_lr_sched = True
-        vars(self.client).update(step=MethodType(step, self.client))
+        hooked._wrapped_by_lr_sched = True
+        vars(self.client).update(step=MethodType(hooked, self.client))
         for name in ("add_param_group", "load_state_dict", "state_dict"):
             setattr(self.client, name, refuse)
 

@@ -147,18 +147,22 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
 def _elsewhere(optimizer: Optimizer) -> dict[str, str]:
     """Return what an optimizer keeps beside its states, as text, by its place."""
     (group,) = optimizer.param_groups
-    # Of numbers of a group, those that count are known, and others are refused.
-    found = {f".{key}": value for key, value in vars(optimizer).items() if key not in _APART}
+    found = {}
+    for key, value in vars(optimizer).items():
+        if key not in _APART:
+            found[f"optimizer.{key}"] = _text(value)
     for key, value in group.items():
-        if not isinstance(value, (int, float)) and key != "params":
-            found[f".param_groups[0][{key!r}]"] = value
-    return {f"optimizer{where}": _text(value) for where, value in found.items()}
+        # Of numbers, those that count are known, and others are refused.
+        if key != "params" and not isinstance(value, (int, float)):
+            found[f"optimizer.param_groups[0][{key!r}]"] = _text(value)
+    return found
 
 
 def _text(value: Any) -> str:
-    parts = []
-    for each in flat(value).values():
-        parts.append(each.tolist() if isinstance(each, Tensor) else each)
+    parts = flat(value)
+    for path, each in parts.items():
+        if isinstance(each, Tensor):
+            parts[path] = each.tolist()
     return str(parts)
 
 

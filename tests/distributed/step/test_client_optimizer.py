@@ -422,7 +422,13 @@ class TestRefusals(DistributedTest):
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
         saved = copy.deepcopy(optimizer.state_dict())
         seen = []
-        optimizer.register_step_post_hook(lambda *_: seen.append(len(seen)))
+
+        def hook(*_):
+            with pytest.raises(StepError, match=r"save with engine\.save_checkpoint\(\)"):
+                optimizer.state_dict()
+            seen.append(len(seen))
+
+        optimizer.register_step_post_hook(hook)
         engine = start(module, optimizer)
         for call in (optimizer.step, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
                      lambda: optimizer.load_state_dict(saved), optimizer.state_dict):
