@@ -188,7 +188,8 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
             "initialize() torch's optimizer of that kind, such as torch.optim.AdamW for Adam "
             "(where Accelerate has put it there, set zero_force_ds_cpu_optimizer to false)"
         )
-    known = {*vars(SGD([torch.zeros(1)], lr=0.0)), *_OF_TORCH}
+    plainest = SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.0)
+    known = {*vars(plainest), *_OF_TORCH}
     if hasattr(client.step, "_wrapped_by_lr_sched"):
         known.add("step")
     more = [

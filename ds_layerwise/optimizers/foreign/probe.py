@@ -49,6 +49,18 @@ SMALL = 4096
 #: Sides of which no one is another's, nor a product of others, nor what a class has for a constant.
 _SAMPLE = (5, 7, 11, 13, 17, 19)
 
+#: What code that nobody here wrote raises when it does not like what it gets.
+_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
 #: Numbers of a group that are not the business of its class alone.
 _OF_ALL_CLASSES = ("lr", "weight_decay")
 
@@ -150,7 +162,7 @@ def naming(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as e:
+    except _ERRORS as e:
         text = " ".join(str(e).split())
         raise UnableError(f"{what}: {type(e).__name__}: {text}") from e
 
@@ -227,7 +239,7 @@ def _observed(
     states: list[Any] = []
     groups: list[dict[str, Any]] = []
     with aside(), FlopCounterMode(display=False) as counter:
-        param = torch.randn(shape, dtype=torch.float32).to(device)
+        param = draw(shape).to(device)
         optimizer = make(recipe, param)
         (group,) = optimizer.param_groups
         for _ in range(STEPS):
@@ -310,6 +322,11 @@ def _number(value: Any) -> Any:
     if value.dim() or value.is_meta:
         return None
     return value.item()
+
+
+def draw(shape: tuple[int, ...]) -> Tensor:
+    """Random numbers of the generator that :func:`aside` has set."""
+    return torch.randn(shape, dtype=torch.float32, device="cpu")
 
 
 @contextmanager

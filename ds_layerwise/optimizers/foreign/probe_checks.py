@@ -1,5 +1,5 @@
-"""The check that a class of ``torch.optim.Optimizer`` does on parts of a model, and after a load,
-what it does on all of it, without.
+"""Checks of things that a class of ``torch.optim.Optimizer`` must not do, or ranks that own some
+parameters each cannot run it.
 
 Note: what is tried
     One instance has two parameters. Beside it each of them is trained alone, as a rank would, by
@@ -23,6 +23,7 @@ from ds_layerwise.optimizers.foreign.client_object import set_rate
 from ds_layerwise.optimizers.foreign.probe import (
     SMALL,
     aside,
+    draw,
     flat,
     make,
     naming,
@@ -103,7 +104,7 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
 def _values(index: int, shape: tuple[int, ...]) -> list[Tensor]:
     """The parameter with this ``index``, and the gradients of all steps."""
     with aside(index):
-        return [torch.randn(shape, dtype=torch.float32) for _ in range(_STEPS + 1)]
+        return [draw(shape) for _ in range(_STEPS + 1)]
 
 
 def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:

@@ -92,8 +92,12 @@ class Adafactor(UpdateRule):
         """``grad`` over the root of its second moment, which is updated first."""
         weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):
-            norms = torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
-            means.lerp_(norms.square_().div_(grad.shape[axis]), weight)
+            means.lerp_(
+                torch.linalg.vector_norm(grad, dim=axis, keepdim=True)
+                .square_()
+                .div_(grad.shape[axis]),
+                weight,
+            )
         moments = rows @ columns
         moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=max(self.recipe.eps1, TINY)))
         # 1e-30, which other packages have for eps1, squared is no float32; a row without a gradient
