@@ -47,12 +47,8 @@ from ds_layerwise.engine.loading import loading
 from ds_layerwise.engine.saving import exit_saves, saving
 from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.foreign.client_groups import (
-    ClientOptimizer,
-    given_by,
-    must_be_optimizer,
-    pointing_to_ours,
-)
+from ds_layerwise.optimizers.foreign.client_groups import ClientOptimizer, pointing_to_ours
+from ds_layerwise.optimizers.foreign.client_object import must_be_optimizer
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes
 from ds_layerwise.output import announce
@@ -278,7 +274,8 @@ def _configure_optimizer(
         return original(client_optimizer, model_parameters)
     with _on_all_ranks(), pointing_to_ours(client_optimizer):
         ours = ClientOptimizer(
-            given_by(client_optimizer, model_parameters),
+            client_optimizer,
+            model_parameters,
             split=_run(engine).layerwise.client_optimizer.split,
         )
         check_recipes(ours.recipes_by_group)

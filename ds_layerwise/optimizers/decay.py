@@ -52,7 +52,12 @@ class WeightDecay:
             return list(grads)
         return list(torch._foreach_add(list(grads), list(params), alpha=hyper.weight_decay))
 
-    def shrink_(self, params: Sequence[Tensor], directions: Sequence[Tensor], hyper: Hyper) -> None:
+    def shrink_(
+        self,
+        params: Sequence[Tensor],
+        directions: Sequence[Tensor],
+        hyper: Hyper,
+    ) -> None:
         """Let ``params`` decay in place; with l2 they have, in :meth:`gradients`.
 
         Args:
@@ -73,7 +78,10 @@ class WeightDecay:
             param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
 
     def update_(
-        self, params: Sequence[Tensor], hyper: Hyper, move_: Callable[[list[Tensor], float], None]
+        self,
+        params: Sequence[Tensor],
+        hyper: Hyper,
+        move_: Callable[[list[Tensor], float], None],
     ) -> None:
         """Let ``params`` decay, then update them, for a rule that does not tell its directions.
 
@@ -94,7 +102,6 @@ class WeightDecay:
 
     def _share(self, hyper: Hyper) -> float:
         """Return the part of itself that a weight loses in a step."""
-        rate = {"decoupled": hyper.lr, "independent": 1.0, "palm": hyper.lr * hyper.lr, "l2": 0.0}[
-            self.method
-        ]
-        return rate * hyper.weight_decay
+        lr = hyper.lr
+        rates = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}
+        return rates[self.method] * hyper.weight_decay

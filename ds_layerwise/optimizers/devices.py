@@ -32,10 +32,18 @@ def widest_float() -> torch.dtype:
     """
     # 0.18.9 does not say.
     is_supported = getattr(get_accelerator(), "is_fp64_supported", None)
-    return torch.float64 if is_supported is None or is_supported() else torch.float32
+    if is_supported is None or is_supported():
+        return torch.float64
+    return torch.float32
 
 
-def require(dtype: torch.dtype, device: torch.device, *, key: str, value: str) -> None:
+def require(
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    key: str,
+    value: str,
+) -> None:
     """Refuse a setting that takes products in a ``dtype`` that ``device`` has none for. A CPU has
     all of them.
 
@@ -68,14 +76,12 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     alone: elsewhere torch multiplies in bfloat16 wherever that is the faster one, or does not say
     whether subnormals are numbers.
     """
-    candidates = {"cuda": [torch.float16, torch.bfloat16], "meta": []}.get(
-        device.type, [torch.bfloat16]
-    )
-    return frozenset(
-        dtype
-        for dtype in candidates
-        if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST
-    )
+    by_type = {"cuda": [torch.float16, torch.bfloat16], "meta": []}
+    fast = set()
+    for dtype in by_type.get(device.type, [torch.bfloat16]):
+        if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST:
+            fast.add(dtype)
+    return frozenset(fast)
 
 
 @lru_cache(maxsize=None)

@@ -8,6 +8,7 @@ and after a resume, and takes nothing from torch's generators.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -23,12 +24,16 @@ _AT_A_TIME = 1 << 20
 
 def chance_of(*what: object) -> int:
     """A number of 64 bits that says which chance ``what`` meets; the same in every process."""
-    return int.from_bytes(
-        hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "little", signed=True
-    )
+    digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def round_by_chance_(into: Tensor, values: Tensor, chance: int, first: int) -> None:
+def round_by_chance_(
+    into: Tensor,
+    values: Tensor,
+    chance: int,
+    first: int,
+) -> None:
     """Round each value to one of the two bfloat16 about it, so that the mean over all chances is
     the value.
 
@@ -59,7 +64,13 @@ def scales_of(numel: int, device: torch.device) -> Tensor:
     return torch.zeros(-(-numel // SCALED), dtype=torch.float32, device=device)
 
 
-def to_codes_(codes: Tensor, scales: Tensor, values: Tensor, *, signed: bool) -> None:
+def to_codes_(
+    codes: Tensor,
+    scales: Tensor,
+    values: Tensor,
+    *,
+    signed: bool,
+) -> None:
     """Write ``values`` as codes of a dynamic map of 8 bits, by torchao, each block of 256 over its
     largest value.
 
@@ -74,37 +85,40 @@ def to_codes_(codes: Tensor, scales: Tensor, values: Tensor, *, signed: bool) ->
     """
     maps = _torchao()
     levels = _levels(signed, values.device)
-    for start in range(0, values.numel(), _AT_A_TIME):
-        some, of = (
-            values[start : start + _AT_A_TIME],
-            slice(start // SCALED, (start + _AT_A_TIME) // SCALED),
-        )
-        blocks = torch.nn.functional.pad(some, (0, -some.numel() % SCALED)).view(-1, SCALED)
+    for run, of in _runs(values.numel()):
+        some = values[run]
+        blocks = _padded(some).view(-1, SCALED)
         largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1)
         scales[of].copy_(torch.where(largest.isfinite(), largest, torch.nan))
-        of_one = (blocks / torch.where(largest > 0, largest, 1).unsqueeze(-1)).view(-1)[
-            : some.numel()
-        ]
+        divisors = torch.where(largest > 0, largest, 1).unsqueeze(-1)
+        of_one = (blocks / divisors).view(-1)[: some.numel()]
         found = maps.quantize_8bit_with_qmap(of_one, levels)
         if not signed:
             found = torch.where((some > 0) & (found == 0), 1, found)
-        codes[start : start + _AT_A_TIME].copy_(found)
+        codes[run].copy_(found)
 
 
 def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Return the values that :func:`to_codes_` has kept, 1-D float32, new memory."""
-    maps, found = _torchao(), torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    maps = _torchao()
     levels = _levels(signed, codes.device)
-    for start in range(0, codes.numel(), _AT_A_TIME):
-        some, of = (
-            codes[start : start + _AT_A_TIME],
-            slice(start // SCALED, (start + _AT_A_TIME) // SCALED),
-        )
-        blocks = torch.nn.functional.pad(some, (0, -some.numel() % SCALED))
-        found[start : start + _AT_A_TIME].copy_(
-            maps.dequant_with_qmap(blocks, levels, scales[of]).view(-1)[: some.numel()]
-        )
+    found = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
+    for run, of in _runs(codes.numel()):
+        some = codes[run]
+        values = maps.dequant_with_qmap(_padded(some), levels, scales[of])
+        found[run].copy_(values.view(-1)[: some.numel()])
     return found
+
+
+def _runs(numel: int) -> Iterator[tuple[slice, slice]]:
+    """Yield places of values that are worked on at a time, and of their scales."""
+    for start in range(0, numel, _AT_A_TIME):
+        stop = start + _AT_A_TIME
+        yield slice(start, stop), slice(start // SCALED, stop // SCALED)
+
+
+def _padded(values: Tensor) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -values.numel() % SCALED))
 
 
 @lru_cache(maxsize=None)
@@ -114,9 +128,8 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
     torchao's, but for the least one of the signed map, -0.993 there: with -1 the largest value of a
     block is exact whatever its sign, and codes of what they stand for are the same codes.
     """
-    levels = torch.tensor(
-        _torchao().create_dynamic_map(signed=signed), dtype=torch.float32, device="cpu"
-    )
+    found = _torchao().create_dynamic_map(signed=signed)
+    levels = torch.tensor(found, dtype=torch.float32, device="cpu")
     if signed:
         levels[0] = -1.0
     return levels.to(device)

@@ -8,7 +8,7 @@ backend, so a scheduler that writes one ``lr`` into every group keeps the ratio 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -97,6 +97,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     fixed_keys: frozenset[str] = frozenset()
     """Keys of the whole run, which a group may repeat but not change."""
+    recipes_by_group: tuple[Recipe, ...] = ()
+    """The recipe of the parameters of each group; empty where each parameter has its own."""
 
     def __init__(
         self,
@@ -108,12 +110,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self.config = config
         self._scheduler = scheduler
         self._stepping = False
-        items = list(params)
-        loose = [item for item in items if not isinstance(item, dict)]
-        given = [item for item in items if isinstance(item, dict)]
-        groups = [_with_ratios(f"param_groups[{i}]", item, config) for i, item in enumerate(given)]
+        groups: list[dict[str, Any]] = []
+        self.own_keys: list[frozenset[str]] = []
+        """The settings that the script has given each group."""
+        loose: list[Tensor] = []
+        for item in params:
+            if isinstance(item, dict):
+                groups.append(_with_ratios(f"param_groups[{len(groups)}]", item, config))
+                self.own_keys.append(frozenset(item))
+            else:
+                loose.append(item)
         if loose or not groups:
             groups.append(_with_ratios("param_groups", {"params": loose}, config))
+            self.own_keys.append(frozenset())
         super().__init__(groups, {key: getattr(config, key) for key in HYPER_KEYS})
         self._built = tuple(self.param_groups)
         self._checked: dict[int, dict[str, Any]] = {}
@@ -125,13 +134,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """
         self.configured = [dict(group) for group in self.built_with]
         """The hyper-parameters of the run that this one goes on from, as far as they have won."""
-        self.own_keys = [frozenset(item) for item in given]
-        """The settings that the script has given each group."""
-        self.own_decay = frozenset(
-            i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys
-        )
+        decay = [i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys]
+        self.own_decay = frozenset(decay)
         """The groups, by index, that say for themselves what their weight decay is."""
-        self._one_rate_for_both = _rates_for_both(given, config)
 
     def groups_now(self) -> list[dict[str, Any]]:
         """Return the settings of groups for the next step: their own, and ``configured_lr``, where
@@ -152,7 +157,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             StepError: names the group, the key, the value, and its bound or the way out.
         """
         for i, (group, use_muon) in enumerate(zip(self.param_groups, self._sent_to, strict=True)):
-            where, known = f"param_groups[{i}]", self._checked.setdefault(i, {})
+            where = f"param_groups[{i}]"
+            known = self._checked.setdefault(i, {})
             for key, ratio in RATIOS.items():
                 if key in group:
                     raise StepError(
@@ -190,28 +196,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                     f"{error}; nothing was updated, so set it and call engine.step() again"
                 ) from error
 
-    @property
-    def recipes_by_group(self) -> tuple[Recipe, ...]:
-        """Return the recipe of the parameters of each group; empty where each parameter has its
-        own.
-        """
-        return ()
-
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
         """Return the part of ``given`` that a load compares, by the names that a config
         has for it.
         """
-        named: dict[str, object] = {"lr": float(given["lr"])}
-        # As many digits as survive a product of two roundings.
-        named |= {
-            key: float(f"{float(given[ratio]) * float(given['lr']):.12g}")
-            for key, ratio in RATIOS.items()
-        }
-        return named | {
-            key: tuple(map(float, given[key])) if key == "betas" else float(given[key])
-            for key in HYPER_KEYS
-            if key not in ("lr", *RATIOS.values())
-        }
+        lr = float(given["lr"])
+        named: dict[str, object] = {"lr": lr}
+        for key, ratio in RATIOS.items():
+            # As many digits as survive a product of two roundings.
+            named[key] = float(f"{float(given[ratio]) * lr:.12g}")
+        for key in HYPER_KEYS:
+            if key == "betas":
+                named[key] = tuple(map(float, given[key]))
+            elif key not in ("lr", *RATIOS.values()):
+                named[key] = float(given[key])
+        return named
 
     def hold(self, held: Iterable[Held]) -> None:
         """Show the states of what this rank owns by parameter."""
@@ -227,16 +226,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is
                 right for both then.
         """
+        kind = self.config.matrix
         for route in routes.values():
-            if route.whole and route.group in self._one_rate_for_both:
-                lr, kind = self._one_rate_for_both[route.group], self.config.matrix
-                one_rate = (
-                    f", or set optimizer.params.{kind.as_adamw}, with which lr is right for both"
-                    if kind.as_adamw
-                    else ""
-                )
+            keys = self.own_keys[route.group] & {"lr", "muon_lr", "use_muon"}
+            if route.whole and keys == {"lr"} and not kind.takes_rate_of_adamw:
+                lr = self.built_with[route.group]["lr"]
+                one_rate = ""
+                if kind.as_adamw:
+                    one_rate = (
+                        f", or set optimizer.params.{kind.as_adamw}, with which lr is right for "
+                        "both"
+                    )
                 raise ConfigError(
-                    f"param_groups[{route.group}].lr is {float(lr):g} without muon_lr, the group "
+                    f"param_groups[{route.group}].lr is {lr:g} without muon_lr, the group "
                     f"has matrices ({route.name}), and {kind.rule.capitalize()}'s rate is far from "
                     f"AdamW's: give the group muon_lr, such as {DEFAULT_MUON_LR}{one_rate}"
                 )
@@ -324,7 +326,12 @@ def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
     return used
 
 
-def _require_as_the_run(where: str, key: str, value: object, config: OptimizerConfig) -> None:
+def _require_as_the_run(
+    where: str,
+    key: str,
+    value: object,
+    config: OptimizerConfig,
+) -> None:
     """Refuse a key that no group has for itself, unless it says what happens anyway.
 
     Raises:
@@ -366,16 +373,6 @@ def _require_as_the_run(where: str, key: str, value: object, config: OptimizerCo
     )
 
 
-def _rates_for_both(given: Sequence[Mapping[str, Any]], config: OptimizerConfig) -> dict[int, Any]:
-    """Return ``lr`` of groups where it would be Muon's, too, without anybody having said so."""
-    rates = {}
-    if not config.matrix.takes_rate_of_adamw:
-        for i, group in enumerate(given):
-            if "lr" in group and "muon_lr" not in group and "use_muon" not in group:
-                rates[i] = group["lr"]
-    return rates
-
-
 def _hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: group[key] for key in HYPER_KEYS}
 
@@ -405,8 +402,7 @@ def _with_ratios(where: str, group: Mapping[str, Any], config: OptimizerConfig) 
             f"{where}.lr must be greater than 0, got 0: the learning rates of both optimizers are "
             "kept in ratio to it; freeze parameters that shall not move"
         )
-    base = config.lr if lr is None else lr
-    muon_lr = checked.pop("muon_lr", config.muon_lr if lr is None else lr)
-    adam_lr = checked.pop("adam_lr", config.adam_lr if lr is None else lr)
-    checked["matrix_lr_ratio"], checked["scalar_lr_ratio"] = muon_lr / base, adam_lr / base
+    for key, ratio in RATIOS.items():
+        own = getattr(config, key) if lr is None else lr
+        checked[ratio] = checked.pop(key, own) / (lr or config.lr)
     return checked

@@ -30,7 +30,12 @@ _AT_A_TIME = 1 << 20
 _TIE = 1 << 15
 
 
-def split_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -> None:
+def split_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> None:
     """Write ``masters`` as weights, remainders and marks, of which :func:`merge_` makes them again.
 
     Of what is not a number only that is kept.
@@ -46,11 +51,16 @@ def split_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -
         values[some].copy_(masters[some])
         lacks = masters[some].view(torch.int32) - _upper(values[some])
         remainders[some].copy_(lacks)
-        of = slice(start // BLOCK, start // BLOCK + lacks.numel() // BLOCK)
+        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
         torch.bitwise_xor(_hash(values[some]), _packed(lacks == _TIE), out=marks[of])
 
 
-def merge_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -> Tensor:
+def merge_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> Tensor:
     """Set ``masters`` to what :func:`split_` got.
 
     All masters of a block of which a weight has been written since are those weights.
@@ -62,12 +72,14 @@ def merge_(masters: Tensor, values: Tensor, remainders: Tensor, marks: Tensor) -
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for start in range(0, masters.numel(), _AT_A_TIME):
         some = slice(start, start + _AT_A_TIME)
-        upper, lacks = _upper(values[some]), remainders[some].to(torch.int32)
-        left = marks[start // BLOCK : start // BLOCK + lacks.numel() // BLOCK] ^ _hash(values[some])
+        lacks = remainders[some].to(torch.int32)
+        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
+        left = marks[of] ^ _hash(values[some])
         foreign = (left & ~_packed(lacks == -_TIE)) != 0
         ties = (left.unsqueeze(-1) >> _places(left.device)) & 1
         lacks += ties.to(torch.int32).view(-1) << 16
         lacks.view(-1, BLOCK).masked_fill_(foreign.unsqueeze(-1), 0)
+        upper = _upper(values[some])
         torch.add(upper, lacks, out=masters[some].view(torch.int32))
         written |= foreign.any()
     return written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 from typing import NamedTuple
@@ -20,7 +21,9 @@ def max_batch_numel(device: torch.device) -> int:
     """Elements of matrices that go through the products together on ``device``; one may be
     larger.
     """
-    return MAX_BATCH_NUMEL_CPU if device.type == "cpu" else MAX_BATCH_NUMEL
+    if device.type == "cpu":
+        return MAX_BATCH_NUMEL_CPU
+    return MAX_BATCH_NUMEL
 
 
 class Some(NamedTuple):
@@ -40,7 +43,9 @@ class Some(NamedTuple):
 
     def within(self, tensor: Tensor) -> Tensor:
         """The matrices meant, of the tensor that has them, or of a state of it."""
-        return tensor if tensor.dim() == 2 else tensor[self.start : self.stop]
+        if tensor.dim() == 2:
+            return tensor
+        return tensor[self.start : self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
@@ -56,7 +61,8 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
     for index, shape in enumerate(shapes):
         key = (shape[-2], shape[-1])
         per_group = max(1, max_numel // (key[0] * key[1]))
-        start, stop = 0, shape[0] if len(shape) == 3 else 1
+        start = 0
+        stop = math.prod(shape[:-2])
         while start < stop:
             if not room.get(key):
                 groups.setdefault(key, []).append([])
@@ -71,24 +77,24 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 def stack(matrices: Sequence[Tensor]) -> Tensor:
     """Return one contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows,
     cols)``; of a single one that is contiguous a view."""
-    if len(matrices) > 1 and all(matrix.dim() == 2 for matrix in matrices):
-        return torch.stack(list(matrices))
-    batches = [matrix if matrix.dim() == 3 else matrix.unsqueeze(0) for matrix in matrices]
+    batches = list(map(_batch, matrices))
+    if len(batches) > 1:
+        return torch.cat(batches)
     # Sums over what is not contiguous are made in another order.
-    return batches[0].contiguous() if len(batches) == 1 else torch.cat(batches)
+    return batches[0].contiguous()
+
+
+def _batch(matrices: Tensor) -> Tensor:
+    """Return a view ``(batch, rows, cols)`` of a matrix or a batch."""
+    return matrices.view(-1, *matrices.shape[-2:])
 
 
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
-    if all(each.dim() == 2 for each in like):
-        return list(stacked.unbind())
-    parts = torch.split(stacked, [len(each) if each.dim() == 3 else 1 for each in like])
-    return [part.view(each.shape) for part, each in zip(parts, like, strict=True)]
+    parts = torch.split(stacked, [each.shape[:-2].numel() for each in like])
+    return list(map(torch.Tensor.view_as, parts, like))
 
 
 def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Every matrix of matrices and batches, in their order, as a view."""
-    matrices: list[Tensor] = []
-    for tensor in tensors:
-        matrices += tensor.unbind() if tensor.dim() == 3 else (tensor,)
-    return matrices
+    return list(chain.from_iterable(_batch(tensor).unbind() for tensor in tensors))

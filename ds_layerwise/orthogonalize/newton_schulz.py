@@ -27,13 +27,12 @@ import difflib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT, gram_segments
+from ds_layerwise.recipes.rules.newton_schulz_settings import gram_segments
 
 #: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -103,21 +102,18 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
     Raises:
         ConfigError: the name is not known.
     """
+    cycles = True
     if not isinstance(table, str):
-        rows, cycles = tuple((float(a), float(b), float(c)) for a, b, c in table), True
+        rows = tuple((float(a), float(b), float(c)) for a, b, c in table)
     elif table in TABLES:
         rows, cycles = TABLES[table]
     else:
-        close = difflib.get_close_matches(table, TABLES, n=1)
-        hint = (
-            f"did you mean '{close[0]}'?"
-            if close
-            else f"known: {', '.join(TABLES)}, or a list of [a, b, c]"
-        )
+        hint = f"known: {', '.join(TABLES)}, or a list of [a, b, c]"
+        if close := difflib.get_close_matches(table, TABLES, n=1):
+            hint = f"did you mean '{close[0]}'?"
         raise ConfigError(f"ns_coefficients {table!r} is not known; {hint}")
-    return tuple(
-        rows[i % len(rows)] if cycles else rows[min(i, len(rows) - 1)] for i in range(steps)
-    )
+    beyond = rows if cycles else rows[-1:]
+    return (rows + beyond * steps)[:steps]
 
 
 def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ()) -> torch.dtype:
@@ -134,8 +130,11 @@ def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ())
     fixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if setting != "auto":
         return fixed[setting]
-    exact_enough = (torch.float16, torch.bfloat16) if method == "gram" else (torch.bfloat16,)
-    return next((dtype for dtype in exact_enough if dtype in fast), torch.float32)
+    if method == "gram" and torch.float16 in fast:
+        return torch.float16
+    if torch.bfloat16 in fast:
+        return torch.bfloat16
+    return torch.float32
 
 
 def newton_schulz(
@@ -219,11 +218,13 @@ def iterate(
         Of ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
-    below, right = -rows % ALIGNMENT, -cols % ALIGNMENT
-    x = (F.pad(x, (0, right, 0, below)) if below or right else x).to(dtype)
-    x = symmetric.upright(x) if transposed else x
-    x = _standard(x, coefficients, total) if standard else _gram(x, coefficients, total)
-    x = x.mT if transposed else x
+    x = symmetric.padded(x).to(dtype)
+    if transposed:
+        x = symmetric.upright(x)
+    steps = _standard if standard else _gram
+    x = steps(x, coefficients, total)
+    if transposed:
+        x = x.mT
     return x[:, :rows, :cols]
 
 
@@ -242,9 +243,8 @@ def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tenso
     for length in gram_segments(
         len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16
     ):
-        x = symmetric.product(
-            _factor(total(symmetric.gram(x)), coefficients[done : done + length]), x
-        )
+        rows = coefficients[done : done + length]
+        x = symmetric.product(_factor(total(symmetric.gram(x)), rows), x)
         done += length
     return x
 

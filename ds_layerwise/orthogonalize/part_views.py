@@ -39,10 +39,9 @@ class Seen(NamedTuple):
         """
         if self.shape is None:
             return self
-        state = {
-            key: value.reshape(self.shape) if key in self.like else value
-            for key, value in self.state.items()
-        }
+        state = dict(self.state)
+        for key in self.like & state.keys():
+            state[key] = state[key].reshape(self.shape)
         return Seen(self.param.reshape(self.shape), self.grad.reshape(self.shape), state)
 
     def take_back(self, copy: Seen) -> None:
@@ -92,21 +91,14 @@ def seen_parts(
     """
     found = []
     for name, place in places.items():
-        own = {key: view_of(state[key], place) for key in state if key in like}
-        own.update(
-            {
-                key.removesuffix(f".{name}"): value
-                for key, value in state.items()
-                if key.endswith(f".{name}")
-            }
-        )
-        found.append(
-            Seen(
-                view_of(param, place),
-                view_of(grad, place),
-                own,
-                None if place.is_view else place.shape,
-                like,
-            )
-        )
+        own = {}
+        for key, value in state.items():
+            if key in like:
+                own[key] = view_of(value, place)
+            elif key.endswith(f".{name}"):
+                own[key.removesuffix(f".{name}")] = value
+        seen = Seen(view_of(param, place), view_of(grad, place), own)
+        if not place.is_view:
+            seen = seen._replace(shape=place.shape, like=like)
+        found.append(seen)
     return found

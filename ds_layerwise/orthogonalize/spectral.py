@@ -7,13 +7,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import stack
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT
 from ds_layerwise.recipes.rules.update_hook_settings import CLIP_STEPS
 
 
@@ -37,13 +35,13 @@ def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
     Returns:
         ``(k, rows, cols)``, in memory of its own.
     """
-    rows, cols = matrices[0].shape[-2:]
-    m, n = min(rows, cols), max(rows, cols)
     # Stacked here, so that nobody else holds the stack once there is a copy of it.
     wide = stack(matrices)
-    wide = wide if rows <= cols else wide.mT
-    below, right = -m % ALIGNMENT, -n % ALIGNMENT
-    wide = F.pad(wide, (0, right, 0, below)) if below or right else wide
+    is_tall = wide.shape[-2] > wide.shape[-1]
+    if is_tall:
+        wide = wide.mT
+    m, n = wide.shape[-2:]
+    wide = symmetric.padded(wide)
     towards = _sign(wide)
     wide = wide / most
     gram = symmetric.gram(wide)
@@ -52,7 +50,9 @@ def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
     del gram
     above.diagonal(dim1=-2, dim2=-1)[:, :m].add_(1)
     result = symmetric.product(above, towards.sub_(wide), wide, beta=2).mul_(0.5 * most)[:, :m, :n]
-    return result if rows <= cols else result.mT
+    if is_tall:
+        return result.mT
+    return result
 
 
 def _sign(matrices: Tensor) -> Tensor:

@@ -27,7 +27,11 @@ Note: one by one
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT
@@ -37,6 +41,9 @@ _MOST = 8
 
 #: By bytes of an element, the rows of a strip at least.
 _NARROWEST = {4: 80, 2: 144}
+
+#: Products, and products that are added, of matrices and of batches.
+_BY_AXES: dict[int, Any] = {2: (torch.mm, torch.addmm), 3: (torch.bmm, torch.baddbmm)}
 
 #: The smaller side from which on matrices are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
@@ -52,6 +59,16 @@ def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
 def one_by_one(side: int, device: torch.device) -> bool:
     """Tell whether matrices of that smaller side are multiplied one after another; see the note."""
     return device.type == "cpu" and side >= _ONE_BY_ONE_FROM
+
+
+def padded(x: Tensor) -> Tensor:
+    """Return ``(k, m, n)`` with zeros up to multiples of :data:`.ALIGNMENT`."""
+    rows, cols = x.shape[-2:]
+    below = -rows % ALIGNMENT
+    right = -cols % ALIGNMENT
+    if below or right:
+        return F.pad(x, (0, right, 0, below))
+    return x
 
 
 def upright(x: Tensor) -> Tensor:
@@ -75,8 +92,8 @@ def product(
     if not one_by_one(left.shape[-2], left.device):
         return _product(left, right, base, beta, 1.0)
     out = left.new_empty(*left.shape[:-1], right.shape[-1])
-    for i, into in enumerate(out):
-        _product(left[i], right[i], None if base is None else base[i], beta, 1.0, into)
+    for into, one, other, added in zip(out, left, right, _each(base, out), strict=True):
+        _product(one, other, added, beta, 1.0, into)
     return out
 
 
@@ -102,11 +119,20 @@ def _symmetric(
     if not one_by_one(side, left.device):
         return _product(left, right, base, beta, alpha)
     strips = num_strips(side, left.dtype, left.device)
-    gap = ALIGNMENT if strips > 1 and side * left.itemsize % 1024 == 0 else 0
+    gap = 0
+    if strips > 1 and side * left.itemsize % 1024 == 0:
+        gap = ALIGNMENT
     out = left.new_empty(*left.shape[:-1], side + gap)[..., :side]
-    for i, into in enumerate(out):
-        _fill(into, left[i], right_rows[i], None if base is None else base[i], beta, alpha, strips)
+    for into, one, rows, added in zip(out, left, right_rows, _each(base, out), strict=True):
+        _fill(into, one, rows, added, beta, alpha, strips)
     return out
+
+
+def _each(base: Tensor | None, like: Tensor) -> Sequence[Tensor | None]:
+    """Return each matrix of ``base``, or None for each of ``like``."""
+    if base is None:
+        return [None] * len(like)
+    return base.unbind()
 
 
 def _fill(
@@ -126,14 +152,10 @@ def _fill(
     for start in range(0, side, width):
         stop = min(start + width, side)
         strip = out[start:stop, :stop]
-        _product(
-            left[start:stop],
-            right_rows[:stop].mT,
-            None if base is None else base[start:stop, :stop],
-            beta,
-            alpha,
-            strip,
-        )
+        added = base
+        if added is not None:
+            added = added[start:stop, :stop]
+        _product(left[start:stop], right_rows[:stop].mT, added, beta, alpha, strip)
         out[:start, start:stop] = strip[:, :start].mT
 
 
@@ -146,8 +168,9 @@ def _product(
     out: Tensor | None = None,
 ) -> Tensor:
     """The product of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
-    batched = left.dim() == 3
+    multiply, add = _BY_AXES[left.dim()]
     if base is None:
-        return torch.bmm(left, right, out=out) if batched else torch.mm(left, right, out=out)
-    add = torch.baddbmm if batched else torch.addmm
-    return add(base, left, right, beta=beta, alpha=alpha, out=out)
+        result: Tensor = multiply(left, right, out=out)
+    else:
+        result = add(base, left, right, beta=beta, alpha=alpha, out=out)
+    return result

@@ -66,8 +66,9 @@ def newton_schulz_of_shards(
         A new tensor of the shape and dtype of ``shards``.
     """
     rows, cols = whole_shape(tuple(shards.shape[-2:]), axis, peers.size)
-    cut, other = (rows, cols) if axis == -2 else (cols, rows)
-    if not distributed or other > cut:
+    sides = {-2: rows, -1: cols}
+    is_cut_along_shorter = sides[axis] < max(rows, cols)
+    if not distributed or is_cut_along_shorter:
         whole = torch.cat(peers.gather(shards.contiguous()).unbind(), dim=axis)
         done = newton_schulz(whole, coefficients, method=method, dtype=dtype)
         return done.chunk(peers.size, dim=axis)[peers.rank]

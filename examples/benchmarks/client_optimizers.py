@@ -3,9 +3,9 @@ this backend.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/client_optimizers.py
 
-Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, as the
-same object, on several ranks. Gradients are whole numbers, other ones in each step and on each
-rank, so that their sums are exact and no class makes much of a last bit; nothing is clipped. A
+Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, made by
+the same function, on several ranks. Gradients are whole numbers, other ones in each step and on
+each rank, so that their sums are exact and no class makes much of a last bit; nothing is clipped. A
 difference is the largest of any weight, over the largest that any weight has moved in one process:
 rounding makes 1e-6 of that and less, steps in another direction some 1.
 """
@@ -16,6 +16,7 @@ import argparse
 import os
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,24 @@ from torch.optim import Optimizer
 WIDTH = 24
 
 
-def matrices(model: nn.Module) -> list[nn.Parameter]:
-    """All that torch's Muon takes."""
-    return [p for p in model.parameters() if p.dim() == 2]
+def trained(name: str, model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that the class takes: of torch's Muon and SCION matrices alone."""
+    takes_vectors = name not in ("torch.optim.Muon", "SCION")
+    return [p for p in model.parameters() if takes_vectors or p.dim() == 2]
 
 
-#: How each object is made. Shampoo and SOAP look at whole matrices now and then, the others at each
-#: step.
-MADE: dict[str, Callable[[nn.Module], Optimizer]] = {
-    "torch.optim.AdamW": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2),
-    "torch.optim.Muon": lambda m: torch.optim.Muon(matrices(m), lr=2e-2),
-    "torch.optim.Adafactor": lambda m: torch.optim.Adafactor(m.parameters(), lr=1e-2),
-    "SOAP": lambda m: others.SOAP(m.parameters(), lr=1e-2, precondition_frequency=2),
-    "Shampoo": lambda m: others.Shampoo(m.parameters(), lr=1e-2, preconditioning_compute_steps=2),
-    "CAME": lambda m: others.CAME(m.parameters(), lr=1e-2),
-    "Lamb": lambda m: others.Lamb(m.parameters(), lr=1e-2),
-    "MARS": lambda m: others.MARS(m.parameters(), lr=1e-2),
-    "SCION": lambda m: others.SCION(matrices(m), lr=1e-2),
+#: How each is made of parameters. Shampoo and SOAP look at whole matrices now and then, the others
+#: at each step.
+MADE: dict[str, Callable[[Any], Optimizer]] = {
+    "torch.optim.AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "torch.optim.Muon": partial(torch.optim.Muon, lr=2e-2),
+    "torch.optim.Adafactor": partial(torch.optim.Adafactor, lr=1e-2),
+    "SOAP": partial(others.SOAP, lr=1e-2, precondition_frequency=2),
+    "Shampoo": partial(others.Shampoo, lr=1e-2, preconditioning_compute_steps=2),
+    "CAME": partial(others.CAME, lr=1e-2),
+    "Lamb": partial(others.Lamb, lr=1e-2),
+    "MARS": partial(others.MARS, lr=1e-2),
+    "SCION": partial(others.SCION, lr=1e-2),
 }
 
 
@@ -74,7 +76,7 @@ def weights(model: nn.Module) -> Tensor:
 def alone(name: str, steps: int, ranks: int) -> Tensor:
     """The weights after ``steps`` in one process, with the gradients of ``ranks``."""
     model = Model()
-    optimizer = MADE[name](model)
+    optimizer = MADE[name](trained(name, model))
     for step in range(steps):
         optimizer.zero_grad()
         for rank in range(ranks):
@@ -117,7 +119,12 @@ def on_rank(rank: int, ranks: int, name: str, backend: str, steps: int, folder: 
     model = Model()
     result: Any
     try:
-        engine, *_ = make(model=model, optimizer=MADE[name](model), config={**config, **own})
+        engine, *_ = make(
+            model=model,
+            model_parameters=trained(name, model),
+            optimizer=MADE[name],
+            config={**config, **own},
+        )
         for step in range(steps):
             engine.backward(engine(step, rank))
             engine.step()

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, ScheduleFreeRAdam, Shampoo
+from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, Kron, ScheduleFreeRAdam, Shampoo
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
-from ds_layerwise.optimizers.foreign.probe import kept_of, states_of
+from ds_layerwise.optimizers.foreign.probe import kept_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from ds_layerwise.recipes.recipe_registry import entry_of
 from ds_layerwise.recipes.rules.any_torch_recipe import is_path, recipe_of
@@ -94,20 +94,20 @@ def really_kept(kind, shape, arguments, steps=3):
     ids=lambda value: getattr(value, "__name__", ""))
 @pytest.mark.parametrize("shape", [(16, 24), (80, 96), (130, 40)])
 def test_states_are_those_of_the_class(kind, arguments, shape):
-    found = {key: (spec.shape, spec.dtype) for key, spec in states_of(recipe(kind, **arguments), shape).items()
+    found = {key: (spec.shape, spec.dtype) for key, spec in recipe(kind, **arguments).states(shape).items()
              if spec.shape}
     assert found == really_kept(kind, shape, arguments)
 
 
 @pytest.mark.parametrize("shape", [(64, 64, 3, 3), (40, 40, 40), (16, 16, 16, 3, 3), (5000,)], ids=str)
 def test_states_of_large_parameters_of_any_number_of_axes(shape):
-    found = {key: spec.shape for key, spec in states_of(recipe(AdamW), shape).items() if spec.shape}
+    found = {key: spec.shape for key, spec in recipe(AdamW).states(shape).items() if spec.shape}
     assert found == {"exp_avg": shape, "exp_avg_sq": shape}
 
 
 def test_a_probe_without_memory_is_the_one_with_memory():
     for kind in (AdamW, Adafactor, CAME, SOAP):
-        small, large = ({key: spec.dtype for key, spec in states_of(recipe(kind), shape).items()}
+        small, large = ({key: spec.dtype for key, spec in recipe(kind).states(shape).items()}
                         for shape in ((8, 12), (2000, 3000)))
         assert small == large, kind
 
@@ -220,13 +220,17 @@ def test_what_a_path_is(text, yes):
 # --- what cannot be run on parts of a model, or resumed --------------------------------------------------------------
 
 
+class Hidden:
+    """Shows nothing of what it has."""
+
+
 class Elsewhere(Optimizer):
     """Keeps a number where nobody looks, or divides by what it was made with."""
 
     def __init__(self, params, lr=1e-3, where=""):
         super().__init__(params, {"lr": lr, "size": [0.0], "far": torch.zeros(2)})
         self.where, self.seen, self.all, self.made_with = where, 0.0, {"n": [torch.zeros(1)]}, lr
-        self.hidden = SimpleNamespace()
+        self.space, self.hidden = SimpleNamespace(), Hidden()
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -246,9 +250,10 @@ class Elsewhere(Optimizer):
             elif self.where == "state of all":
                 before = self.state["all"].get("seen", 0.0)
                 self.state["all"]["seen"] = size
-            elif self.where == "unseen":
-                before = vars(self.hidden).get(str(id(param)), 0.0)
-                setattr(self.hidden, str(id(param)), size)
+            elif self.where in ("unseen", "namespace"):
+                hidden = self.hidden if self.where == "unseen" else self.space
+                before = vars(hidden).get(str(id(param)), 0.0)
+                setattr(hidden, str(id(param)), size)
             rate = group["lr"] * (group["lr"] / self.made_with if self.where == "rate" else 1)
             param.sub_(rate * (1 + before) * param.grad)
 
@@ -256,6 +261,7 @@ class Elsewhere(Optimizer):
 @pytest.mark.parametrize("where, message", [
     ("attribute", r"goes on from optimizer.seen, and not from optimizer.state\[param\] alone"),
     ("tensor of an attribute", "goes on from optimizer.all, and"),
+    ("namespace", "goes on from optimizer.space, and"),
     ("list of a group", r"goes on from optimizer.param_groups\[0\]\['size'\], and"),
     ("tensor of a group", r"goes on from optimizer.param_groups\[0\]\['far'\], and"),
     ("state of all", r"goes on from optimizer.state\['all'\], and"),
@@ -301,11 +307,71 @@ def test_what_is_kept_of_a_piece_does_not_depend_on_its_length():
     scalar = recipe_of(path, whole=False)()
     AnyTorch.of(scalar)
     for numel in (1, 60, 5000):
-        assert {key: spec.shape for key, spec in states_of(scalar, (numel,)).items()} == {
+        assert {key: spec.shape for key, spec in scalar.states((numel,)).items()} == {
             "step": (), "average": (numel,)}
     with pytest.raises(ConfigError, match="Counts keeps more of a parameter of some sizes and not of others.*number of "
                        "ranks; use it as matrix_optimizer"):
         AnyTorch.of(recipe_of(path, whole=False)(scalar_params={"large": 3000}))
+
+
+class Later(Optimizer):
+    """Lets a parameter know of those before it, and draws random numbers, if it shall."""
+
+    def __init__(self, params, lr=1e-3, draws=False, mixes=True):
+        super().__init__(params, {"lr": lr, "draws": draws, "mixes": mixes})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        before = 0.0
+        for param in group["params"]:
+            noise = torch.rand_like(param) if group["draws"] else 0.0
+            param.sub_(group["lr"] * (param.grad + before + noise))
+            before = before + param.grad.mean() if group["mixes"] else 0.0
+
+
+def test_the_first_parameter_is_not_the_only_one_that_is_compared():
+    AnyTorch.of(recipe(Later, mixes=False))
+    with pytest.raises(ConfigError, match="Later does otherwise where each"):
+        AnyTorch.of(recipe(Later))
+
+
+def test_a_class_that_draws_random_numbers_gets_matrices_alone():
+    AnyTorch.of(recipe(Later, draws=True, mixes=False))
+    for kind, arguments in ((Later, {"draws": True, "mixes": False}), (Kron, {})):
+        scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
+        with pytest.raises(ConfigError, match=f"{kind.__name__} does to one .*, or draws random numbers, .*use it as "
+                           "matrix_optimizer"):
+            AnyTorch.of(scalar)
+
+
+class Half(torch.Tensor):
+    """A tensor that is more than its elements."""
+
+
+class Wraps(Optimizer):
+    """Keeps a tensor of a class of its own of what is large."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            if not self.state[param]:
+                average = torch.zeros_like(param)
+                self.state[param]["average"] = average.as_subclass(Half) if param.numel() >= 5000 else average
+            param.sub_(group["lr"] * param.grad)
+
+
+def test_a_tensor_of_another_class_is_refused_at_the_size_that_has_it():
+    """It would go on as a plain one."""
+    assert recipe(Wraps).refusal((6, 10)) is None
+    message = "keeps average of a parameter, which is neither tensor nor number, got Half; it could not be saved"
+    assert message in recipe(Wraps).refusal((80, 96))
+    with pytest.raises(ConfigError, match="keeps average of a parameter, which is neither"):
+        AnyTorch.of(recipe_of(f"{Wraps.__module__}:{Wraps.__name__}", whole=False)())
 
 
 def test_nothing_that_a_step_works_on_is_kept():

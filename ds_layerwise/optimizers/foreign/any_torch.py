@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,8 +65,15 @@ class AnyTorch(UpdateRule):
             except StepError as error:
                 raise UpdateError(index, str(error)) from error
 
-    def _update(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
-        step, kept = int(state[COUNT]), probe.kept_of(self.recipe, tuple(param.shape))
+    def _update(
+        self,
+        param: Tensor,
+        grad: Tensor,
+        state: State,
+        hyper: Hyper,
+    ) -> None:
+        step = int(state[COUNT])
+        kept = probe.kept_of(self.recipe, tuple(param.shape))
         optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]
             state[COUNT]
         )
@@ -81,17 +88,17 @@ class AnyTorch(UpdateRule):
         elif hyper.weight_decay:
             param.mul_(1 - hyper.lr * hyper.weight_decay)
         if step:
-            group.update({key: _value(leaf, state, step) for key, leaf in kept.groups.items()})
+            for key, leaf in kept.groups.items():
+                group[key] = _value(leaf, state, step)
             optimizer.state[param] = probe.rebuilt(
-                kept.after(step),
-                lambda _, leaf: _value(leaf, state, step) if isinstance(leaf, Leaf) else leaf,
+                kept.after(step), lambda _, leaf: _value(leaf, state, step)
             )
         # A class may write to the gradient, which somebody may look at after the step.
         param.grad = grad.clone()
         try:
             optimizer.step()
             state[COUNT] += 1
-            self._keep(optimizer, param, kept, state, step + 1)
+            self._keep(optimizer.state.get(param, {}), param, kept, state)
         finally:
             # It outlives the step, and what it steps on may be memory that others have next.
             param.grad = None
@@ -99,51 +106,58 @@ class AnyTorch(UpdateRule):
             optimizer.state.clear()
 
     def _keep(
-        self, optimizer: Optimizer, param: Tensor, kept: Kept, state: State, step: int
+        self,
+        found: Mapping[Any, Any],
+        param: Tensor,
+        kept: Kept,
+        state: State,
     ) -> None:
-        found, expected = (
-            dict(probe.walk(dict(optimizer.state.get(param, {})))),
-            dict(probe.walk(kept.after(step))),
-        )
-        for path, value in found.items():
-            if isinstance(value, Tensor) and not isinstance(expected.get(path), Leaf):
+        """Take over what the class has made anew.
+
+        Raises:
+            StepError: it is not what the probe has found.
+        """
+        step = int(state[COUNT])
+        who = f"of a parameter of {tuple(param.shape)}"
+        places = probe.flat(kept.after(step))
+        values = probe.flat(found)
+        for path, found_one in values.items():
+            if isinstance(found_one, Tensor) and not isinstance(places.get(path), Leaf):
                 raise StepError(
-                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} of "
-                    f"a parameter of {tuple(param.shape)} after {step} steps, which it did not in "
-                    "its probe; nothing has a place for it: this class cannot be used here"
+                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(found_one.shape)} "
+                    f"{who} after {step} steps, which it did not in its probe; nothing has a place "
+                    "for it: this class cannot be used here"
                 )
-        for path, leaf in expected.items():
-            if isinstance(leaf, Leaf) and leaf.ahead is None:
-                self._keep_one(leaf, found.get(path), param, state, step)
-
-    def _keep_one(self, leaf: Leaf, value: Any, param: Tensor, state: State, step: int) -> None:
-        if leaf.kind is not Tensor:
-            state[leaf.key].fill_(value)
-            return
-        place = state[leaf.key]
-        if (
-            not isinstance(value, Tensor)
-            or value.shape != place.shape
-            or value.dtype != place.dtype
-        ):
-            told = (
-                f"{tuple(value.shape)} in {value.dtype}"
-                if isinstance(value, Tensor)
-                else repr(value)
-            )
-            raise StepError(
-                f"{self.recipe.rule} keeps {leaf.key} of a parameter of {tuple(param.shape)} as "
-                f"{told} after {step} steps, and its probe said {tuple(place.shape)} in "
-                f"{place.dtype}: this class cannot be used here"
-            )
-        if value.data_ptr() != place.data_ptr():
-            place.copy_(value)
+        for path, leaf in places.items():
+            if not isinstance(leaf, Leaf) or leaf.ahead is not None:
+                continue
+            place = state[leaf.key]
+            value: Any = values.get(path)
+            if leaf.kind is not Tensor:
+                place.fill_(value)
+            elif _told(value) != _told(place):
+                raise StepError(
+                    f"{self.recipe.rule} keeps {leaf.key} {who} as {_told(value)} after {step} "
+                    f"steps, and its probe said {_told(place)}: this class cannot be used here"
+                )
+            elif value.data_ptr() != place.data_ptr():
+                place.copy_(value)
 
 
-def _value(leaf: Leaf, state: State, step: int) -> Any:
+def _told(value: Any) -> str:
+    if type(value) is Tensor:
+        return f"{tuple(value.shape)} in {value.dtype}"
+    return repr(value)
+
+
+def _value(leaf: Any, state: State, step: int) -> Any:
     """Return the value that a class finds in the place of ``leaf`` after ``step`` steps."""
-    if leaf.kind is not Tensor:
-        return leaf.kind(state[leaf.key].item() if leaf.ahead is None else step + leaf.ahead)
+    if not isinstance(leaf, Leaf):
+        return leaf
     if leaf.ahead is None:
-        return state[leaf.key]
-    return torch.tensor(step + leaf.ahead, dtype=getattr(torch, leaf.spec.dtype), device="cpu")
+        value = state[leaf.key]
+        return value if leaf.kind is Tensor else leaf.kind(value.item())
+    count = step + leaf.ahead
+    if leaf.kind is not Tensor:
+        return leaf.kind(count)
+    return torch.tensor(count, dtype=getattr(torch, leaf.spec.dtype), device="cpu")

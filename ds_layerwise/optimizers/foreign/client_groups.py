@@ -15,8 +15,8 @@ from ds_layerwise.checkpoint.plain_values import plain
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.client_object import (
-    ABOUT_GROUPS,
-    check_object,
+    must_be_optimizer,
+    of_class,
     path_of,
     recipes_of,
 )
@@ -24,14 +24,12 @@ from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.plan.routes.schedule_rates import check_floors
 from ds_layerwise.recipes.base.fields import normalised
-from ds_layerwise.recipes.rules.client_recipe import ClientSplit, ClientTorch
-
-#: Notes on an object which engine has it.
-_HELD = "_layerwise_held"
+from ds_layerwise.recipes.rules.client_recipe import ClientSplit
 
 
 class ClientOptimizer(LayerWiseOptimizer):
-    """The groups of ``client``: the same list, and the same dicts, that it and its schedulers have.
+    """The groups of an optimizer object: the same list, and the same dicts, that it and its
+    schedulers have.
 
     From here on the object's own ``step`` only tells its schedulers, and its hooks, that the engine
     has stepped; what would make it go its own way, ``step`` by somebody else, ``add_param_group``
@@ -39,51 +37,42 @@ class ClientOptimizer(LayerWiseOptimizer):
     owns.
 
     Args:
+        given: the object, or a function that makes it of ``params``.
         split: for groups that do not say ``split`` themselves.
 
     Raises:
-        ConfigError: no optimizers like ``client`` can be made, see
-            :func:`.client_object.check_object`, or another engine has it.
+        ConfigError: no optimizers like it can be made, see :func:`.client_object.recipes_of`, or
+            another engine has it.
     """
 
-    def __init__(self, client: Optimizer, *, split: ClientSplit) -> None:
-        if _HELD in vars(client):
+    def __init__(self, given: Any, params: Any, *, split: ClientSplit) -> None:
+        make = given if callable(given) else None
+        client = must_be_optimizer(given if make is None else make(params))
+        if "add_param_group" in vars(client):
             raise ConfigError(
                 f"this {path_of(client)} has been given to another engine, which trains with its "
                 "groups; make a new one"
             )
-        self.client = check_object(client)
-        self._by_group = recipes_of(self.client, split=split)
+        self.client = client
+        self.recipes_by_group = recipes_of(client, make, split=split)
         self.config = OptimizerConfig(decay_vectors=True)
         self._stepping = False
-        Optimizer.__init__(self, self.client.param_groups, {})
-        self.param_groups, self.state = self.client.param_groups, self.client.state
+        Optimizer.__init__(self, client.param_groups, {})
+        self.param_groups = client.param_groups
+        self.state = client.state
         self._built = tuple(self.param_groups)
-        self.built_with = tuple(self._values(group) for group in self.param_groups)
-        self.configured = [dict(group) for group in self.built_with]
-        self.own_decay, self.own_keys = frozenset(range(len(self._built))), []
-
-    @staticmethod
-    def _values(group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the settings of ``group``, with the rate that it has before any schedule."""
-        values = {
-            key: value
-            for key, value in group.items()
-            if key not in ABOUT_GROUPS and key != "initial_lr"
-        }
-        return {**values, "lr": float(group.get("initial_lr", group["lr"]))}
-
-    @property
-    def recipes_by_group(self) -> tuple[ClientTorch, ...]:
-        """Return the recipe of the parameters of each group."""
-        return self._by_group
+        self.built_with = tuple(map(_before_schedules, self.param_groups))
+        self.configured = list(map(dict, self.built_with))
+        self.own_decay = frozenset(range(len(self._built)))
+        self.own_keys = []
 
     def groups_now(self) -> list[dict[str, Any]]:
         """Return the settings of groups for the next step: all that they say, under ``of_client``,
         and, under the names of this package's own, the rate, and the weight decay where the class
         has one."""
-        return [
-            {
+        settings = []
+        for group, known in zip(self.param_groups, self.configured, strict=True):
+            now = {
                 "configured_lr": known["lr"],
                 "lr": group["lr"],
                 "matrix_lr_ratio": 1.0,
@@ -92,12 +81,10 @@ class ClientOptimizer(LayerWiseOptimizer):
                 "momentum": 0.0,
                 "betas": (0.0, 0.0),
                 "eps": 0.0,
-                "of_client": {
-                    key: value for key, value in group.items() if key not in ABOUT_GROUPS
-                },
+                "of_client": of_class(group),
             }
-            for group, known in zip(self.param_groups, self.configured, strict=True)
-        ]
+            settings.append(now)
+        return settings
 
     def check_groups(self) -> None:
         """Refuse nothing: keys of groups are the business of the class."""
@@ -135,38 +122,26 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     def _bind(self) -> None:
         """Let the object do nothing by itself from here on."""
-        client, has_scheduler = self.client, hasattr(self.client.step, "_wrapped_by_lr_sched")
-
-        def step(client: Optimizer, closure: Any = None) -> None:
-            if not self._stepping:
-                raise StepError(f"an engine trains with this {path_of(client)}; call engine.step()")
 
         def refuse(*_: Any, **__: Any) -> None:
             raise StepError(
-                f"an engine trains with this {path_of(client)}, and nothing can be added or loaded "
-                "behind its back; do so before initialize(), or load with engine.load_checkpoint()"
+                f"an engine trains with this {path_of(self.client)}, and each rank has the states "
+                "of some of its parameters; call engine.step(), save with "
+                "engine.save_checkpoint(), or whole states in one file with "
+                "engine.optimizer.save_state_dict_to_file(), load with engine.load_checkpoint(), "
+                "and add groups before initialize()"
             )
 
-        def refuse_state_dict(*_: Any, **__: Any) -> None:
-            raise StepError(
-                f"an engine trains with this {path_of(client)}, and each rank has the states of "
-                "some of its parameters; save with engine.save_checkpoint(), or whole states in "
-                "one file with engine.optimizer.save_state_dict_to_file()"
-            )
+        def step(*_: Any, **__: Any) -> None:
+            if not self._stepping:
+                refuse()
 
         hooked: Any = Optimizer.profile_hook_step(step)
-        if has_scheduler:
-            # Its scheduler has looked at this already, and warns if it is gone.
-            hooked._wrapped_by_lr_sched = True
-        vars(client).update(
-            {
-                "step": MethodType(hooked, client),
-                "add_param_group": refuse,
-                "load_state_dict": refuse,
-                "state_dict": refuse_state_dict,
-                _HELD: True,
-            }
-        )
+        # A scheduler that has looked at its step already warns if this mark is gone.
+        hooked._wrapped_by_lr_sched = True
+        vars(self.client).update(step=MethodType(hooked, self.client))
+        for name in ("add_param_group", "load_state_dict", "state_dict"):
+            setattr(self.client, name, refuse)
 
     def mark_step(self) -> None:
         """Tell the object's schedulers and hooks that an update took place."""
@@ -182,28 +157,11 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.param_groups.append(param_group)
 
 
-def given_by(optimizer: object, params: Any) -> Optimizer:
-    """Return the optimizer that ``initialize(optimizer=...)`` means: an object, or what a callable
-    makes for ``params``.
-
-    Raises:
-        ConfigError: the callable makes none.
-    """
-    return must_be_optimizer(optimizer(params) if callable(optimizer) else optimizer)
-
-
-def must_be_optimizer(found: object) -> Optimizer:
-    """``found``, if it is an optimizer.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if not isinstance(found, Optimizer):
-        raise ConfigError(
-            "the optimizer given to initialize() must be a torch.optim.Optimizer, or make one of "
-            f"parameters, got {type(found).__module__}.{type(found).__qualname__}"
-        )
-    return found
+def _before_schedules(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of ``group``, with the rate that it has before any schedule."""
+    values = of_class(group)
+    values["lr"] = float(values.pop("initial_lr", group["lr"]))
+    return values
 
 
 @contextmanager

@@ -1,51 +1,38 @@
 """An optimizer object of a script: its class and settings, and more optimizers like it.
 
 Note: what an object is
-    Its class, ``defaults``, the values of its parameter groups, its states, and whatever else its
-    ``__dict__`` has. An optimizer for one parameter on one rank has to be like it in all of that,
-    and no constructor is called for it: the rest of ``__dict__`` is copied. What cannot be copied
-    so that the copy works alike on another tensor, because it is code of the script, a tensor,
-    another optimizer or a connection to other ranks, is refused by its name.
+    Its class, ``defaults``, the values of its parameter groups, and its states: what
+    torch.optim.Optimizer keeps, and what it is pickled and copied by. An optimizer for one
+    parameter on one rank is such a copy. An object that keeps more has it from a constructor, with
+    arguments that nobody can tell: it is refused, unless a function of the script made it, which
+    then makes those for single parameters, too.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-import types
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields, is_dataclass
-from enum import Enum
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import SGD, Optimizer
 
 from ds_layerwise.checkpoint.plain_values import plain as saved
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import check, plain
+from ds_layerwise.errors import ConfigError, few
+from ds_layerwise.recipes.base.fields import check, normalised, plain
 from ds_layerwise.recipes.rules import any_torch_recipe
 from ds_layerwise.recipes.rules.client_recipe import SPLIT, ClientSplit, ClientTorch, client_recipe
 
-#: What of ``__dict__`` belongs to torch, or is copied otherwise.
+#: Attributes of objects beside those of torch's base class: of fused kernels, and of schedulers.
 _OF_TORCH = (
-    "defaults",
-    "state",
-    "param_groups",
-    "_zero_grad_profile_name",
+    "_need_device_dtype_check_for_fused",
+    "_step_supports_amp_scaling",
     "_opt_called",
     "_step_count",
-    "step",
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
 )
 
 #: What of a group is for the whole of it, and not for an optimizer of one of its parameters.
@@ -57,6 +44,9 @@ MOVED = ("lr", "weight_decay")
 #: What schedulers of torch note in a group.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
+#: A function of a script that makes an optimizer of parameters or groups.
+Make = Callable[[Any], object]
+
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prototype:
@@ -64,32 +54,66 @@ class Prototype:
 
     kind: type[Optimizer]
     defaults: Mapping[str, Any]
-    rest: Mapping[str, Any]
-    """Everything else in ``__dict__`` of the object."""
     group: Mapping[str, Any]
     """The group's values when the engine was made, without its parameters."""
+    function: Make | None
+    """The function of the script that makes them; None for copies of the object."""
 
     def make(self, params: Sequence[Tensor]) -> Optimizer:
-        """A new optimizer for ``params``, without states, of which ``lr`` is 1e-3."""
-        made = self.kind.__new__(self.kind)
+        """A new optimizer for ``params``, without states, of which ``lr`` is 1e-3.
+
+        Raises:
+            ConfigError: the function makes none of these parameters alone.
+        """
         group = {**copy.deepcopy(dict(self.group)), "params": list(params)}
         set_rate(group, 1e-3)
-        made.__setstate__(
-            {
-                **copy.deepcopy(dict(self.rest)),
-                "defaults": copy.deepcopy(dict(self.defaults)),
-                "state": defaultdict(dict),
-                "param_groups": [group],
-            }
-        )
+        if self.function is None:
+            made = self.kind.__new__(self.kind)
+            defaults = copy.deepcopy(dict(self.defaults))
+            made.__setstate__(
+                {"defaults": defaults, "state": defaultdict(dict), "param_groups": [group]}
+            )
+            return made
+        made = must_be_optimizer(self.function([group]))
+        first, *others = made.param_groups
+        is_of_these = list(map(id, first["params"])) == list(map(id, params))
+        if type(made) is not self.kind or others or not is_of_these:
+            raise ConfigError(
+                f"the function given to initialize() makes a {path_of(made)} of other parameters "
+                "than those that it is given, and is called again for each parameter, because what "
+                "it makes keeps more than groups and states; let it make one of its argument, a "
+                "list of parameters or of groups"
+            )
         return made
+
+
+def of_class(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what ``group`` says to an optimizer of one of its parameters."""
+    return {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
+
+
+def must_be_optimizer(found: object) -> Optimizer:
+    """``found``, if it is an optimizer.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    if not isinstance(found, Optimizer):
+        raise ConfigError(
+            "the optimizer given to initialize() must be a torch.optim.Optimizer, or make one of "
+            f"parameters, got {type(found).__module__}.{type(found).__qualname__}"
+        )
+    return found
 
 
 def set_rate(group: dict[str, Any], lr: float) -> None:
     """Let a parameter group have ``lr`` as it has its rate: a number, or a tensor, which its class
     may insist on.
     """
-    group["lr"] = torch.full_like(group["lr"], lr) if isinstance(group["lr"], Tensor) else lr
+    rate = group["lr"]
+    group["lr"] = lr
+    if isinstance(rate, Tensor):
+        group["lr"] = torch.full_like(rate, lr)
 
 
 def path_of(client: Optimizer) -> str:
@@ -99,56 +123,91 @@ def path_of(client: Optimizer) -> str:
     return any_torch_recipe.path_of(type(client))
 
 
-def check_object(client: Optimizer) -> Optimizer:
-    """``client``, if optimizers like it can be made.
+def recipes_of(
+    client: Optimizer, make: Make | None, *, split: ClientSplit
+) -> tuple[ClientTorch, ...]:
+    """Return, for each parameter group of ``client``, the recipe of its parameters; the same one
+    for groups that differ in their rates and weight decay alone.
+
+    Args:
+        make: the function that has made it, if one has.
+        split: for groups that do not say ``split`` themselves.
 
     Raises:
         LayerWiseError: a group says what no checkpoint could hold.
-        ConfigError: it wraps another, needs a closure, has hooks before its step, another ``step``
-            than its class or states, or keeps what cannot be copied.
+        ConfigError: no optimizers like it can be made, or a group says what it cannot be.
     """
     path = path_of(client)
-    for key, value in vars(client).items():
-        if isinstance(value, Optimizer):
-            raise ConfigError(
-                f"{path} wraps another optimizer, its {key} ({path_of(value)}), and steps on all "
-                "parameters of it at once, which are on several ranks here; give initialize() the "
-                "optimizer inside, without its wrapper"
-            )
-    needs = [
-        name
-        for name, each in inspect.signature(type(client).step).parameters.items()
-        if name != "self"
-        and each.default is each.empty
-        and each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-    ]
-    if needs:
+    function = _function_for(client, make)
+    by_settings: dict[Any, ClientTorch] = {}
+    found = []
+    for index, group in enumerate(client.param_groups):
+        where = f"param_groups[{index}]"
+        values = of_class(group)
+        texts = {}
+        for key, value in values.items():
+            # Found at the first save otherwise.
+            text = str(normalised(saved(value, f"{where}.{key}")))
+            if key not in (*MOVED, *_OF_SCHEDULERS):
+                texts[key] = text
+        for key in MOVED:
+            value = plain(values.get(key, 0.0))
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:
+                raise ConfigError(
+                    f"{where}.{key} of {path} is {values.get(key)!r}, and an engine needs a number "
+                    "that schedules can move; give one (of an optimizer that finds its own rate, "
+                    "switch that off)"
+                )
+        chosen = check(ClientSplit, f"{where}.{SPLIT}", group.get(SPLIT, split))
+        same = chosen, tuple(texts.items())
+        if same not in by_settings:
+            prototype = Prototype(type(client), client.defaults, copy.deepcopy(values), function)
+            by_settings[same] = client_recipe(path, prototype, texts, split=chosen)
+        found.append(by_settings[same])
+    return tuple(found)
+
+
+def _function_for(client: Optimizer, make: Make | None) -> Make | None:
+    """Return ``make`` if ``client`` keeps more than torch.optim.Optimizer does.
+
+    Raises:
+        ConfigError: there can be none like it: it needs a closure, has hooks before its step, or
+            states, or keeps more and no function has made it.
+    """
+    path = path_of(client)
+    try:
+        inspect.signature(type(client).step).bind(client)
+    except TypeError as error:
         raise ConfigError(
-            f"{path}.step needs {', '.join(needs)}, and engine.step() has no closure that could "
-            "evaluate the model again; use another optimizer"
-        )
+            f"{path}.step: {error}, and engine.step() has no closure that could evaluate the "
+            "model again; use another optimizer"
+        ) from None
     if type(client).__module__.startswith("deepspeed.ops"):
-        why = (
-            "stock DeepSpeed's offloading; Accelerate, which puts it in the place of torch's, "
-            "leaves that with zero_force_ds_cpu_optimizer set to false"
-            if "CPU" in path
-            else "kernels of DeepSpeed's that update all parameters of a rank at once"
-        )
         raise ConfigError(
-            f"{path} is made for {why}; give initialize() torch's optimizer of that kind, such as "
-            "torch.optim.AdamW for Adam"
+            f"{path} updates all parameters of a rank at once, by kernels of DeepSpeed's; give "
+            "initialize() torch's optimizer of that kind, such as torch.optim.AdamW for Adam "
+            "(where Accelerate has put it there, set zero_force_ds_cpu_optimizer to false)"
+        )
+    plainest = SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.0)
+    known = {*vars(plainest), *_OF_TORCH}
+    if hasattr(client.step, "_wrapped_by_lr_sched"):
+        known.add("step")
+    more = [
+        f"{key} ({type(vars(client)[key]).__qualname__})" for key in vars(client).keys() - known
+    ]
+    if more and make is None:
+        raise ConfigError(
+            f"this {path} keeps {few(sorted(more))} beside its groups and states, and each "
+            "parameter needs an optimizer like it on the rank that owns it; give initialize() a "
+            "function that makes one of the parameters that it is given, name the class in the "
+            f"config (optimizer.params.matrix_optimizer: '{path}'), or give it the optimizer "
+            "inside, if this wraps another"
         )
     if client._optimizer_step_pre_hooks:
         raise ConfigError(
             f"{path} has hooks that run before its step (register_step_pre_hook), which would find "
             "no gradients: those stay in the engine; remove them, and use the engine's "
             "gradient_clipping"
-        )
-    own_step = vars(client).get("step")
-    if own_step is not None and not hasattr(own_step, "_wrapped_by_lr_sched"):
-        raise ConfigError(
-            f"somebody has replaced the step of this {path}, which would not run: an engine takes "
-            "its own; write a class with that step"
         )
     # Some classes make states that count from 0 when they are made.
     if any(state and state.get("step", 1) != 0 for state in client.state.values()):
@@ -158,108 +217,4 @@ def check_object(client: Optimizer) -> Optimizer:
             "afterwards with engine.load_checkpoint() or DeepSpeed's "
             "safe_set_full_optimizer_state(), 'step' included"
         )
-    for key, value in vars(client).items():
-        if key not in _OF_TORCH and (reason := _refused(value)) is not None:
-            raise ConfigError(
-                f"{path} keeps {key} ({reason}), of which each parameter would need one of its own "
-                "on the rank that owns it; use a class that keeps numbers, text and containers of "
-                "those, beside its states"
-            )
-    for index, group in enumerate(client.param_groups):
-        where = f"param_groups[{index}]"
-        values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
-        for key, value in values.items():
-            # Found at the first save otherwise.
-            saved(value, f"{where}.{key}")
-        for key in MOVED:
-            value = plain(values.get(key, 0.0))
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:
-                raise ConfigError(
-                    f"{where}.{key} of {path} is {values.get(key)!r}, and an engine needs a number "
-                    "that schedules can move; give one (of an optimizer that finds its own rate, "
-                    "switch that off)"
-                )
-    return client
-
-
-def recipes_of(client: Optimizer, *, split: ClientSplit) -> tuple[ClientTorch, ...]:
-    """Return, for each parameter group of ``client``, the recipe of its parameters.
-
-    Args:
-        split: for groups that do not say ``split`` themselves.
-
-    Raises:
-        ConfigError: one says what it cannot be.
-    """
-    rest = {key: value for key, value in vars(client).items() if key not in _OF_TORCH}
-    found = []
-    for index, group in enumerate(client.param_groups):
-        values = {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
-        chosen = check(ClientSplit, f"param_groups[{index}].{SPLIT}", group.get(SPLIT, split))
-        prototype = Prototype(
-            type(client), copy.deepcopy(client.defaults), copy.deepcopy(rest), copy.deepcopy(values)
-        )
-        told = {
-            key: _told(value)
-            for key, value in values.items()
-            if key not in (*MOVED, *_OF_SCHEDULERS)
-        }
-        found.append(client_recipe(path_of(client), prototype, told, split=chosen))
-    return tuple(found)
-
-
-def _told(value: Any) -> str:
-    """``value`` as text without addresses."""
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{key}: {_told(each)}' for key, each in value.items())}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_told, value))}]"
-    if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
-        return f"{value.__module__}.{value.__qualname__}"
-    return (
-        f"{value:g}"
-        if isinstance(value, float)
-        else str(value.tolist() if isinstance(value, Tensor) else value)
-    )
-
-
-def _refused(value: Any) -> str | None:
-    """Why ``value`` cannot be copied for an optimizer of another tensor; None if it can."""
-    parts: Iterable[Any]
-    if value is None or isinstance(
-        value,
-        (
-            bool,
-            int,
-            float,
-            complex,
-            str,
-            bytes,
-            Enum,
-            torch.dtype,
-            torch.device,
-            numpy.generic,
-            type,
-            types.BuiltinFunctionType,
-        ),
-    ):
-        return None
-    if isinstance(value, types.FunctionType):
-        is_inner = value.__closure__ or "<" in value.__qualname__
-        return (
-            f"the function {value.__qualname__}, which is code inside other code"
-            if is_inner
-            else None
-        )
-    if isinstance(value, partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, Mapping):
-        parts = *value, *value.values()
-    elif isinstance(value, (Sequence, Set)):
-        parts = value
-    elif is_dataclass(value):
-        parts = [getattr(value, each.name) for each in fields(value)]
-    else:
-        shape = f" of {tuple(value.shape)}" if isinstance(value, Tensor) else ""
-        return f"a {type(value).__module__}.{type(value).__qualname__}{shape}"
-    return next(filter(None, map(_refused, parts)), None)
+    return make if more else None

@@ -10,7 +10,7 @@ Note: how a state is found, without the memory of one
 Note: numbers
     Beside tensors, classes keep numbers of Python, in a state or in the parameter group. One that
     counts steps is ``step`` to this package; another that changes is a state of its own, without
-    axes, in float64.
+    axes, in float64. Tensors without axes lie on the host.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SMALL = 4096
 _SAMPLE = (5, 7, 11, 13, 17, 19)
 
 #: What code that nobody here wrote raises when it does not like what it gets.
-ERRORS = (
+_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -61,7 +61,14 @@ ERRORS = (
     ValueError,
 )
 
+#: Numbers of a group that are not the business of its class alone.
+_OF_ALL_CLASSES = ("lr", "weight_decay")
+
 Path = tuple[str | int, ...]
+
+
+class UnableError(ConfigError):
+    """A class that cannot be made for the tensors of a probe, or cannot step on them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +80,7 @@ class Leaf:
     kind: type
     """Tensor, or the type of the number."""
     spec: StateSpec
-    ahead: int | None = None
+    ahead: int | None
     """The number of steps that a counter is ahead of them; None for others."""
 
 
@@ -95,10 +102,9 @@ class Kept:
     def specs(self) -> dict[str, StateSpec]:
         """Return every state by the name in this package."""
         specs = {}
-        for state in self.states:
-            for _, leaf in walk(state):
-                if isinstance(leaf, Leaf) and leaf.ahead is None:
-                    specs[leaf.key] = leaf.spec
+        for leaf in flat(self.states).values():
+            if isinstance(leaf, Leaf) and leaf.ahead is None:
+                specs[leaf.key] = leaf.spec
         return {**specs, COUNT: StateSpec((), on_host=True)}
 
 
@@ -128,21 +134,18 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
         ConfigError: the class does not take the arguments, or it has no ``lr``.
     """
     if isinstance(recipe, ClientTorch):
-        made: Optimizer = recipe.prototype.make(params)
-        return made
+        with naming(f"{recipe.rule} cannot be made for a parameter"):
+            made: Optimizer = recipe.prototype.make(params)
+            return made
     of_groups = sorted({"lr", "weight_decay", "params"} & recipe.arguments.keys())
     if of_groups:
         raise ConfigError(
             f"{recipe.rule} is given {', '.join(of_groups)}, which parameter groups have; set "
             "optimizer.params.lr (muon_lr for matrices) and optimizer.params.weight_decay"
         )
-    kind = class_of(recipe)
-    try:
-        optimizer = kind(list(params), lr=lr, **recipe.arguments)  # type: ignore[call-arg]
-    except ERRORS as e:
-        raise ConfigError(
-            f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}: {said(e)}"
-        ) from e
+    kind: Any = class_of(recipe)
+    with naming(f"{recipe.rule} cannot be made with {recipe.arguments or 'no arguments'}"):
+        optimizer: Optimizer = kind(list(params), lr=lr, **recipe.arguments)
     if "lr" not in optimizer.param_groups[0]:
         raise ConfigError(
             f"{recipe.rule} keeps no lr in its parameter groups, so that no schedule could move it"
@@ -150,28 +153,35 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
     return optimizer
 
 
+@contextmanager
+def naming(what: str) -> Iterator[None]:
+    """Say ``what`` went wrong in code that nobody here wrote.
+
+    Raises:
+        UnableError: that code has raised.
+    """
+    try:
+        yield
+    except _ERRORS as e:
+        text = " ".join(str(e).split())
+        raise UnableError(f"{what}: {type(e).__name__}: {text}") from e
+
+
 def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
     """Take one step of a probe.
 
     Raises:
-        ConfigError: the class cannot.
+        UnableError: the class cannot.
     """
-    try:
+    with naming(f"{recipe.rule} cannot step on a parameter of {shape}"):
         optimizer.step()
-    except ERRORS as e:
-        raise ConfigError(f"{recipe.rule} cannot step on a parameter of {shape}: {said(e)}") from e
 
 
-def walk(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yield every leaf of nested dicts, lists and tuples, with the path to it."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from walk(each, (*path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, each in enumerate(value):
-            yield from walk(each, (*path, index))
-    else:
-        yield path, value
+def flat(value: Any) -> dict[Path, Any]:
+    """Every leaf of nested dicts, lists and tuples, by the path to it."""
+    found: dict[Path, Any] = {}
+    rebuilt(value, found.__setitem__)
+    return found
 
 
 def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
@@ -179,9 +189,10 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
     if isinstance(value, Mapping):
         return {key: rebuilt(each, change, (*path, key)) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(
-            rebuilt(each, change, (*path, index)) for index, each in enumerate(value)
-        )
+        items = [rebuilt(each, change, (*path, index)) for index, each in enumerate(value)]
+        if isinstance(value, tuple):
+            return tuple(items)
+        return items
     return change(path, value)
 
 
@@ -194,206 +205,143 @@ def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
             tensor nor number.
     """
     if math.prod(shape) <= SMALL:
-        return _observed(recipe, shape, "cpu")
+        return _observed(recipe, shape, "cpu", {})
     sample = _SAMPLE[-len(shape) :]
-    small = _observed(recipe, sample, "cpu")
+    small = _observed(recipe, sample, "cpu", {})
+    found = flat(small.states)
+    known = {path[1:]: leaf for path, leaf in found.items() if _is_0d(leaf)}
     try:
-        return _counted_as(small, _observed(recipe, shape, "meta"))
-    except ConfigError:
-        return _of_shape(small, sample, shape)
+        return _observed(recipe, shape, "meta", known)
+    except UnableError:
+        sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
+        return Kept(rebuilt(small.states, lambda _, leaf: _grown(leaf, sides)), small.groups, 0)
 
 
-def _counted_as(small: Kept, large: Kept) -> Kept:
-    """``large`` with what ``small`` has for tensors without axes: only memory shows what these
-    count.
+def _is_0d(leaf: Any) -> bool:
+    return isinstance(leaf, Leaf) and leaf.kind is Tensor and not leaf.spec.shape
+
+
+def _grown(leaf: Any, sides: Mapping[int, int]) -> Any:
+    if not isinstance(leaf, Leaf):
+        return leaf
+    shape = tuple(sides.get(side, side) for side in leaf.spec.shape)
+    return replace(leaf, spec=replace(leaf.spec, shape=shape))
+
+
+def _observed(
+    recipe: AnyTorch, shape: tuple[int, ...], device: str, known: Mapping[Path, Leaf]
+) -> Kept:
+    """Return the states that the class keeps of a parameter on ``device``.
+
+    Args:
+        known: the tensors without axes in a probe with memory, which alone shows what counts.
     """
-    known = [dict(walk(state)) for state in small.states]
-
-    def told(index: int) -> Callable[[Path, Any], Any]:
-        def change(path: Path, leaf: Any) -> Any:
-            twin = known[index].get(path)
-            if not (
-                isinstance(leaf, Leaf)
-                and isinstance(twin, Leaf)
-                and leaf.kind is twin.kind is Tensor
-            ):
-                return leaf
-            return leaf if leaf.spec.shape or twin.spec.shape else twin
-
-        return change
-
-    return Kept(
-        tuple(rebuilt(state, told(index)) for index, state in enumerate(large.states)),
-        large.groups,
-        large.flops,
-    )
-
-
-def states_of(recipe: AnyTorch, shape: tuple[int, ...]) -> dict[str, StateSpec]:
-    """Return the states of a parameter of ``shape`` by name. Raises as :func:`kept_of`."""
-    return kept_of(recipe, shape).specs()
-
-
-def refusal_of(recipe: AnyTorch, shape: tuple[int, ...]) -> str | None:
-    """Why the class cannot step on a matrix of ``shape``; None if it can."""
-    try:
-        kept_of(recipe, shape)
-    except ConfigError as e:
-        return f"cannot be trained by {recipe.rule}: {e}"
-    return None
-
-
-def _observed(recipe: AnyTorch, shape: tuple[int, ...], device: str) -> Kept:
     states: list[Any] = []
-    groups: list[dict[Path, Any]] = []
+    groups: list[dict[str, Any]] = []
     with aside(), FlopCounterMode(display=False) as counter:
-        param = draw(shape, 0).to(device)
+        param = draw(shape).to(device)
         optimizer = make(recipe, param)
         (group,) = optimizer.param_groups
-        for step in range(STEPS):
-            param.grad = draw(shape, 1 + step).to(device)
+        for _ in range(STEPS):
+            param.grad = torch.randn_like(param)
             step_of(recipe, optimizer, shape)
-            states.append(
-                rebuilt(dict(optimizer.state.get(param, {})), lambda _, value: _described(value))
-            )
-            groups.append(
-                {
-                    (key,): value
-                    for key, value in group.items()
-                    if key not in ("lr", "weight_decay", "params")
-                    and isinstance(value, (int, float))
-                }
-            )
-    seen = [dict(walk(state)) for state in states]
-    return Kept(
-        tuple(
-            rebuilt(state, lambda path, value: _leaf(recipe, seen, path, value)) for state in states
-        ),
-        _counts_of_group(recipe, groups),
-        counter.get_total_flops() // STEPS,
-    )
+            states.append(rebuilt(dict(optimizer.state.get(param, {})), _copied))
+            numbers = dict(group)
+            for key, value in group.items():
+                if key in _OF_ALL_CLASSES or not isinstance(value, (int, float)):
+                    del numbers[key]
+            groups.append(numbers)
+    seen = list(map(flat, states))
 
+    def leaf(path: Path, value: Any) -> Any:
+        found = _leaf(recipe, path, value, [each.get(path) for each in seen])
+        if _is_0d(found):
+            return known.get(path, found)
+        return found
 
-def _counts_of_group(recipe: AnyTorch, seen: list[dict[Path, Any]]) -> dict[str, Leaf]:
     counts = {}
-    for path, value in seen[-1].items():
-        leaf, (key,) = _leaf(recipe, seen, path, value), path
-        if isinstance(leaf, Leaf) and leaf.ahead is None:
+    for key, value in groups[-1].items():
+        count = _leaf(recipe, (key,), value, [each.get(key) for each in groups])
+        if not isinstance(count, Leaf):
+            continue
+        if count.ahead is None:
             raise ConfigError(
                 f"{recipe.rule} computes {key} for all parameters of a group together, and ranks "
                 "own some each; it cannot run on parts of a model"
             )
-        if isinstance(leaf, Leaf):
-            counts[str(key)] = leaf
-    return counts
+        counts[key] = count
+    kept = tuple(rebuilt(state, leaf) for state in states)
+    return Kept(kept, counts, counter.get_total_flops() // STEPS)
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """The description of a tensor: with its value where it has no axes and memory."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    on_host: bool
-    value: float | None
+def _copied(_: Path, value: Any) -> Any:
+    return value.clone() if type(value) is Tensor else value
 
 
-def _described(value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    known = value.dim() == 0 and value.device.type == "cpu"
-    return _Tensor(
-        tuple(value.shape),
-        str(value.dtype).removeprefix("torch."),
-        known,
-        float(value) if known else None,
-    )
+def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
+    """Return a :class:`Leaf` for ``value``, or the value itself where it never changes.
 
-
-def _leaf(recipe: AnyTorch, seen: list[dict[Path, Any]], path: Path, value: Any) -> Any:
-    """Return the entry at ``path`` of a description: a :class:`Leaf`, or the value itself where it
-    never changes.
+    Args:
+        seen: the values in its place after each step.
     """
     if value is None or isinstance(value, (str, torch.dtype, torch.device)):
         return value
     key = ".".join(map(str, path))
-    if not isinstance(value, (_Tensor, bool, int, float)):
+    numbers = list(map(_number, seen))
+    first = numbers[0]
+    ahead = None
+    if isinstance(first, (int, float)) and float(first).is_integer():
+        start = int(first)
+        if numbers == list(range(start, start + STEPS)):
+            ahead = start - 1
+    spec = StateSpec((), "float64", on_host=True)
+    # A subclass, as quantised states are, would come back from a state of this package without it.
+    if type(value) is Tensor:
+        spec = StateSpec(tuple(value.shape), str(value.dtype)[6:], on_host=not value.dim())
+        if spec.dtype not in DTYPE_BYTES:
+            raise ConfigError(
+                f"{recipe.rule} keeps {key} in {spec.dtype}, which cannot be saved; known: "
+                f"{', '.join(DTYPE_BYTES)}"
+            )
+    elif not isinstance(value, (int, float)):
         raise ConfigError(
             f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "
             f"{type(value).__name__}; it could not be saved"
         )
-    found = []
-    for step in seen:
-        number = step.get(path)
-        found.append(number.value if isinstance(number, _Tensor) else number)
-    ahead = _ahead(found)
+    elif ahead is None and numbers == [first] * STEPS:
+        return value
     if ahead is None and key in (COUNT, "fp32"):
         key = f"own.{key}"
-    if isinstance(value, _Tensor):
-        if value.dtype not in DTYPE_BYTES:
-            raise ConfigError(
-                f"{recipe.rule} keeps {key} in {value.dtype}, which cannot be saved; known: "
-                f"{', '.join(DTYPE_BYTES)}"
-            )
-        return Leaf(key, Tensor, StateSpec(value.shape, value.dtype, value.on_host), ahead)
-    if ahead is None and all(each == found[0] for each in found):
+    return Leaf(key, type(value), spec, ahead)
+
+
+def _number(value: Any) -> Any:
+    """Return ``value``, or the number in a tensor; None where it has axes, or no memory."""
+    if not isinstance(value, Tensor):
         return value
-    return Leaf(key, type(value), StateSpec((), "float64", on_host=True), ahead)
-
-
-def _ahead(found: list[Any]) -> int | None:
-    """Return by how much the number ``found`` after the steps of a probe is ahead of counting them;
-    None if it does not count.
-    """
-    if not all(
-        isinstance(each, (int, float)) and not isinstance(each, bool) and math.isfinite(each)
-        for each in found
-    ):
+    if value.dim() or value.is_meta:
         return None
-    ahead = found[0] - 1
-    return (
-        int(ahead)
-        if ahead == int(ahead) and found == [step + ahead for step in range(1, STEPS + 1)]
-        else None
-    )
+    return value.item()
 
 
-def _of_shape(small: Kept, sample: tuple[int, ...], shape: tuple[int, ...]) -> Kept:
-    """Return the states of ``shape``, from the states of ``sample``."""
-    sides = {math.prod(sample): math.prod(shape), **dict(zip(sample, shape, strict=True))}
-
-    def grown(_: Path, leaf: Any) -> Any:
-        if not isinstance(leaf, Leaf):
-            return leaf
-        return replace(
-            leaf,
-            spec=replace(leaf.spec, shape=tuple(sides.get(side, side) for side in leaf.spec.shape)),
-        )
-
-    return Kept(tuple(rebuilt(state, grown) for state in small.states), small.groups, 0)
-
-
-def draw(shape: tuple[int, ...], seed: int) -> Tensor:
-    """Random numbers, the same for the same seed."""
-    return torch.randn(
-        shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32, device="cpu"
-    )
+def draw(shape: tuple[int, ...]) -> Tensor:
+    """Random numbers of the generator that :func:`aside` has set."""
+    return torch.randn(shape, dtype=torch.float32, device="cpu")
 
 
 @contextmanager
-def aside() -> Iterator[None]:
-    """Leave the random numbers of the run as they are, and its default device out of what a class
-    makes.
+def aside(seed: int = 0) -> Iterator[None]:
+    """Draw from ``seed``, leave the random numbers of the run as they are, and its default device
+    out of what a class makes.
     """
     state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+            # torch.manual_seed would set the generators of accelerators, too.
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            numpy.random.seed(seed)
             yield
     finally:
         random.setstate(state)
         numpy.random.set_state(of_numpy)
-
-
-def said(error: Exception) -> str:
-    """``error`` in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -2,15 +2,16 @@
 parameters each cannot run it.
 
 Note: what is tried
-    What it keeps after some steps, and where. Then steps of one instance that has two parameters,
-    against those of instances as a run has them: of one parameter or one piece, made with another
-    learning rate, and going on from a copy of the state. What comes out must be alike. What a class
-    draws at random differs anyway, and is not compared.
+    One instance has two parameters. Beside it each of them is trained alone, as a rank would, by
+    instances that go on from a copy of the state every other step, and that are made with another
+    learning rate; a parameter that may be cut is trained in two pieces, too. What comes out must be
+    alike. Each step draws random numbers afresh from a seed, which makes those for the first
+    parameter alike; the second is not compared where a class draws some.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,23 +21,22 @@ from torch.optim import Optimizer
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.foreign.client_object import set_rate
 from ds_layerwise.optimizers.foreign.probe import (
-    ERRORS,
     SMALL,
-    STEPS,
     aside,
     draw,
+    flat,
     make,
-    said,
-    states_of,
+    naming,
     step_of,
-    walk,
 )
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
-from ds_layerwise.recipes.rules.client_recipe import ClientTorch
 
-#: Steps of a run that is resumed, and after how many of them: something may come late.
-_LONG, _RESUMED = 12, (1, 7)
+#: Steps of a check: something may come late.
+_STEPS = 12
+
+#: Attributes of an optimizer that are looked at otherwise.
+_APART = ("defaults", "state", "param_groups")
 
 #: A learning rate that no class has for its default.
 _LR = 0.0123
@@ -52,88 +52,37 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
     Raises:
         ConfigError: it cannot be made; what it does to a parameter depends on others, which are on
             other ranks, or on what is not in the state of that one; or it is to be cut by element,
-            and what it does to one depends on others.
+            and what it does to one depends on others, or what it keeps of a piece on its length.
     """
-    shapes: list[tuple[int, ...]] = [(6, 10), (10, 4)] if recipe.whole else [(60,), (24,)]
-    _check_where_it_keeps(recipe, shapes[0])
+    shapes: list[tuple[int, ...]] = [(60,), (24,)]
+    if recipe.whole:
+        shapes = [(6, 10), (10, 4)]
+    together = _together(recipe, shapes)
     if not recipe.whole:
         _check_keys_of_pieces(recipe)
-    expected = _trained(recipe, shapes, seed=0)
-    if not torch.equal(expected, _trained(recipe, shapes, seed=1)):
-        return  # What it draws at random differs from run to run anyway.
-    value, grads = draw(shapes[0], 0), [draw(shapes[0], 100 + step) for step in range(_LONG)]
-    if not _agree(_in_instances(recipe, new_rule, value, grads), expected):
-        raise ConfigError(
-            f"{recipe.rule} does otherwise where each parameter has an instance of its own that "
-            "goes on from optimizer.state[param], as after a load, than where one has all: what "
-            "it does depends on other parameters, on something that it keeps elsewhere, or on "
-            "more of the lr that it is made with than its parameter groups tell; this class "
-            "cannot be used here"
-        )
+
+    def alone(index: int, part: slice = slice(None), seed: int = 0) -> Tensor:
+        values = [value[part].clone() for value in _values(index, shapes[index])]
+        return _alone(recipe, new_rule, values, seed)
+
+    draws = not torch.equal(alone(0), alone(0, seed=_STEPS))
+    for index in range(1 if draws else 2):
+        if not _agree(alone(index), together[index]):
+            raise ConfigError(
+                f"{recipe.rule} does otherwise where each parameter has an instance of its own "
+                "that goes on from optimizer.state[param], as after a load, than where one has "
+                "all: what it does depends on other parameters, on something that it keeps "
+                "elsewhere, or on more of the lr that it is made with than its parameter groups "
+                "tell; this class cannot be used here"
+            )
     if not recipe.whole:
-        halves = []
-        for part in (slice(0, 24), slice(24, 60)):
-            own = [grad[part] for grad in grads]
-            halves.append(_in_instances(recipe, new_rule, value[part], own))
-        if not _agree(torch.cat(halves), expected):
+        pieces = torch.cat([alone(0, slice(24)), alone(0, slice(24, 60))])
+        if not _agree(pieces, together[0]):
             raise ConfigError(
                 f"{recipe.rule} does to one element what depends on the others of its parameter, "
-                "and parameters of the scalar optimizer are cut by element; use it as "
-                "matrix_optimizer"
+                "or draws random numbers, and parameters of the scalar optimizer are cut by "
+                "element; use it as matrix_optimizer"
             )
-
-
-def _check_where_it_keeps(recipe: AnyTorch, shape: tuple[int, ...]) -> None:
-    """Refuse a class that goes on from what it keeps elsewhere than in the state of a parameter.
-
-    Raises:
-        ConfigError: names where; such a thing is not in a checkpoint, and may be of all parameters
-            together.
-    """
-    with aside():
-        param = draw(shape, 0)
-        optimizer = make(recipe, param)
-        found = []
-        for step in range(STEPS):
-            param.grad = draw(shape, 1 + step)
-            step_of(recipe, optimizer, shape)
-            found.append({where: _told(value) for where, value in _elsewhere(optimizer, param)})
-    changed = [where for where, value in found[-1].items() if value != found[0].get(where)]
-    if changed or (
-        changed := [where for where in found[-1] if where.startswith("optimizer.state")]
-    ):
-        raise ConfigError(
-            f"{recipe.rule} goes on from {', '.join(changed)}, and not from optimizer.state[param] "
-            "alone: ranks own some parameters each, and a checkpoint has what is kept of each; "
-            "this class cannot be used here"
-        )
-
-
-def _elsewhere(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Any]]:
-    """Return everything that an optimizer of ``param`` keeps beside its state, by its place."""
-    for key, value in vars(optimizer).items():
-        if key not in ("defaults", "state", "param_groups"):
-            yield f"optimizer.{key}", value
-    for key, value in optimizer.param_groups[0].items():
-        # Of numbers, those that count are known, and others have been refused.
-        if key not in ("lr", "weight_decay", "params") and not isinstance(value, (int, float)):
-            yield f"optimizer.param_groups[0][{key!r}]", value
-    for other in optimizer.state:
-        if other is not param:
-            yield f"optimizer.state[{other!r}]", None
-
-
-def _told(value: Any) -> str:
-    """The numbers, texts and tensors in ``value`` as text; what else there is counts for
-    nothing.
-    """
-
-    def told(each: Any) -> Any:
-        if isinstance(each, Tensor):
-            return each.tolist()
-        return each if isinstance(each, (int, float, str)) else None
-
-    return str([(path, told(each)) for path, each in walk(value)])
 
 
 def _check_keys_of_pieces(recipe: AnyTorch) -> None:
@@ -143,7 +92,7 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
     Raises:
         ConfigError: names what it keeps.
     """
-    short, *others = [set(states_of(recipe, (numel,))) for numel in (1, 60, SMALL + 1, 2**20 + 1)]
+    short, *others = [set(recipe.states((numel,))) for numel in (1, 60, SMALL + 1, 2**20)]
     if differ := set().union(*others).symmetric_difference(short):
         raise ConfigError(
             f"{recipe.rule} keeps {', '.join(sorted(differ))} of a parameter of some sizes and not "
@@ -152,52 +101,90 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
         )
 
 
-def _trained(recipe: AnyTorch, shapes: list[tuple[int, ...]], *, seed: int) -> Tensor:
-    """The first of some parameters after steps of one instance that has them all, with so much
-    chance.
+def _values(index: int, shape: tuple[int, ...]) -> list[Tensor]:
+    """The parameter with this ``index``, and the gradients of all steps."""
+    with aside(index):
+        return [draw(shape) for _ in range(_STEPS + 1)]
+
+
+def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+    """The parameters after steps of one instance that has them all.
+
+    Raises:
+        ConfigError: it goes on from what it keeps elsewhere than in the state of a parameter, which
+            is not in a checkpoint, and may be of all parameters together; names where.
     """
+    values = list(map(_values, range(len(shapes)), shapes))
+    params = [value[0] for value in values]
     with aside():
-        torch.manual_seed(seed)
-        params = [draw(shape, index) for index, shape in enumerate(shapes)]
-        # An object that a script has made keeps what it took of its lr without us, too.
-        optimizer = (
-            make(recipe, *params)
-            if isinstance(recipe, ClientTorch)
-            else make(recipe, *params, lr=_LR)
-        )
-        (group,) = optimizer.param_groups
-        set_rate(group, _LR)
-        if "weight_decay" in group:
-            group["weight_decay"] = 0.0
-        for step in range(_LONG):
-            for index, param in enumerate(params):
-                param.grad = draw(tuple(param.shape), 100 * (1 + index) + step)
+        optimizer = make(recipe, *params, lr=_LR)
+    (group,) = optimizer.param_groups
+    set_rate(group, _LR)
+    if "weight_decay" in group:
+        group["weight_decay"] = 0.0
+    first: dict[str, str] = {}
+    found: dict[str, None] = {}
+    for step in range(_STEPS):
+        for param, value in zip(params, values, strict=True):
+            param.grad = value[1 + step]
+        with aside(step):
             step_of(recipe, optimizer, shapes[0])
-    return params[0]
+        for where, text in _elsewhere(optimizer).items():
+            if first.setdefault(where, text) != text:
+                found[where] = None
+    ids = list(map(id, params))
+    for key in optimizer.state:
+        if id(key) not in ids:
+            found[f"optimizer.state[{key!r}]"] = None
+    if found:
+        raise ConfigError(
+            f"{recipe.rule} goes on from {', '.join(found)}, and not from optimizer.state[param] "
+            "alone: ranks own some parameters each, and a checkpoint has what is kept of each; "
+            "this class cannot be used here"
+        )
+    return params
 
 
-def _in_instances(
-    recipe: AnyTorch, new_rule: Callable[[], UpdateRule], value: Tensor, grads: list[Tensor]
+def _elsewhere(optimizer: Optimizer) -> dict[str, str]:
+    """Return what an optimizer keeps beside its states, as text, by its place."""
+    (group,) = optimizer.param_groups
+    found = {}
+    for key, value in vars(optimizer).items():
+        if key not in _APART:
+            found[f"optimizer.{key}"] = _text(value)
+    for key, value in group.items():
+        # Of numbers, those that count are known, and others are refused.
+        if key != "params" and not isinstance(value, (int, float)):
+            found[f"optimizer.param_groups[0][{key!r}]"] = _text(value)
+    return found
+
+
+def _text(value: Any) -> str:
+    parts = flat(value)
+    for path, each in parts.items():
+        if isinstance(each, Tensor):
+            parts[path] = each.tolist()
+    return str(parts)
+
+
+def _alone(
+    recipe: AnyTorch,
+    new_rule: Callable[[], UpdateRule],
+    values: list[Tensor],
+    seed: int,
 ) -> Tensor:
-    """A parameter after as many steps, alone, and resumed on the way."""
-    with aside():
-        param, rule = value.clone(), new_rule()
-        state = rule.init_state(param)
-        for step, grad in enumerate(grads):
-            if step in _RESUMED:
-                rule, state = new_rule(), {key: value.clone() for key, value in state.items()}
-            try:
-                rule.update_(
-                    [param],
-                    [grad],
-                    [state],
-                    Hyper(lr=_LR, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=0.0),
-                )
-            except ERRORS as e:
-                raise ConfigError(
-                    f"{recipe.rule} cannot go on from its state after {step} steps, as after a "
-                    f"load: {said(e)}"
-                ) from e
+    """A parameter after steps of its own instances."""
+    param, *grads = values
+    rule = new_rule()
+    state = rule.init_state(param)
+    hyper = Hyper(lr=_LR, weight_decay=0.0, momentum=0.0, betas=(0.0, 0.0), eps=0.0)
+    for step, grad in enumerate(grads):
+        if step % 2:
+            rule = new_rule()
+            state = {key: value.clone() for key, value in state.items()}
+        what = f"{recipe.rule} cannot go on from its state after {step} steps, as after a load"
+        with naming(what), aside(seed + step):
+            rule.update_([param], [grad], [state], hyper)
     return param
 
 

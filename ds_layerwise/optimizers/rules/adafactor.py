@@ -54,17 +54,22 @@ class Adafactor(UpdateRule):
         """
         for param, grad, state in zip(params, grads, states, strict=True):
             state["step"] += 1
-            parts = (
-                torch.split(
-                    each.view(-1, *each.shape[-2:]), self.recipe.together(tuple(param.shape))
-                )
-                for each in (param, grad, state["row_var"], state["col_var"])
-            )
+            step = float(state["step"])
+            together = self.recipe.together(tuple(param.shape))
+            parts = []
+            for each in (param, grad, state["row_var"], state["col_var"]):
+                parts.append(torch.split(each.view(-1, *each.shape[-2:]), together))
             for matrices, gradients, rows, columns in zip(*parts, strict=True):
-                self._update_(matrices, gradients, rows, columns, float(state["step"]), hyper)
+                self._update_(matrices, gradients, rows, columns, step, hyper)
 
     def _update_(
-        self, param: Tensor, grad: Tensor, rows: Tensor, columns: Tensor, step: float, hyper: Hyper
+        self,
+        param: Tensor,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        step: float,
+        hyper: Hyper,
     ) -> None:
         """Take a step of matrices that go together, whose mean squares are ``rows`` and
         ``columns``.
@@ -77,7 +82,13 @@ class Adafactor(UpdateRule):
         decay.shrink_([param], [update], hyper)
         param.sub_(update.mul_(size))
 
-    def _normalised(self, grad: Tensor, rows: Tensor, columns: Tensor, step: float) -> Tensor:
+    def _normalised(
+        self,
+        grad: Tensor,
+        rows: Tensor,
+        columns: Tensor,
+        step: float,
+    ) -> Tensor:
         """``grad`` over the root of its second moment, which is updated first."""
         weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):

@@ -23,6 +23,37 @@ from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 
 @dataclass(frozen=True, slots=True)
+class Batch:
+    """Parameters, or places for their moves, that take one step together."""
+
+    targets: list[Tensor]
+    """Written."""
+    grads: list[Tensor]
+    states: list[State]
+    """Written."""
+    hyper: Hyper
+    lr: float
+
+    def state(self, key: str) -> list[Tensor]:
+        """Return the state ``key`` of each parameter."""
+        return [state[key] for state in self.states]
+
+    def by_step(self) -> Iterator[tuple[float, Batch]]:
+        """Count a step in each of the states; then yield, by how many there were, the parameters
+        with so many.
+        """
+        alike: dict[float, Batch] = {}
+        for target, grad, state in zip(self.targets, self.grads, self.states, strict=True):
+            state["step"] += 1
+            count = float(state["step"])
+            own = alike.setdefault(count, Batch([], [], [], self.hyper, self.lr))
+            own.targets.append(target)
+            own.grads.append(grad)
+            own.states.append(state)
+        yield from alike.items()
+
+
+@dataclass(frozen=True, slots=True)
 class Elementwise(UpdateRule):
     """The base of element-wise rules. Each adds the way it moves parameters."""
 
@@ -38,22 +69,17 @@ class Elementwise(UpdateRule):
         """Take a step of all parameters together."""
         decay = WeightDecay.of(self.recipe)
         given = decay.gradients(params, grads, hyper)
-        decay.update_(
-            params, hyper, lambda targets, lr: self.move_(targets, given, states, hyper, lr)
-        )
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
-        """Update ``states`` with ``grads``, and subtract the direction times ``lr`` from
-        ``targets``, in place.
+        def move_(targets: list[Tensor], lr: float) -> None:
+            self.move_(Batch(targets, given, list(states), hyper, lr))
 
-        The direction depends on ``grads`` and ``states`` alone, not on what is in ``targets``.
+        decay.update_(params, hyper, move_)
+
+    def move_(self, batch: Batch) -> None:
+        """Update the states of ``batch`` with its gradients, and subtract the direction times its
+        ``lr`` from its targets, in place.
+
+        The direction depends on gradients and states alone, not on what is in the targets.
         """
         raise NotImplementedError
 
@@ -68,29 +94,23 @@ class Adam(Elementwise):
 
     recipe: Recipe = recipes.AdamW()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Torch's step without its weight decay."""
+        beta1, beta2 = batch.hyper.betas
         adam(
-            targets,
-            grads,
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+            batch.targets,
+            batch.grads,
+            batch.state("exp_avg"),
+            batch.state("exp_avg_sq"),
             [],
-            [s["step"] for s in states],
+            batch.state("step"),
             foreach=True,
             amsgrad=False,
-            beta1=hyper.betas[0],
-            beta2=hyper.betas[1],
-            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            lr=batch.lr,
             weight_decay=0.0,
-            eps=hyper.eps,
+            eps=batch.hyper.eps,
             maximize=False,
         )
 
@@ -105,23 +125,16 @@ class Sgd(Elementwise):
 
     recipe: Recipe = recipes.Sgd()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Torch's step without its weight decay."""
         sgd(
-            targets,
-            grads,
-            [s["momentum_buffer"] for s in states],
+            batch.targets,
+            batch.grads,
+            list(batch.state("momentum_buffer")),
             foreach=True,
             weight_decay=0.0,
-            momentum=hyper.momentum,
-            lr=lr,
+            momentum=batch.hyper.momentum,
+            lr=batch.lr,
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -138,22 +151,16 @@ class Lion(Elementwise):
 
     recipe: Recipe = recipes.Lion()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Take the sign with the first of the betas, then let the average follow with the
         second.
         """
-        averages = [s["exp_avg"] for s in states]
-        direction = torch._foreach_lerp(averages, grads, 1 - hyper.betas[0])
+        averages = batch.state("exp_avg")
+        beta1, beta2 = batch.hyper.betas
+        direction = torch._foreach_lerp(averages, batch.grads, 1 - beta1)
         torch._foreach_sign_(direction)
-        torch._foreach_add_(targets, direction, alpha=-lr)
-        torch._foreach_lerp_(averages, grads, 1 - hyper.betas[1])
+        torch._foreach_add_(batch.targets, direction, alpha=-batch.lr)
+        torch._foreach_lerp_(averages, batch.grads, 1 - beta2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,32 +177,21 @@ class Signum(Elementwise):
 
     recipe: recipes.Signum = recipes.Signum()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Update the momentum, then take the sign."""
-        keep = hyper.momentum
-        for step, alike in _counted(states):
-            averages, given = (
-                [states[i]["momentum_buffer"] for i in alike],
-                [grads[i] for i in alike],
-            )
-            torch._foreach_lerp_(averages, given, 1 - keep)
-            if self.recipe.nesterov:
-                next_one, this_one = _corrections(
-                    self.recipe.correct_bias, keep ** (step + 1), keep**step
-                )
-                signs = torch._foreach_mul(averages, keep / next_one)
-                torch._foreach_add_(signs, given, alpha=(1 - keep) / this_one)
-                torch._foreach_sign_(signs)
-            else:
+        keep = batch.hyper.momentum
+        for step, some in batch.by_step():
+            averages = some.state("momentum_buffer")
+            torch._foreach_lerp_(averages, some.grads, 1 - keep)
+            if not self.recipe.nesterov:
                 signs = torch._foreach_sign(averages)
-            torch._foreach_add_([targets[i] for i in alike], signs, alpha=-lr)
+            else:
+                next_one = _correction(self.recipe.correct_bias, keep ** (step + 1))
+                this_one = _correction(self.recipe.correct_bias, keep**step)
+                signs = torch._foreach_mul(averages, keep / next_one)
+                torch._foreach_add_(signs, some.grads, alpha=(1 - keep) / this_one)
+                torch._foreach_sign_(signs)
+            torch._foreach_add_(some.targets, signs, alpha=-some.lr)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,25 +208,17 @@ class LaProp(Elementwise):
 
     recipe: recipes.LaProp = recipes.LaProp()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Normalise with the second average, then update the first one."""
-        (beta1, beta2), corrects = hyper.betas, self.recipe.correct_bias
-        for step, alike in _counted(states):
-            averages = [states[i]["exp_avg"] for i in alike]
-            squares = [states[i]["exp_avg_sq"] for i in alike]
-            given = [grads[i] for i in alike]
-            first, second = _corrections(corrects, beta1**step, beta2**step)
-            divisors = _roots(squares, given, beta2, second, hyper.eps)
+        beta1, beta2 = batch.hyper.betas
+        corrects = self.recipe.correct_bias
+        for step, some in batch.by_step():
+            averages = some.state("exp_avg")
+            divisors = _roots(some, _correction(corrects, beta2**step))
             torch._foreach_mul_(averages, beta1)
-            torch._foreach_addcdiv_(averages, given, divisors, 1 - beta1)
-            torch._foreach_add_([targets[i] for i in alike], averages, alpha=-lr / first)
+            torch._foreach_addcdiv_(averages, some.grads, divisors, 1 - beta1)
+            rate = some.lr / _correction(corrects, beta1**step)
+            torch._foreach_add_(some.targets, averages, alpha=-rate)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,43 +238,31 @@ class AdEMAMix(Elementwise):
 
     recipe: recipes.AdEMAMix = recipes.AdEMAMix()
 
-    def move_(
-        self,
-        targets: list[Tensor],
-        grads: list[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-        lr: float,
-    ) -> None:
+    def move_(self, batch: Batch) -> None:
         """Update the three averages, then subtract both first ones over the root of the second."""
-        beta1, beta2 = hyper.betas
-        for step, alike in _counted(states):
-            fast = [states[i]["exp_avg"] for i in alike]
-            slow = [states[i]["exp_avg_slow"] for i in alike]
-            squares = [states[i]["exp_avg_sq"] for i in alike]
-            given = [grads[i] for i in alike]
-            moved = [targets[i] for i in alike]
+        beta1, beta2 = batch.hyper.betas
+        for step, some in batch.by_step():
+            fast = some.state("exp_avg")
+            slow = some.state("exp_avg_slow")
             alpha, beta3 = self.scheduled(step, beta1)
-            torch._foreach_lerp_(fast, given, 1 - beta1)
-            torch._foreach_lerp_(slow, given, 1 - beta3)
-            divisors = _roots(squares, given, beta2, 1 - beta2**step, hyper.eps)
-            torch._foreach_addcdiv_(moved, fast, divisors, -lr / (1 - beta1**step))
-            torch._foreach_addcdiv_(moved, slow, divisors, -lr * alpha)
+            torch._foreach_lerp_(fast, some.grads, 1 - beta1)
+            torch._foreach_lerp_(slow, some.grads, 1 - beta3)
+            divisors = _roots(some, 1 - beta2**step)
+            torch._foreach_addcdiv_(some.targets, fast, divisors, -some.lr / (1 - beta1**step))
+            torch._foreach_addcdiv_(some.targets, slow, divisors, -some.lr * alpha)
 
     def scheduled(self, step: float, beta1: float) -> tuple[float, float]:
         """``alpha`` and ``beta3`` at ``step``."""
+        recipe = self.recipe
+        alpha = recipe.alpha * _warmed(step, recipe.alpha_warmup_steps)
+        warmed = _warmed(step, recipe.beta3_warmup_steps)
+        span = (1 - warmed) * _span_of(beta1) + warmed * _span_of(recipe.beta3)
+        return alpha, min(_decay_of(span), recipe.beta3)
 
-        def part(of: int) -> float:
-            return min(1.0, step / of) if of else 1.0
 
-        warmed = part(self.recipe.beta3_warmup_steps)
-        return (
-            self.recipe.alpha * part(self.recipe.alpha_warmup_steps),
-            min(
-                _decay_of((1 - warmed) * _span_of(beta1) + warmed * _span_of(self.recipe.beta3)),
-                self.recipe.beta3,
-            ),
-        )
+def _warmed(step: float, steps: int) -> float:
+    """Return the part of ``steps`` that are over at ``step``."""
+    return min(1.0, step / steps) if steps else 1.0
 
 
 def _span_of(beta: float) -> float:
@@ -299,31 +275,18 @@ def _decay_of(span: float) -> float:
     return math.exp(1 / span) if span else 0.0
 
 
-def _counted(states: Sequence[State]) -> Iterator[tuple[float, list[int]]]:
-    """Count a step in each of ``states``; then, by how many there were, the places of those with so
-    many.
-    """
-    alike: dict[float, list[int]] = {}
-    for place, state in enumerate(states):
-        state["step"] += 1
-        alike.setdefault(float(state["step"]), []).append(place)
-    yield from alike.items()
+def _correction(corrects: bool, left: float) -> float:
+    """Return the divisor of an average that holds 1 - ``left`` of the values averaged."""
+    return 1 - left if corrects else 1.0
 
 
-def _corrections(corrects: bool, *left: float) -> list[float]:
-    """Return the divisors of averages, each of which holds 1 - ``left`` of the values averaged."""
-    return [1 - each if corrects else 1.0 for each in left]
-
-
-def _roots(
-    squares: list[Tensor], grads: list[Tensor], beta: float, correction: float, eps: float
-) -> list[Tensor]:
-    """Update the averages ``squares`` of squared gradients, and return sqrt(squares / correction) +
-    eps.
-    """
+def _roots(batch: Batch, correction: float) -> list[Tensor]:
+    """Update the averages v of squared gradients, and return sqrt(v / correction) + eps."""
+    squares = batch.state("exp_avg_sq")
+    beta = batch.hyper.betas[1]
     torch._foreach_mul_(squares, beta)
-    torch._foreach_addcmul_(squares, grads, grads, 1 - beta)
+    torch._foreach_addcmul_(squares, batch.grads, batch.grads, 1 - beta)
     roots = list(torch._foreach_sqrt(squares))
     torch._foreach_div_(roots, math.sqrt(correction))
-    torch._foreach_add_(roots, eps)
+    torch._foreach_add_(roots, batch.hyper.eps)
     return roots

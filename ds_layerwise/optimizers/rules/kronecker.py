@@ -103,7 +103,13 @@ class Kronecker(UpdateRule):
                     "the parameter to 'adamw' with layerwise.overrides",
                 ) from error
 
-    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+    def _update(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> Tensor | None:
         """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of
         its own; None if they stay as they are."""
         raise NotImplementedError
@@ -118,27 +124,24 @@ class Kronecker(UpdateRule):
         """Views of as many matrices as go together, (batch, rows, cols), with those of their
         gradients and states.
         """
-        if param.dim() == 2:
-            yield (
-                param[None],
-                grad[None],
-                {key: value[None] for key, value in state.items() if key != "step"},
-            )
-            return
-        for start in range(0, len(param), self.recipe.together(tuple(param.shape))):
-            some = slice(start, start + self.recipe.together(tuple(param.shape)))
-            yield (
-                param[some],
-                grad[some],
-                {key: value[some] for key, value in state.items() if key != "step"},
-            )
+        # None adds an axis to a matrix.
+        places: list[Any] = [None]
+        if param.dim() == 3:
+            together = self.recipe.together(tuple(param.shape))
+            starts = range(0, len(param), together)
+            places = [slice(start, start + together) for start in starts]
+        for some in places:
+            own = {key: value[some] for key, value in state.items() if key != "step"}
+            yield param[some], grad[some], own
 
     def _kept(self, step: int) -> float:
         """Return the part that factors keep at a step: ``shampoo_beta``, or less while they would
         still be too small.
         """
         beta = self.recipe.shampoo_beta
-        return 1 - (1 - beta) / (1 - beta**step) if self.recipe.correct_bias else beta
+        if not self.recipe.correct_bias:
+            return beta
+        return 1 - (1 - beta) / (1 - beta**step)
 
     def _corrections(self, step: int, hyper: Hyper) -> tuple[float, float]:
         """Return the divisors of first and second moments."""

@@ -54,7 +54,10 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
         return math.sqrt(max(1, rows / cols))
     if mode == "unit_rms_norm":
         return math.sqrt(rows / cols)
-    return (0.2 if mode == "match_rms_adamw" else 1.0) * math.sqrt(max(rows, cols))
+    longer = math.sqrt(max(rows, cols))
+    if mode == "match_rms_adamw":
+        return 0.2 * longer
+    return longer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,15 @@ class Batch:
     def state(self, key: str) -> list[Tensor]:
         """Return the state ``key`` of each of ``params``, as a view."""
         return [state[key] for state in self.states]
+
+    def follow_(self, key: str, values: Tensor, weight: float) -> Tensor:
+        """Let the averages that are the state ``key`` follow ``values`` with ``weight``, and return
+        them as ``(k, ..., ...)``, in memory of their own.
+        """
+        averages = self.state(key)
+        followed = torch.lerp(stack(averages), values, weight)
+        torch._foreach_copy_(averages, unstack(followed, averages))
+        return followed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +147,9 @@ class Orthogonalized(UpdateRule):
 
     def of_shards(self: T, axis: Axis, peers: Peers) -> T:
         """Return this rule for matrices of which this rank has a tensor shard."""
-        return self if self.recipe.sees_tensor_shards else replace(self, cut=(axis, peers))
+        if self.recipe.sees_tensor_shards:
+            return self
+        return replace(self, cut=(axis, peers))
 
     def prepared(self, direction: Tensor) -> Tensor:
         """Return the matrices to orthogonalise; ``direction`` is read only."""
@@ -160,10 +174,8 @@ class Orthogonalized(UpdateRule):
         hyper: Hyper,
     ) -> None:
         """Update momenta, then the parameters, batch by batch of equal shape."""
-        groups = batches(
-            [(*p.shape[:-2], *self._whole(p.shape)) for p in params],
-            max_batch_numel(params[0].device),
-        )
+        shapes = [(*param.shape[:-2], *self._whole(param.shape)) for param in params]
+        groups = batches(shapes, max_batch_numel(params[0].device))
         for group in groups:
             self._update_batch(group, params, grads, states, hyper)
         if self.recipe.spectral_clip is not None:
@@ -193,12 +205,21 @@ class Orthogonalized(UpdateRule):
             direction = torch.lerp(stack(given), direction, hyper.momentum)
         rows, cols = self._whole(direction.shape)
         batch = Batch(
-            params=mine, grads=gradients, states=views, direction=direction, shape=(rows, cols)
+            params=mine,
+            grads=gradients,
+            states=views,
+            direction=direction,
+            shape=(rows, cols),
         )
         update = self.adapted_(self._orthogonal(self.prepared(direction)), batch)
         decay.shrink_(mine, unstack(update, mine), hyper)
         step_(
-            self.recipe, mine, update, lr=hyper.lr, scale=self.scale(rows, cols), norms=self.norms
+            self.recipe,
+            mine,
+            update,
+            lr=hyper.lr,
+            scale=self.scale(rows, cols),
+            norms=self.norms,
         )
 
     def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
@@ -229,12 +250,17 @@ class Orthogonalized(UpdateRule):
 
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum of ``value`` over the parts of matrices, ``value`` for whole ones."""
-        return value if self.cut is None else self.cut[1].sum_(value)
+        if self.cut is None:
+            return value
+        _, peers = self.cut
+        return peers.sum_(value)
 
     def norms(self, matrices: Sequence[Tensor]) -> Tensor:
         """Return the Frobenius norms of ``k`` matrices, ``(k,)``; of parts, those of the whole."""
         own = frobenius_norms(matrices)
-        return own if self.cut is None else self.summed(own.square_()).sqrt_()
+        if self.cut is None:
+            return own
+        return self.summed(own.square_()).sqrt_()
 
     def norms_of(self, stacked: Tensor) -> Tensor:
         """Return the norms of ``(k, rows, cols)`` as ``(k, 1, 1)``."""
@@ -294,11 +320,8 @@ class NorMuon(Scaled):
         squares = orthogonal.square().sum(axis, keepdim=True)
         if self.cut is not None and self.cut[0] == axis:
             squares = self.summed(squares)
-        states = batch.state("moment2_buffer")
-        moment2 = torch.lerp(
-            stack(states), squares.div_(batch.shape[axis]), 1 - self.recipe.moment2_beta
-        )
-        torch._foreach_copy_(states, unstack(moment2, states))
+        squares.div_(batch.shape[axis])
+        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.recipe.moment2_beta)
         norms = self.norms_of(orthogonal)
         update = orthogonal.div_(moment2.sqrt_().add_(self.recipe.moment2_eps))
         return update.mul_(norms / self.norms_of(update).clamp_min(TINY))
@@ -325,7 +348,9 @@ class AdaMuon(Scaled):
 
     def prepared(self, direction: Tensor) -> Tensor:
         """Return the signs of ``direction`` with ``sign_momentum``, else itself."""
-        return direction.sign() if self.recipe.sign_momentum else direction
+        if self.recipe.sign_momentum:
+            return direction.sign()
+        return direction
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
@@ -362,13 +387,10 @@ class Namo(Scaled):
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
-        states = batch.state("moment2_buffer")
         squares = self.norms(matrices_of(batch.grads)).square_().view(-1, 1, 1)
-        moment2 = torch.lerp(stack(states), squares, 1 - self.recipe.moment2_beta)
-        torch._foreach_copy_(states, unstack(moment2, states))
-        return orthogonal.mul_(
-            self.norms_of(batch.direction) / moment2.sqrt_().add_(self.recipe.moment2_eps)
-        )
+        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.recipe.moment2_beta)
+        roots = moment2.sqrt_().add_(self.recipe.moment2_eps)
+        return orthogonal.mul_(self.norms_of(batch.direction) / roots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

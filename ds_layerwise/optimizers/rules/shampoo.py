@@ -44,41 +44,34 @@ class Shampoo(Kronecker):
 
     def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor:
         sides = self.recipe.sides(tuple(grad.shape))
-        kept, new = (
-            (1.0, 1.0)
-            if self.recipe.statistics == "sum"
-            else (self._kept(step), 1 - self._kept(step))
-        )
+        kept = self._kept(step)
+        new = 1 - kept
+        if self.recipe.statistics == "sum":
+            kept = new = 1.0
         for key in sides:
-            matrix = grad if key == "L" else grad.mT
+            matrix = {"L": grad, "R": grad.mT}[key]
             state[key].baddbmm_(matrix, matrix.mT, beta=kept, alpha=new)
             if self._is_due(step):
                 state[f"root_{key}"].copy_(self._root(state[key], -0.5 / len(sides)))
-        (beta1, beta2), (correction1, correction2) = hyper.betas, self._corrections(step, hyper)
-        momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
-        update = state["root_L"] @ momentum if "L" in sides else momentum
-        update = update @ state["root_R"] if "R" in sides else update
+        beta1, beta2 = hyper.betas
+        correction1, correction2 = self._corrections(step, hyper)
+        update = momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
+        if "L" in sides:
+            update = state["root_L"] @ update
+        if "R" in sides:
+            update = update @ state["root_R"]
         if self.recipe.grafting == "none":
             return update.div_(correction1)
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        of_adam = (
-            (second / correction2)
-            .sqrt_()
-            .add_(hyper.eps)
-            .reciprocal_()
-            .mul_(momentum)
-            .div_(correction1)
-        )
-        return update.mul_(
-            norms_of(of_adam) / norms_of(update).clamp_min(torch.finfo(update.dtype).tiny)
-        )
+        roots = (second / correction2).sqrt_().add_(hyper.eps)
+        of_adam = roots.reciprocal_().mul_(momentum).div_(correction1)
+        tiny = torch.finfo(update.dtype).tiny
+        return update.mul_(norms_of(of_adam) / norms_of(update).clamp_min(tiny))
 
     def _root(self, factor: Tensor, exponent: float) -> Tensor:
         values, vectors = eigh(factor)
         largest = values[..., :1]
-        powers: Tensor = torch.where(
-            largest > 0,
-            values.clamp_min(0).add_(largest, alpha=self.recipe.matrix_eps).pow_(exponent),
-            1.0,
-        )
+        least = self.recipe.matrix_eps
+        powers = values.clamp_min(0).add_(largest, alpha=least).pow_(exponent)
+        powers = torch.where(largest > 0, powers, 1.0)
         return (vectors * powers.unsqueeze(-2)) @ vectors.mT

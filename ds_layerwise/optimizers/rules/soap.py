@@ -68,18 +68,27 @@ class Soap(Kronecker):
                 value.fill_(1)
         return state
 
-    def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor | None:
+    def _update(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> Tensor | None:
         if not self.recipe.lagged_basis:
             self._learn(grad, state, step, hyper)
             return self._adam(grad, state, step, hyper)
         # What the bases are made of later does not move what is returned.
-        update = None if step == 1 else self._adam(grad, state, step - 1, hyper)
+        update = None
+        if step > 1:
+            update = self._adam(grad, state, step - 1, hyper)
         self._learn(grad, state, step, hyper)
         return update
 
     def _adam(self, grad: Tensor, state: State, count: int, hyper: Hyper) -> Tensor:
         """Adam's update number ``count`` in the bases, turned back."""
-        (beta1, beta2), (correction1, correction2) = hyper.betas, self._corrections(count, hyper)
+        beta1, beta2 = hyper.betas
+        correction1, correction2 = self._corrections(count, hyper)
         momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
         if self.recipe.nesterov:
             after = self._corrections(count + 1, hyper)[0]
@@ -110,25 +119,30 @@ class Soap(Kronecker):
             * (self.recipe.kl and hyper.eps < 1e-10)
         )
 
-    def _add_to_factors(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
+    def _add_to_factors(
+        self,
+        grad: Tensor,
+        state: State,
+        step: int,
+        hyper: Hyper,
+    ) -> None:
         kept = self._kept(step)
         for key, other, matrix in (("L", "R", grad), ("R", "L", grad.mT)):
             if key not in state:
                 continue
-            if not self.recipe.kl:
-                state[key].baddbmm_(matrix, matrix.mT, beta=kept, alpha=1 - kept)
-                continue
-            # Rows of what is multiplied with its transpose, in the basis of the other factor.
-            seen = matrix @ state[f"Q_{other}"] if other in state else matrix
-            weighed = (
-                seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
-                if other in state
-                else seen
-            )
-            state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=(1 - kept) / matrix.shape[-1])
+            seen = weighed = matrix
+            new = 1 - kept
+            if self.recipe.kl:
+                new /= matrix.shape[-1]
+            if self.recipe.kl and other in state:
+                # Rows of what is multiplied with its transpose, in the basis of the other factor.
+                seen = matrix @ state[f"Q_{other}"]
+                weighed = seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
+            state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=new)
 
     def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
-        factor, basis = state[key], state[f"Q_{key}"]
+        factor = state[key]
+        basis = state[f"Q_{key}"]
         values: Tensor | None = None
         if first:
             values, vectors = eigh(factor)
@@ -139,7 +153,7 @@ class Soap(Kronecker):
             check_finite(seen, key)
             order = torch.argsort(seen, dim=-1, descending=True, stable=True)
             del seen
-            _sort_(state["exp_avg_sq"], order, -2 if key == "L" else -1)
+            _sort_(state["exp_avg_sq"], order, {"L": -2, "R": -1}[key])
             if self.recipe.basis == "eigh":
                 del image
                 values, vectors = eigh(factor)
@@ -154,23 +168,29 @@ class Soap(Kronecker):
         basis.copy_(vectors)
         del vectors
         if self.recipe.kl:
-            state[f"eigvals_{key}"].copy_(
-                (basis * (factor @ basis)).sum(-2) if values is None else values
-            )
+            if values is None:
+                values = (basis * (factor @ basis)).sum(-2)
+            state[f"eigvals_{key}"].copy_(values)
 
 
 def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     """``Q_Lᵀ X Q_R`` of matrices X, in memory of its own; one of the bases may be missing, the
     identity.
     """
-    turned = bases["Q_L"].mT @ matrices if "Q_L" in bases else matrices
-    return turned @ bases["Q_R"] if "Q_R" in bases else turned
+    if "Q_L" in bases:
+        matrices = bases["Q_L"].mT @ matrices
+    if "Q_R" in bases:
+        matrices = matrices @ bases["Q_R"]
+    return matrices
 
 
 def out_of(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     """``Q_L X Q_Rᵀ``, see :func:`into`."""
-    turned = bases["Q_L"] @ matrices if "Q_L" in bases else matrices
-    return turned @ bases["Q_R"].mT if "Q_R" in bases else turned
+    if "Q_L" in bases:
+        matrices = bases["Q_L"] @ matrices
+    if "Q_R" in bases:
+        matrices = matrices @ bases["Q_R"].mT
+    return matrices
 
 
 def _sort_(values: Tensor, order: Tensor, axis: int) -> None:

@@ -69,7 +69,12 @@ def step_(
         _scale_(matrices, _braked(before, norms(matrices), *hooks.radial_brake))
 
 
-def _braked(before: Tensor, after: Tensor, outward: float, inward: float) -> Tensor:
+def _braked(
+    before: Tensor,
+    after: Tensor,
+    outward: float,
+    inward: float,
+) -> Tensor:
     """Return the factor of matrices whose norms went from ``before`` to ``after``."""
     before, after = (torch.where(norm < TINY, 0, norm) for norm in (before, after))
     change = after - before

@@ -15,12 +15,12 @@ from importlib import import_module
 from importlib.util import find_spec
 from inspect import signature
 from pathlib import PurePath
-from types import new_class
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import normalised
 from ds_layerwise.recipes.base.recipe import HyperText, Recipe, Shape, States
 
@@ -29,11 +29,12 @@ PATH = r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"
 
 
 def _arguments(value: object) -> object:
-    if isinstance(value, tuple) and all(isinstance(pair, tuple) for pair in value):
+    if isinstance(value, tuple):
+        # As this function has made it.
         return value
     if not isinstance(value, Mapping):
         raise PydanticCustomError("dict_type", "no keyword arguments")
-    arguments = tuple((key, normalised(argument)) for key, argument in sorted(value.items()))
+    arguments = tuple((key, normalised(value[key])) for key in sorted(value))
     for key, argument in arguments:
         if not _is_plain(argument):
             raise ValueError(
@@ -63,6 +64,9 @@ class AnyTorch(Recipe):
     for one path.
     """
 
+    params_key: ClassVar[str]
+    """The name of the field that has its arguments."""
+
     @model_validator(mode="after")
     def _decays_by_itself(self) -> AnyTorch:
         for key in Recipe.keys():
@@ -83,7 +87,7 @@ class AnyTorch(Recipe):
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of the class, beside ``lr`` and ``weight_decay``."""
-        raise NotImplementedError
+        return dict(getattr(self, self.params_key))
 
     def wants(self, key: str) -> bool:
         """Tell whether the class has an argument ``key`` that nobody has given."""
@@ -91,7 +95,7 @@ class AnyTorch(Recipe):
 
     def states(self, shape: Shape) -> States:
         """Return the states that a probe of the class has kept."""
-        states: States = _probe().states_of(self, shape)
+        states: States = _probe().kept_of(self, shape).specs()
         return states
 
     def work(self, shape: Shape) -> int:
@@ -114,8 +118,11 @@ class AnyTorch(Recipe):
                 f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; "
                 "send it to another optimizer with layerwise.overrides"
             )
-        refusal: str | None = _probe().refusal_of(self, shape)
-        return refusal
+        try:
+            _probe().kept_of(self, shape)
+        except ConfigError as e:
+            return f"cannot be trained by {self.rule}: {e}"
+        return None
 
     @property
     def takes_rate_of_adamw(self) -> bool:
@@ -131,13 +138,9 @@ class WholeTorch(AnyTorch):
     """Recipe of a class on whole matrices."""
 
     whole = True
+    params_key = "matrix_params"
     matrix_params: Arguments = ()
     """Keyword arguments of ``matrix_optimizer``, where that is a class."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of ``matrix_params``."""
-        return dict(self.matrix_params)
 
 
 class ElementTorch(AnyTorch):
@@ -147,13 +150,9 @@ class ElementTorch(AnyTorch):
 
     whole = False
     lr_ratio = "scalar_lr_ratio"
+    params_key = "scalar_params"
     scalar_params: Arguments = ()
     """Keyword arguments of ``scalar_optimizer``, where that is a class."""
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """The arguments of ``scalar_params``."""
-        return dict(self.scalar_params)
 
 
 #: Names of optimizers in a config, beside those of the registry.
@@ -246,7 +245,8 @@ def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
 def subclass(base: type[AnyTorch], path: str, **values: Any) -> Any:
     """Return a subclass of ``base`` for a class by its path, with ``values`` of class variables."""
     body = {"rule": path, "family": path, "__module__": __name__, "__doc__": base.__doc__, **values}
-    return new_class(path, (base,), exec_body=lambda own: own.update(body))
+    metaclass: Any = type(base)
+    return metaclass(path, (base,), body)
 
 
 def _again(path: str, whole: bool, settings: dict[str, Any]) -> AnyTorch:
