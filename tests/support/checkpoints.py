@@ -9,6 +9,7 @@ import torch
 
 from ds_layerwise.checkpoint.formats import headers, single_file
 from tests.support import internals
+from tests.support.training import weights
 
 
 def states(engine):
@@ -40,6 +41,13 @@ def assert_equal_states(found, expected, where=""):
     assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
     for key, value in expected.items():
         assert torch.equal(found[key], value), (where, key)
+
+
+def assert_same_run(engine, expected, where="", of=whole_states):
+    """Two engines have the same weights, and the same masters and states, or ``of`` them what that gives, bit for bit.
+    """
+    assert_equal_states(of(engine), of(expected), where)
+    assert torch.equal(weights(engine.module), weights(expected.module)), where
 
 
 #: Of the one file of whole parameters, in the folder where a test saves.

@@ -121,7 +121,6 @@ def assert_model_is_rounded_masters(engine):
 
 
 class TestParameters(DistributedTest):
-    world_size = 2
     FROZEN = ("tall.weight", "norm.bias")
     EXTRA = ("extra.weight", "extra.bias")
 
@@ -182,8 +181,6 @@ class TestParameters(DistributedTest):
 
 
 class TestNames(DistributedTest):
-    world_size = 2
-
     def test_other_names_for_weights_and_states(self, tmp_path):
         kwargs = {"tied": True, "frozen": True, "odd": True}
         saved = save(Net(**kwargs), tmp_path, **BF16)
@@ -206,7 +203,6 @@ class TestNames(DistributedTest):
 
 
 class TestDtypes(DistributedTest):
-    world_size = 2
     SECTIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "loss_scale": 8}},
                 "fp16, dynamic": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}}
 
@@ -233,7 +229,6 @@ class TestDtypes(DistributedTest):
             assert_model_is_rounded_masters(engine)
             assert {p.dtype for p in engine.module.parameters()} == {dtype}
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before, now", [("fp16", "bf16"), ("bf16", "fp16"), ("fp16, dynamic", "fp16")])
     def test_a_step_that_was_not_over_is_repeated(self, before, now, stage, tmp_path):
         allow_fp16()

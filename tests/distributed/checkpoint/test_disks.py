@@ -43,8 +43,6 @@ def impatient(monkeypatch):
 
 
 class TestOneDisk(DistributedTest):
-    world_size = 2
-
     def saved(self, folder):
         engine = start(Net(), ds_config())
         train_engine(engine, 1)
@@ -159,8 +157,6 @@ class TestOneDisk(DistributedTest):
 
 
 class TestWhatIsLoaded(DistributedTest):
-    world_size = 2
-
     def saved(self, folder):
         engine = start(Net(), ds_config())
         for step in range(2):

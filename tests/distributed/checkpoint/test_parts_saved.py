@@ -175,7 +175,6 @@ class TestStatesAsLargeAsTheParameter(DistributedTest):
 class TestPartsThatLieElsewhere(DistributedTest):
     """Parts as long as before, in the same number of rows: their states have the same shapes, of other rows."""
 
-    world_size = 2
     THEN = ({"q": 4, "k": 4}, 5)
     NOW = (({"q": 20, "k": 20}, 1), ({"k": 4, "q": 4}, 5))
 

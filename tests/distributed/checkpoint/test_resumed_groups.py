@@ -30,7 +30,7 @@ from ds_layerwise.checkpoint.plain_values import like, plain
 from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import resumed_groups
-from tests.support.checkpoints import assert_equal_states, states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import MUON, Net, ds_config, start, train_engine, weights
@@ -69,9 +69,6 @@ def cosine(engine):
 
 
 class TestWhatIsWritten(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_schedule_of_numpy_resumes_bit_for_bit(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True})
         engine, resumed, universal = (start(Net(), config, lr_scheduler=cosine) for _ in range(3))
@@ -83,8 +80,7 @@ class TestWhatIsWritten(DistributedTest):
         for each in (engine, resumed, universal):
             train_engine(each, 3, first=3)
         for each in (resumed, universal):
-            assert torch.equal(weights(each.module), weights(engine.module))
-            assert_equal_states(states(each), states(engine))
+            assert_same_run(each, engine, of=states)
             assert each.get_lr() == engine.get_lr()
 
     def test_values_of_all_kinds_become_builtins(self, tmp_path):
@@ -213,8 +209,6 @@ class Moded(torch.optim.Optimizer):
 
 
 class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
-    world_size = 2
-
     def test_what_is_of_a_class_stays_of_it(self, tmp_path, capsys):
         """An enum is compared by ``is``; the resumed run goes on as the one that was not interrupted."""
         engine, resumed = with_object(Moded), with_object(Moded)
@@ -326,8 +320,6 @@ AFRESH = {
 
 
 class TestWhatWins(DistributedTest):
-    world_size = 2
-
     def resumed(self, folder, wins, *, tag="tag", **changes):
         engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": wins} if wins else {}), **changes)
         engine.load_checkpoint(folder, tag=tag)

@@ -63,8 +63,6 @@ class Still:
 
 
 class TestSaving(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("tag", [None, "mine", 7, "deep/er", "a[1]*?"])
     def test_tags(self, tag, tmp_path):
         engine = start(Net(), ds_config())
@@ -182,8 +180,6 @@ class TestSaving(DistributedTest):
 
 
 class TestLoading(DistributedTest):
-    world_size = 2
-
     def saved(self, folder, **config):
         engine = start(Net(), ds_config(scheduler=WARMUP, **config))
         train_engine(engine, 3)
@@ -305,7 +301,6 @@ class TestLoading(DistributedTest):
         assert torch.equal(weights(engine.module), before)
 
     @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_weights_alone_in_mid_step_forget_the_gradients_of_others(self, stage, options, tmp_path):
         saved = start(Net(), ds_config(gas=2, stage=stage))
         train_engine(saved, 2, gas=2)
@@ -411,8 +406,6 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_step
 
 class TestWhatOneRankMeetsAlone(DistributedTest):
     """DeepSpeed's own reading; the others neither wait for that rank nor go on without it."""
-
-    world_size = 2
 
     @pytest.mark.parametrize("what", ["read", "look", "class", "function", "universal", "module"])
     def test_is_an_error_on_all_of_them(self, what, tmp_path, monkeypatch):
@@ -538,8 +531,6 @@ def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
 
 
 class TestDeepSpeedsWriters(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("decoupled", [False, True])
     def test_a_checkpoint_appears_when_it_is_whole(self, decoupled, tmp_path, monkeypatch):
         for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():

@@ -192,8 +192,6 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
 
 
 class TestFullDisk(DistributedTest):
-    world_size = 2
-
     def started(self, folder):
         engine = start(Net(), ds_config(layerwise={"save_universal": True}))
         train_engine(engine, 1)
@@ -328,8 +326,6 @@ class TestFullDisk(DistributedTest):
 
 
 class TestWhatCannotBeSaved(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("how", ["not picklable", "interrupted everywhere"])
     def test_nothing_is_left_behind(self, how, tmp_path, monkeypatch):
         engine = start(Net(), ds_config())

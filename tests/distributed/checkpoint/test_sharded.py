@@ -135,8 +135,6 @@ class TestFromAnyNumberOfRanks(DistributedTest):
 
 
 class TestWithFSDP2(DistributedTest):
-    world_size = 2
-
     @pytest.fixture
     def theirs(self, class_tmpdir):
         return made_once(class_tmpdir / "theirs", [2], self.go_on_there)
@@ -346,8 +344,6 @@ class Inside(nn.Module):
 class TestWhatIsTrained(DistributedTest):
     """Now, and where it was saved."""
 
-    world_size = 2
-
     @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
     def test_what_was_frozen_is_trained_and_frozen_again(self, changes, tmp_path):
         frozen = start(Net(frozen=True), ds_config(**changes))
@@ -459,8 +455,6 @@ class TestWhatIsTrained(DistributedTest):
 
 class TestExperts(DistributedTest):
     """Each rank has experts of its own under the same names."""
-
-    world_size = 2
 
     def start(self, *, frozen=False):
         torch.manual_seed(3)

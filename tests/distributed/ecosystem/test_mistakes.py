@@ -27,8 +27,6 @@ HERE = ("top-level-misspelt", "fp16-misspelt", "optimizer-misspelt", "bucket-mis
 
 
 class TestMistakes(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("name", HERE)
     def test_a_mistake_is_told_by_its_words(self, name, class_tmpdir):
         case = mistakes.MISTAKES[name]
@@ -62,8 +60,6 @@ class TestMistakes(DistributedTest):
 
 
 class TestInVain(DistributedTest):
-    world_size = 2
-
     @staticmethod
     def warned(monkeypatch):
         found = []

@@ -31,8 +31,6 @@ def at_stage_0(given):
 
 
 class TestReferenceModel(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("sections, dtype", [
         ({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16), ({"scheduler": WARMUP}, torch.float32)])
     def test_it_answers_as_the_model_and_does_not_train(self, sections, dtype, capsys):

@@ -287,8 +287,6 @@ class Projected(nn.Module):
 
 
 class TestRouting(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("matrix", ["muon", "torch.optim:Adafactor"])
     def test_a_stage_decides_as_the_whole_model_would(self, matrix):
         """The last linear layer is a head if it has an embedding's shape, wherever that embedding is."""
@@ -385,8 +383,6 @@ REFUSED = {
 
 
 class TestRefused(DistributedTest):
-    world_size = 2
-
     def test_at_start(self):
         for changes, message in REFUSED.values():
             with pytest.raises(ConfigError, match=message):

@@ -42,9 +42,6 @@ OVERRIDES = [
 
 
 class TestOverrides(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_they_are_for_the_matrices_of_the_whole_model(self, stage):
         mpu, found = Mpu(2), []
         for module, group in ((Net(mpu), mpu), (Net(), Mpu(1))):

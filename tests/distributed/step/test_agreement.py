@@ -55,8 +55,6 @@ def assert_weights_are(oracle, engine):
 
 
 class TestFrozenInTurn(DistributedTest):
-    world_size = 2
-
     def oracle(self, turn, gas):
         """Plain sums of what each micro-batch of each rank trains."""
         module = Net()
@@ -113,7 +111,6 @@ class Numbered(ExpertNet):
 class TestFrozenExperts(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_each_for_itself(self, stage):
         """Ranks 0 and 2 hold the same experts, 1 and 3 others. Frozen on 0, 1 and 3, they are trained where 2 has a
         gradient, and stay where nobody has one."""
@@ -146,8 +143,6 @@ class CutOnWholeNumbers(CutNet):
 
 
 class TestFrozenParts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
     def test_peers_update_a_matrix_together_or_not_at_all(self, tp_mode):
         mpu, whole = Mpu(2), {name: p.shape for name, p in CutNet().named_parameters()}
@@ -200,8 +195,6 @@ ERRORS = {replace_a_parameter: "tall.weight was replaced since", leave_a_gradien
 
 
 class TestOneRankAlone(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, compute_grad_norm", [(1, True), (1, False), (2, True)])
     def test_what_it_finds_is_an_error_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):
         module = Net()
@@ -223,7 +216,6 @@ class TestOneRankAlone(DistributedTest):
             assert relative_error(module.get_parameter(name).detach(), value) < 1e-5, name
         assert_same_on_all_ranks(module)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("where", ["the norm", "a checksum"])
     def test_no_memory_for_what_is_compared(self, stage, where, monkeypatch):
         def no_memory(*args, **kwargs):
@@ -247,7 +239,6 @@ class TestOneRankAlone(DistributedTest):
             each.step()
         assert torch.equal(weights(engine.module), weights(plain.module))
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_parameter_that_must_not_be_unused(self, stage):
         config = ds_config(stage=stage, gas=2)
         config["zero_optimization"]["ignore_unused_parameters"] = False
@@ -294,8 +285,6 @@ class TestOneRankAlone(DistributedTest):
         assert_weights_are(oracle, engine)
         assert_same_on_all_ranks(engine.module)
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_pass_that_an_exception_ended_beside_one_that_nobody_noticed(self, stage, overlap):
         engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
             trainable(Net()), recipe_for(Net()))
@@ -319,7 +308,6 @@ class TestOneRankAlone(DistributedTest):
             take_step(oracle, step)
         assert_weights_are(oracle, engine)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("directly", [True, False])
     def test_a_pass_of_the_engine_that_an_exception_ended_is_told_as_one(self, stage, directly):
         engine = start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ds_config(stage=stage))
@@ -329,7 +317,6 @@ class TestOneRankAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="an exception has ended a backward pass"):
             engine.step()
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
     def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
         engine = start(Net(), ds_config(stage=stage, gas=2))
@@ -355,7 +342,6 @@ class TestOneRankAlone(DistributedTest):
         assert not torch.equal(weights(engine.module), saved)
         assert_same_on_all_ranks(engine.module)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_that_one_rank_has_dropped(self, stage):
         engine = start(Net(), ds_config(stage=stage))
         engine.backward(engine((0, 0, dist.get_rank())))
@@ -364,8 +350,6 @@ class TestOneRankAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
             engine.step()
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_gradient_that_one_rank_asks_for(self, stage, overlap):
         engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
             trainable(Net()), recipe_for(Net()))
@@ -379,7 +363,6 @@ class TestOneRankAlone(DistributedTest):
             take_step(oracle, step)
         assert_weights_are(oracle, engine)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_plain_backward_pass_that_reaches_no_parameter_on_one_rank(self, stage):
         """The others wait for its zeros inside their backward pass."""
         engine, oracle = start(Net(), ds_config(stage=stage)), Reference(trainable(Net()), recipe_for(Net()))

@@ -105,7 +105,6 @@ def seen_as(name, shape):
 
 
 class TestAgainstTheClass(DistributedTest):
-    world_size = 2
     thorough_on = (3, )
 
     @pytest.mark.world_size([2, 3])
@@ -182,8 +181,6 @@ class TestAgainstTheClass(DistributedTest):
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("params, message", [
         ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
         ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),

@@ -14,15 +14,14 @@ from ds_layerwise.ranks.comm import comm
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
-from tests.support.reference import train, trainable, whole_number_loss
+from tests.support.oracle import assert_trained_as, by_the_oracle
+from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     reduced_gradients,
-    relative_error,
     start,
     train_engine,
     weights,
@@ -33,15 +32,9 @@ pytestmark = rooms("grad_sync", "optimizer", "param_guard", "engine_protocol")
 STEPS = 3
 
 
-def oracle(net=Net, **kwargs):
-    return train(net, lambda *place: place, lambda module, place: module(place), recipe_for(net(), clip=5.0, **kwargs),
-                 STEPS)
-
-
-def assert_trained_as(engine, expected):
-    for name, p in trainable(engine.module).items():
-        assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
-    assert_same_on_all_ranks(engine.module)
+def assert_as_the_oracle(engine, net=Net, **recipe):
+    """After :data:`STEPS` steps."""
+    assert_trained_as(engine.module, by_the_oracle(net, STEPS, clip=5.0, **recipe))
 
 
 class Backward(DistributedTest):
@@ -56,21 +49,17 @@ class Backward(DistributedTest):
 class TestTwoMicroBatches(Backward):
     """Two micro-batches a step, told apart from the engine's own accumulation."""
 
-    world_size = 2
-
     def loss(self, engine, step, micro):
         return engine((step, micro, dist.get_rank()))
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_plain_backward(self, overlap):
         engine = start(Net(), self.config(gas=2, clip=5.0, overlap=overlap))
         for step in range(STEPS):
             for micro in range(2):
                 self.loss(engine, step, micro).backward()
                 engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_no_sync(self, overlap):
         engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
@@ -78,9 +67,8 @@ class TestTwoMicroBatches(Backward):
                 engine.backward(self.loss(engine, step, 0) / 2)
             engine.backward(self.loss(engine, step, 1) / 2)
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_boundary_set_by_hand(self, overlap):
         engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
@@ -88,7 +76,7 @@ class TestTwoMicroBatches(Backward):
                 engine.set_gradient_accumulation_boundary(micro == 1)
                 engine.backward(self.loss(engine, step, micro) / 2)
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_the_callers_own_accumulation(self):
         engine = start(Net(), self.config(gas=2, clip=5.0, overlap=False, managed_gradient_accumulation=False))
@@ -96,9 +84,8 @@ class TestTwoMicroBatches(Backward):
             for micro in range(2):
                 engine.backward(self.loss(engine, step, micro))
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_coalesced_reduction(self, overlap):
         engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         for step in range(STEPS):
@@ -109,7 +96,7 @@ class TestTwoMicroBatches(Backward):
                     engine.backward(self.loss(engine, step, micro) / 2)
                     assert engine.module.square.weight.grad is not None
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_a_second_coalesced_reduction_is_an_error(self):
         engine = start(Net(), self.config(clip=5.0))
@@ -120,7 +107,7 @@ class TestTwoMicroBatches(Backward):
             engine.step()
         engine.zero_grad()
         train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
 
     def test_two_forward_passes_then_two_plain_backward_passes(self):
         engine = start(Net(), self.config(clip=5.0, overlap=False))
@@ -130,13 +117,13 @@ class TestTwoMicroBatches(Backward):
                 engine.set_gradient_accumulation_boundary(micro == 1)
                 losses[micro].backward()
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_another_batch_size_in_the_middle_of_a_run(self):
         engine = start(Net(), self.config(clip=5.0))
         engine.set_train_batch_size(2 * dist.get_world_size())
         train_engine(engine, STEPS, gas=2)
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_an_evaluation_between_backward_and_step(self):
         engine = start(Net(), self.config(gas=2, clip=5.0))
@@ -148,7 +135,7 @@ class TestTwoMicroBatches(Backward):
                     self.loss(engine, 50, 0)
                     engine.train()
                 engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     @pytest.mark.parametrize("who", ["engine", "optimizer"])
     def test_zero_grad_drops_what_was_accumulated(self, who):
@@ -157,7 +144,7 @@ class TestTwoMicroBatches(Backward):
             engine.backward(self.loss(engine, 50, 0))
             (engine if who == "engine" else engine.optimizer).zero_grad()
             train_engine(engine, 1, gas=2, first=step)
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
 
 class SometimesUnused(Net):
@@ -175,21 +162,17 @@ class NeverTogether(Net):
 
 
 class TestUnused(Backward):
-    world_size = 2
-
     @pytest.mark.parametrize("net", [SometimesUnused, NeverTogether])
     @pytest.mark.parametrize("gas", [1, 2])
     def test_a_gradient_of_an_earlier_step_is_never_used_again(self, net, gas):
         for overlap in (True, False):
             engine = start(net(), self.config(gas=gas, clip=5.0, overlap=overlap))
             train_engine(engine, STEPS, gas=gas)
-            assert_trained_as(engine, oracle(net, gas=gas))
+            assert_as_the_oracle(engine, net, gas=gas)
             engine.destroy()
 
 
 class TestWhenBucketsStart(Backward):
-    world_size = 2
-
     def launches(self):
         """Of a step of two micro-batches: for every bucket the micro-batch, and whether autograd was at work."""
         engine = start(Net(), self.config(gas=2, bucket_numel=1))
@@ -303,8 +286,6 @@ class Checkpointed(nn.Module):
 
 
 class TestAutograd(Backward):
-    world_size = 2
-
     @pytest.mark.parametrize("direct", [True, False])
     def test_activation_checkpointing_changes_nothing(self, direct):
         results = []
@@ -319,7 +300,6 @@ class TestAutograd(Backward):
             engine.destroy()
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_gradient_penalty(self, overlap):
         def loss(module, x):
             x = x.clone().requires_grad_()
@@ -350,7 +330,7 @@ class TestAutograd(Backward):
             torch.autograd.grad(losses[1], engine.module.square.weight, retain_graph=True)
             losses[1].backward()
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_a_rank_whose_loss_reaches_no_parameter(self):
         class Model(nn.Module):
@@ -394,7 +374,7 @@ class TestAutograd(Backward):
             loss = engine((step, 0, dist.get_rank()))
             loss.backward() if direct else engine.backward(loss)
             engine.step()
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
 
 
 class Operations(TorchDispatchMode):
@@ -431,8 +411,6 @@ class TestOperations(DistributedTest):
 
 
 class TestDropped(Backward):
-    world_size = 2
-
     def test_what_is_under_way_is_over_before_the_next_gradient(self):
         engine = start(Net(), self.config(clip=5.0))
         sync = internals.grad_sync(engine)
@@ -443,13 +421,12 @@ class TestDropped(Backward):
         assert not sync._pending
         sync.reduce = reduce
         train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
 
 
 class TestTwoMicroBatchesAtStage2(TestTwoMicroBatches):
     stage = 2
 
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_no_sync(self, overlap):
         engine = start(Net(), self.config(clip=5.0, overlap=overlap))
         with pytest.raises(AssertionError, match="no_sync context manager is incompatible with gradient partitioning"):
@@ -464,7 +441,7 @@ class TestTwoMicroBatchesAtStage2(TestTwoMicroBatches):
                 with engine.coalesce_grad_reduction():
                     engine.backward(self.loss(engine, step, micro) / 2)
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_several_backward_passes_at_the_boundary(self):
         engine = start(Net(), self.config(clip=5.0))
@@ -472,7 +449,7 @@ class TestTwoMicroBatchesAtStage2(TestTwoMicroBatches):
             for micro in range(2):
                 engine.backward(self.loss(engine, step, micro) / 2)
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+        assert_as_the_oracle(engine, gas=2)
 
     def test_a_step_without_a_backward_pass(self):
         engine = start(Net(), self.config())
@@ -516,15 +493,13 @@ class TestDroppedAtStage2(TestDropped):
 
 
 class TestSeveralEngines(DistributedTest):
-    world_size = 2
-
     def test_on_two_models(self):
         one, two = start(Net(), ds_config(clip=5.0)), start(Net(odd=True), ds_config(gas=2, clip=5.0))
         for step in range(STEPS):
             train_engine(one, 1, first=step)
             train_engine(two, 1, gas=2, first=step)
-        assert_trained_as(one, oracle())
-        assert_trained_as(two, oracle(lambda: Net(odd=True), gas=2))
+        assert_as_the_oracle(one)
+        assert_as_the_oracle(two, lambda: Net(odd=True), gas=2)
 
     def test_on_one_model_one_after_the_other(self):
         module = Net()
@@ -536,7 +511,7 @@ class TestSeveralEngines(DistributedTest):
             assert not [hook for hook in hooks if hook.__module__.startswith("ds_layerwise")]
         engine = start(module, ds_config(clip=5.0))
         train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
 
     def test_one_through_the_other(self):
         generator, critic = start(nn.Linear(8, 8), ds_config()), start(nn.Linear(8, 8), ds_config())

@@ -65,8 +65,6 @@ CASES = {
 
 
 class TestAgainstOneByOne(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("case", CASES)
     def test_the_same_bits(self, case):
         settings, layerwise = CASES[case]
@@ -124,8 +122,6 @@ class TestAgainstOneByOne(DistributedTest):
 
 
 class TestInterrupted(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("calls", [0, 1])
     def test_an_update_that_ended_among_several_buckets_leaves_nothing_behind(self, calls, tmp_path, monkeypatch):
         config = ds_config(bucket_numel=700, clip=5.0, bf16={"enabled": True})
@@ -149,8 +145,6 @@ class TestInterrupted(DistributedTest):
 
 
 class TestParts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "blockwise"])
     def test_peers_make_the_same_batches(self, tp_mode):
         """Otherwise they would wait for each other in different products."""

@@ -95,8 +95,6 @@ def assert_close(found, expected, rtol=1e-5, atol=1e-6):
 
 
 class TestAgainstOneProcess(DistributedTest):
-    world_size = 2
-
     @pytest.mark.world_size([2, 3])
     @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in ALWAYS))
                                       for kind in MADE])
@@ -339,8 +337,6 @@ REFUSED = {
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     def test_what_cannot_be_right_is_refused(self):
         for what, (make, changes, message) in REFUSED.items():
             module, given = Net(), {**config(**{k: v for k, v in changes.items() if k != "optimizer"})}

@@ -61,8 +61,6 @@ def train(engine, *, gas=1, direct=False, steps=STEPS, wait=True):
 
 
 class TestCompiled(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("who, stage, gas, overlap, late", [
         ("engine", 1, 1, True, False), ("module", 2, 2, False, True), ("user", 1, 2, True, True)])
     def test_it_changes_no_bit(self, who, stage, gas, overlap, late):

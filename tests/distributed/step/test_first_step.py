@@ -96,8 +96,6 @@ RULES = [
 
 
 class TestRules(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("params", RULES, ids=[each["matrix_optimizer"] for each in RULES])
     def test_every_rule_passes(self, params, tmp_path):
         params = {"lr": 0.003, "weight_decay": 0.1, **params}
@@ -212,8 +210,6 @@ class TestWrong(DistributedTest):
 
 
 class TestWhen(DistributedTest):
-    world_size = 2
-
     def test_gradients_from_elsewhere_are_waited_for(self, monkeypatch):
         warned = []
         engine = start(Real(), ds_config(layerwise=VERIFY))
@@ -318,8 +314,6 @@ class TestWhen(DistributedTest):
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     def test_models_that_are_cut(self):
         with pytest.raises(ConfigError, match="layerwise.verify_first_step is true, and tensor or pipeline"):
             mpu = Mpu(2)

@@ -80,7 +80,6 @@ def assert_gradients(engine, expected):
 class Graphs(DistributedTest):
     """Every test in here runs at both stages."""
 
-    world_size = 2
     stage = 1
 
     def engine(self, module, *, gas=1, overlap=True, **changes):

@@ -13,7 +13,7 @@ from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support import internals
-from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -212,14 +212,11 @@ class TestMemory(DistributedTest):
         train_engine(engine, 1, first=1)
         twin = started(kind, **changes)
         train_engine(twin, 2)
-        assert_equal_states(whole_states(engine), whole_states(twin))
-        assert torch.equal(weights(engine.module), weights(twin.module))
+        assert_same_run(engine, twin)
         assert not torch.equal(weights(engine.module), before)
 
 
 class TestBeside(DistributedTest):
-    world_size = 2
-
     def test_on_the_host(self, kind="chance"):
         plain, hosted = started(kind), config(kind)
         hosted["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}

@@ -9,7 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -32,8 +32,6 @@ class TestOffload(DistributedTest):
     world_size = [1, 2]
     thorough_on = (1,)
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     @pytest.mark.parametrize("include", [None, [Kind.optim_states], [Kind.hp_params, Kind.lp_params],
                                          [Kind.lp_grads, Kind.contiguous_grad_buffer]])
     def test_away_and_back_changes_nothing(self, stage, precision, include):
@@ -51,16 +49,13 @@ class TestOffload(DistributedTest):
             assert weights(engine.module).numel() == 0 or Kind.lp_params not in kinds
             engine.reload_states()
             assert memory(engine) == before
-            assert_equal_states(whole_states(engine), whole_states(plain))
-            assert torch.equal(weights(engine.module), weights(plain.module))
+            assert_same_run(engine, plain)
         for each in (engine, plain):
             train_engine(each, 2, first=2)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        assert_same_run(engine, plain)
         assert_same_on_all_ranks(engine.module)
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_cuts_are_gradients_and_go_with_them(self, stage, monkeypatch):
         plan_in_cuts(monkeypatch)
         engine, plain = (start(Net(), ds_config(stage=stage, gas=2, bf16={"enabled": True})) for _ in range(2))
@@ -100,8 +95,7 @@ class TestOffload(DistributedTest):
         train_engine(engine, 1, first=2)
         engine.offload_states()
         engine.load_checkpoint(tmp_path)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        assert_same_run(engine, plain)
         for each in (engine, plain):
             train_engine(each, 1, first=2)
         assert_equal_states(whole_states(engine), whole_states(plain))
@@ -126,7 +120,6 @@ class TestOffload(DistributedTest):
         assert engine.save_16bit_model(str(tmp_path))
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_a_host_without_memory_on_one_rank_leaves_all_where_it_was(self, precision, monkeypatch):
         sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine, plain = (start(Net(), ds_config(**sections)) for _ in range(2))
@@ -149,8 +142,7 @@ class TestOffload(DistributedTest):
         assert memory(engine) == before and not engine.optimizer.offloading.parking.kinds
         for each in (engine, plain):
             train_engine(each, 1, first=1)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        assert_same_run(engine, plain)
 
     @pytest.mark.world_size(2)
     def test_a_device_without_memory_on_one_rank_can_go_on_later(self, monkeypatch):
@@ -175,5 +167,4 @@ class TestOffload(DistributedTest):
         assert memory(engine) == before
         for each in (engine, plain):
             train_engine(each, 1, first=1)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        assert_same_run(engine, plain)

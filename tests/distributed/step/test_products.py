@@ -31,8 +31,6 @@ def trained(ns_dtype):
 
 
 class TestProducts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("speeds, taken, told", [
         ((3.4, 1.9), "bf16", f"matrix products in {BF16} (measured)"),
         ((1.1, 0.1), "fp32", f"matrix products in {FP32} (measured)"),

@@ -80,7 +80,6 @@ def by_hand(name, param):
 class TestOverrides(DistributedTest):
     world_size = RANKS
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_each_parameter_trains_as_its_recipe_says(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"overrides": OVERRIDES})
         expected = by_the_oracle(Net())

@@ -65,8 +65,6 @@ REFUSALS = [refuse_for_offload, refuse_for_everything_away, refuse_for_replaced_
 
 
 class TestRefusedSteps(DistributedTest):
-    world_size = 2
-
     @WAYS
     @pytest.mark.parametrize("refuse", REFUSALS)
     def test_gradients_can_be_read_and_written(self, stage, in_cuts, refuse, monkeypatch):
@@ -138,7 +136,6 @@ class TestRefusedSteps(DistributedTest):
             refused.step()
 
     @pytest.mark.parametrize("managed", [True, False])
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_step_of_nothing(self, stage, managed):
         engine = start(Net(), ds_config(stage=stage, overlap=False, managed_gradient_accumulation=managed))
         train_engine(engine, 1)

@@ -98,8 +98,6 @@ class TestGroups(DistributedTest):
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("groups, told", [
         ({"a": {"name": "tall.*"}, "b": {"ndim": 2}}, "tall.weight is in layerwise.norm_groups.a and in layerwise."
          "norm_groups.b, and counts in the norm of one; narrow one of the two"),
@@ -129,8 +127,6 @@ class Loud(Net):
 
 
 class TestThreshold(DistributedTest):
-    world_size = 2
-
     def train(self, engine, steps, loudness, first=0):
         engine.module.loudness = loudness
         train_engine(engine, steps, first=first)
@@ -270,8 +266,6 @@ class TestUpdates(DistributedTest):
 
 
 class TestMonitor(DistributedTest):
-    world_size = 2
-
     def test_all_of_it_with_the_samples_of_the_engine(self, class_tmpdir):
         threshold = 1.5 * norm_of(averages(0, 2))
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4,
@@ -380,8 +374,6 @@ class TestPipeline(DistributedTest):
 
 
 class TestExperts(DistributedTest):
-    world_size = 2
-
     def test_experts_count_wherever_they_are(self):
         groups = {"experts": {"name": "*deepspeed_experts*"}}
         engine = start(ExpertNet(2), ds_config(layerwise={"norm_groups": groups, "log_num_zeros_in_grad": True}))

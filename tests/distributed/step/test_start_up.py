@@ -49,8 +49,6 @@ class TestStartUp(DistributedTest):
 
 
 class TestZeros(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("hook, warns", [({"hyperball": "own"}, True), ({"relative_update": True}, True),
                                              ({"hyperball": 2.0}, False), ({"radial_brake": [0.5, 1]}, False)])
     def test_a_matrix_of_zeros_that_stays_one_is_told(self, hook, warns, monkeypatch):

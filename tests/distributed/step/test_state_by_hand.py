@@ -15,16 +15,16 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, masters, whole_states
 from tests.support.harness import DistributedTest
-from tests.support.reference import Reference, trainable, whole_number_gradients
+from tests.support.oracle import assert_masters_are, assert_trained_as, oracle_step, start_oracle
+from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import (
     MATRICES,
     Net,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     relative_error,
     start,
     start_adamw,
@@ -36,31 +36,10 @@ from tests.support.training import (
 pytestmark = rooms("weight_writes", "weight_checksums", "state_access", "param_groups", "param_guard", "param_owner")
 
 
-def start_oracle(module, **kwargs):
-    return Reference(trainable(module), recipe_for(module, **kwargs))
-
-
 def assert_weights_are_masters(engine):
     for name, value in masters(engine).items():
         p = engine.module.get_parameter(name)
         assert torch.equal(p, value.to(p.dtype)), name
-
-
-def oracle_step(reference, step, *, gas=1, frozen=()):
-    """A step on the whole-number gradients that :class:`Net` has."""
-    kept = {name: (reference.params[name].clone(), copy.deepcopy(reference.state[name])) for name in frozen}
-    reference.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / gas
-                      for name, p in reference.params.items() if name not in frozen} for micro in range(gas)]
-                    for rank in range(dist.get_world_size())])
-    for name, (param, state) in kept.items():
-        reference.params[name], reference.state[name] = param, state
-
-
-def assert_trained_as(module, reference, bound=1e-5, but=()):
-    for name, p in trainable(module).items():
-        if name not in but:
-            assert relative_error(p.detach().float(), reference.params[name]) < bound, name
-    assert_same_on_all_ranks(module)
 
 
 def written_config(stage, ratio, dtype):
@@ -92,8 +71,6 @@ WAYS_TO_WRITE = {"load_state_dict": lambda module, values: module.load_state_dic
 
 
 class TestHyperParameters(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, gas, overlap", [(1, 1, True), (1, 2, False), (2, 2, True)])
     def test_they_are_read_at_every_step(self, stage, gas, overlap):
         engine, oracle = start(Net(), ds_config(stage=stage, gas=gas, overlap=overlap)), start_oracle(Net(), gas=gas)
@@ -140,9 +117,6 @@ class TestHyperParameters(DistributedTest):
 
 
 class TestWeights(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_masters_follow_weights_that_were_written_by_hand(self, stage):
         for sections, dtype in (({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16)):
             engine = start(Net(), ds_config(stage=stage, **sections))
@@ -158,8 +132,7 @@ class TestWeights(DistributedTest):
                         assert torch.equal(value, oracle.params[name]), name
                 train_engine(engine, 1, first=step)
                 oracle_step(oracle, step)
-                for name, value in masters(engine).items():
-                    assert relative_error(value, oracle.params[name]) < 1e-5, name
+                assert_masters_are(engine, oracle.params)
             engine.destroy()
 
     @pytest.mark.parametrize("way", WAYS_TO_WRITE)
@@ -177,8 +150,7 @@ class TestWeights(DistributedTest):
                     oracle.params[name] = value.detach().float().clone()
             train_engine(engine, 1, first=step)
             oracle_step(oracle, step)
-            for name, value in masters(engine).items():
-                assert relative_error(value, oracle.params[name]) < 1e-5, name
+            assert_masters_are(engine, oracle.params)
         assert_same_on_all_ranks(engine.module)
         if dtype == torch.bfloat16:
             assert_weights_are_masters(engine)
@@ -249,8 +221,7 @@ class TestWeights(DistributedTest):
             for each in (engine, plain):
                 train_engine(each, 1, first=step)
         assert not internals.owned(engine).written
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        assert_same_run(engine, plain)
         for load in (lambda: plain.load_checkpoint(str(tmp_path), tag="tried"),
                      lambda: plain.optimizer.load_state_dict_from_file(tmp_path / "tried.pt"),
                      lambda: plain.optimizer.load_sharded_state_dict(tmp_path / "dcp")):
@@ -303,7 +274,6 @@ class TestWeights(DistributedTest):
         assert not internals.owned(engine).written
         assert_equal_states(whole_states(engine), whole_states(plain))
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_one_engine_after_the_other(self, stage):
         module = Net()
         for gas, overlap in ((1, True), (2, False)):
@@ -337,8 +307,6 @@ WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but counts only where.*lr times mat
 
 
 class TestGroups(DistributedTest):
-    world_size = 2
-
     def test_what_no_update_could_take_is_an_error_until_it_is_taken_back(self):
         """One rank writes it, and all say so; nothing of the step is lost."""
         engine, oracle = start(Net(), ds_config()), start_oracle(Net())
@@ -374,8 +342,6 @@ class TestGroups(DistributedTest):
 
 
 class TestFreezing(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, gas, overlap", [(1, 1, True), (1, 2, False), (2, 2, True)])
     def test_what_is_frozen_stays_as_it_is(self, stage, gas, overlap):
         """As it does with torch's optimizers: neither weight decay nor momentum moves it."""
@@ -404,7 +370,6 @@ class TestFreezing(DistributedTest):
                 train_engine(engine, 1, first=1)
             engine.destroy()
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_nor_has_what_no_group_has(self, stage):
         """Scripts leave out of their groups what is frozen. One rank unfreezes; frozen again it goes on."""
         module, oracle = Net(frozen=True), start_oracle(Net(frozen=True))
@@ -454,8 +419,6 @@ class TestFreezing(DistributedTest):
 
 class TestThroughAnother(DistributedTest):
     """The loss of one engine that goes through the model of another, as a generator's through its discriminator."""
-
-    world_size = 2
 
     def step_both(self, one, other, step, cure):
         place = step, 0, dist.get_rank()
@@ -516,9 +479,6 @@ def give_a_gradient(engine):
 
 
 class TestReplaced(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_what_would_be_lost_is_an_error(self, stage):
         for change, message in ((recast, "square.weight was replaced since"), (move, "tall.weight was replaced since"),
                                 (assign, "experts was replaced since"),
@@ -610,8 +570,6 @@ class Layered(nn.Module):
 
 class TestContents(DistributedTest):
     """Modules that come, go and move in a model that is trained."""
-
-    world_size = 2
 
     @pytest.mark.parametrize("change", CONTENTS, ids=lambda change: change.__name__)
     def test_what_nobody_would_train_is_an_error_until_it_is_undone(self, change):
@@ -734,8 +692,6 @@ class Sometimes(Net):
 
 
 class TestInterruptions(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, gas, overlap", [(1, 2, True), (1, 1, False), (2, 2, True)])
     def test_a_forward_pass_that_fails_and_one_for_evaluation(self, stage, gas, overlap):
         engine = start(Sometimes(), ds_config(stage=stage, gas=gas, overlap=overlap))
@@ -760,9 +716,6 @@ def make(seed):
 
 
 class TestAdversaries(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_two_engines_of_which_one_is_frozen_in_turn(self, stage):
         generator, critic = (start(make(seed), ds_config(stage=stage)) for seed in (1, 2))
         for step in range(3):

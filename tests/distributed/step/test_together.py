@@ -32,9 +32,6 @@ VERIFY = {"verify_first_step": True}
 class TestTheFirstStep(DistributedTest):
     """That of what is right passes, and changes nothing."""
 
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_with_all_that_is_kept_in_fewer_bits(self, stage):
         found = []
         for verify in (VERIFY, {}):
@@ -76,8 +73,6 @@ class TestTheFirstStep(DistributedTest):
 
 
 class TestQkClip(DistributedTest):
-    world_size = 2
-
     def test_narrow_masters_are_clipped_to_the_bits_of_others(self):
         found = []
         for kept in ({}, REMAINDERS):
@@ -123,8 +118,6 @@ class TestShardedCheckpoints(DistributedTest):
 
 
 class TestRefused(DistributedTest):
-    world_size = 2
-
     def test_another_width_of_an_optimizer_of_the_script(self):
         module = Net()
         with pytest.raises(ConfigError, match="layerwise.mup is set, and the groups of the optimizer"):

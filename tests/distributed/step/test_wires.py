@@ -339,7 +339,6 @@ class TestTraining(DistributedTest):
                 assert other[name][0] == first and torch.equal(other[name][1], values)
         return engine
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("sections", [
         {}, {"bf16": {"enabled": True}}, {"overlap": False},
         {"layerwise": {"overlap_param_gather": True}}])
@@ -355,7 +354,6 @@ class TestTraining(DistributedTest):
                 assert torch.equal(found, wanted[0])
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
     def test_native_and_two_levels_on_whole_numbers(self, stage, sections, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
@@ -370,7 +368,6 @@ class TestTraining(DistributedTest):
                 if bucket.way != "ragged" and per_node == 2 and "reduction" in layerwise))
 
     @pytest.mark.world_size(3)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_native_sums_go_on_as_they_are_and_are_divided_in_float32(self, stage, monkeypatch):
         bf16 = {"bf16": {"enabled": True}}
         _, *wanted = self.train(monkeypatch, stage=stage, **bf16)
@@ -427,7 +424,6 @@ class TestTraining(DistributedTest):
                 assert torch.equal(safe_get_full_grad(param), torch.full_like(param, 100.5))
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_checkpoint_inside_a_step_of_buckets_in_cuts(self, stage, monkeypatch, tmp_path):
         """The run that saves goes on with its sums, and the one that is resumed repeats the step."""
         results = []
