@@ -11,6 +11,7 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     MATRICES,
     Net,
     allow_fp16,
@@ -24,7 +25,6 @@ from tests.support.universal import convert
 
 pytestmark = rooms("reshard")
 
-BF16 = {"bf16": {"enabled": True}}
 
 #: By the form of a checkpoint, its tag.
 TAGS = {"regular": "saved", "direct": "saved_universal", "converted": "converted"}

@@ -19,6 +19,7 @@ from tests.support.checkpoints import assert_equal_states, assert_same_run, mast
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
+    PRECISIONS,
     Net,
     allow_fp16,
     ds_config,
@@ -95,7 +96,7 @@ class TestDeepSpeedsTools(DistributedTest):
 
     @pytest.mark.parametrize("variant", [{}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}])
     def test_zero_to_fp32_gives_the_masters(self, variant, precision, tmp_path):
-        engine = start(Net(**variant), ds_config(**({"bf16": {"enabled": True}} if precision == "bf16" else {})))
+        engine = start(Net(**variant), ds_config(**PRECISIONS[precision]))
         train_engine(engine, 3)
         engine.save_checkpoint(tmp_path)
         expected = masters(engine)

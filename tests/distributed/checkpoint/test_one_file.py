@@ -17,12 +17,12 @@ from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, w
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.training import BF16, Net, ds_config, start, train_engine, weights
 
 pytestmark = rooms("optimizer", "single_file", "single_file_states", "checkpointing", "safe_load")
 
 ADAFACTOR = {"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "torch.optim:Adafactor"}}
-CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": {"bf16": {"enabled": True}}, "any": {"optimizer": ADAFACTOR},
+CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": BF16, "any": {"optimizer": ADAFACTOR},
            "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}}
 
 

@@ -33,7 +33,7 @@ from ds_layerwise.zero.checkpoint import resumed_groups
 from tests.support.checkpoints import assert_equal_states, assert_same_run, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import MUON, Net, ds_config, start, train_engine, weights
+from tests.support.training import MUON, Net, ds_config, start, train_engine, train_engines, weights
 
 pytestmark = rooms("resumed_groups", "plain_values")
 
@@ -77,8 +77,7 @@ class TestWhatIsWritten(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="tag")
         resumed.load_checkpoint(tmp_path, tag="tag")
         universal.load_checkpoint(tmp_path, tag="tag_universal")
-        for each in (engine, resumed, universal):
-            train_engine(each, 3, first=3)
+        train_engines((engine, resumed, universal), 3, first=3)
         for each in (resumed, universal):
             assert_same_run(each, engine, of=states)
             assert each.get_lr() == engine.get_lr()
@@ -219,8 +218,7 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert "param_groups[0]" not in capsys.readouterr().out
         group, = resumed.optimizer.param_groups
         assert group["mode"] is Kind.FAST and group["pair"] == Pair(1, Kind.FAST) and type(group["pair"]) is Pair
-        for each in (engine, resumed):
-            train_engine(each, 2, first=1)
+        train_engines((engine, resumed), 2, first=1)
         assert torch.equal(weights(resumed.module), weights(engine.module))
 
     @pytest.mark.parametrize("wins", ["checkpoint", "config"])
@@ -392,8 +390,7 @@ class TestWhatWins(DistributedTest):
             assert engine.lr_scheduler.get_last_lr() == pytest.approx(always.lr_scheduler.get_last_lr(), rel=1e-12)
             assert effective(engine) == effective(always)
             assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
-            for each in (old, always, engine, stays):
-                train_engine(each, 1, first=step)
+            train_engines((old, always, engine, stays), 1, first=step)
 
     @pytest.mark.parametrize("wins", ["checkpoint", "config"])
     @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh"])
@@ -420,8 +417,7 @@ class TestWhatWins(DistributedTest):
             assert ("0.1 goes on" in said) == (wins == "checkpoint")
         train_engine(always, 3 if kind == "of DeepSpeed" else 0)
         for step in range(3, 5):
-            for each in (engine, always):
-                train_engine(each, 1, first=step)
+            train_engines((engine, always), 1, first=step)
             now, wanted = effective(engine), effective(always)
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
             assert all(now[key] == wanted[key] for key in ("muon_lr", "adam_lr"))
@@ -454,8 +450,7 @@ class TestWhatWins(DistributedTest):
                     expected["betas"] = (0.9, 0.95)
                 assert said(engine) == expected, (params, wins, step)
                 assert engine.get_lr() == always.get_lr()
-                for each in (engine, always):
-                    train_engine(each, 1, first=5 + step)
+                train_engines((engine, always), 1, first=5 + step)
             for each in (engine, always):
                 each.destroy()
 
@@ -479,14 +474,12 @@ class TestWhatWins(DistributedTest):
         old = start(Net(), ds_config(), lr_scheduler=AFRESH[kind]) if before == "a config" else with_object(
             lambda params: torch.optim.AdamW(params, lr=0.003), AFRESH[kind])
         engine, always = descends(0.0625, on_optimizer_change="reset"), descends(0.0625)
-        for each in (old, always):
-            train_engine(each, 3)
+        train_engines((old, always), 3)
         old.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path)
         for step in range(3, 6):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
-            for each in (engine, always):
-                train_engine(each, 1, first=step)
+            train_engines((engine, always), 1, first=step)
 
     @pytest.mark.parametrize("before", ["a config", "an object"])
     def test_a_rate_that_a_script_moves_is_this_runs_where_the_values_of_a_group_do_not_go_on(self, before, tmp_path):

@@ -21,6 +21,7 @@ from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, s
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     assert_same_on_all_ranks,
     ds_config,
@@ -272,7 +273,7 @@ class TestLoading(DistributedTest):
         assert bool((weights(other.module) == 2).all())
         assert all(bool((value == 2).all()) for value in masters(other).values())
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}, {
+    @pytest.mark.parametrize("sections", [{}, BF16, {
         "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
     def test_weights_that_the_users_own_function_changes_are_trained_from(self, sections, tmp_path):
         """With the states of the checkpoint, and on all ranks alike; what it leaves keeps the masters' precision."""
@@ -319,7 +320,7 @@ class TestLoading(DistributedTest):
         assert engine.micro_steps % 2 == fresh.micro_steps % 2 == 0
         assert torch.equal(weights(engine.module), weights(fresh.module))
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     def test_two_values_for_what_is_one_parameter_here(self, sections, tmp_path):
         self.saved(tmp_path, **sections)
         other = start(Net(tied=True), ds_config(scheduler=WARMUP, **sections))

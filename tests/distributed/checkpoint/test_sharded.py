@@ -19,7 +19,7 @@ from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, w
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import BF16, Net, ds_config, start, train_engine
 
 pytestmark = rooms("dcp", "dcp_states", "checkpointing")
 
@@ -344,7 +344,7 @@ class Inside(nn.Module):
 class TestWhatIsTrained(DistributedTest):
     """Now, and where it was saved."""
 
-    @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+    @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
     def test_what_was_frozen_is_trained_and_frozen_again(self, changes, tmp_path):
         frozen = start(Net(frozen=True), ds_config(**changes))
         with torch.no_grad():

@@ -11,7 +11,16 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.support.training import (
+    BF16,
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    train_engines,
+)
 from tests.support.universal import convert, start_with_loss, train_with_loss
 
 pytestmark = rooms("universal", "to_universal", "reshard", "untrained")
@@ -68,7 +77,7 @@ class TestMatrixFp32(Matrix):
 @pytest.mark.thorough
 class TestMatrixBf16(Matrix):
     world_size = [2, 3]
-    sections = {"bf16": {"enabled": True}}
+    sections = BF16
     tolerance = 1e-2
     pointed_to = "saved"
 
@@ -121,8 +130,7 @@ class TestWhatComesBack(DistributedTest):
 
     @pytest.mark.parametrize("form", ["converted", "direct", "converted, with a client state that may run code"])
     def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine = everything(**sections)
+        engine = everything(**PRECISIONS[precision])
         train_engine(engine, 3)
         # Without the model's file there is what DeepSpeed's converter writes, which has been through float32.
         runs_code = form.endswith("code")
@@ -132,7 +140,7 @@ class TestWhatComesBack(DistributedTest):
         convert(tmp_path / "saved", tmp_path / "converted")
         folder = "saved_universal" if form == "direct" else "converted"
 
-        other = everything(**sections)
+        other = everything(**PRECISIONS[precision])
         other.module.spoil()
         _, client_state = other.load_checkpoint(tmp_path, tag=folder)
         assert client_state["note"] == [1, "two"]
@@ -146,8 +154,7 @@ class TestWhatComesBack(DistributedTest):
             assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
         assert torch.equal(other.module.statistics.scratch, torch.ones(3, dtype=other.module.statistics.scratch.dtype))
         assert_same_on_all_ranks(other.module)
-        for going_on in (engine, other):
-            train_engine(going_on, 2, first=3)
+        train_engines((engine, other), 2, first=3)
         assert_same_run(other, engine)
         assert other.get_lr() == engine.get_lr()
 

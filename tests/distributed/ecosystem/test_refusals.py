@@ -18,6 +18,7 @@ from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, Routin
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
+from tests.support.training import BF16
 
 pytestmark = rooms("ds_config", "engine_hooks", "param_guard", "shared_storage")
 
@@ -173,7 +174,7 @@ class TestBadModels(DistributedTest):
         engine.step()
         assert not torch.equal(module.weight.detach(), before)
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["float32", "bf16"])
+    @pytest.mark.parametrize("sections", [{}, BF16], ids=["float32", "bf16"])
     def test_weights_that_are_one_by_their_memory(self, sections):
         """Also where DeepSpeed's cast would take them apart first. Plain torch trains both through the same memory."""
         for case, message in SHARED.items():
@@ -273,7 +274,7 @@ DIFFERENT_CONFIGS = {
     "schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup"),
     "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
     "wire": ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16'"),
-    "precision": ({"bf16": {"enabled": True}}, "bf16.enabled = True"),
+    "precision": (BF16, "bf16.enabled = True"),
     "accumulation": ({"gradient_accumulation_steps": 2},
                      "rank 0 has gradient_accumulation_steps = 1, rank 1 has gradient_accumulation_steps = 2"),
 }

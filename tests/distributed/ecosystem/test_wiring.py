@@ -22,6 +22,7 @@ from tests.support.harness import DistributedTest
 from tests.support.oracle import assert_trained_as, by_the_oracle
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     ds_config,
@@ -36,7 +37,6 @@ pytestmark = rooms("engine_hooks", "fields", "run_settings", "byte_views")
 
 STEPS = 6
 TIMERS = {"optimizer_gradients", "optimizer_step", "optimizer_allgather"}
-BF16 = {"bf16": {"enabled": True}}
 
 
 class TestTimers(DistributedTest):

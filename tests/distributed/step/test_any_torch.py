@@ -12,7 +12,7 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, start, train_engine
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 
 pytestmark = rooms("any_torch", "any_torch_recipe", "probe", "probe_checks", "recipe_registry", "rule_registry",
                    "owned", "sections")
@@ -125,8 +125,7 @@ class TestAgainstTheClass(DistributedTest):
         resumed = start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6))
         resumed.load_checkpoint(tmp_path)
         assert_equal_states(whole_states(resumed), whole_states(engine))
-        for each in (engine, resumed):
-            train_engine(each, STEPS - STEPS // 2, first=STEPS // 2)
+        train_engines((engine, resumed), STEPS - STEPS // 2, first=STEPS // 2)
         for each in (engine, resumed):
             values = masters(each)
             for name in MATRICES.keys() & values.keys():

@@ -13,7 +13,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.tensor_parallel import batch as cut_batch
-from tests.support.training import assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import assert_same_on_all_ranks, ds_config, start, train_engine, train_engines, weights
 
 pytestmark = rooms("update_sets", "update_batches", "owned", "update")
 
@@ -106,8 +106,7 @@ class TestAgainstOneByOne(DistributedTest):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
         hosted = start(Layers(), config)
         assert most_buckets(plain) > 1 == most_buckets(hosted)
-        for engine in (plain, hosted):
-            train_engine(engine, STEPS)
+        train_engines((plain, hosted), STEPS)
         assert torch.equal(weights(plain.module), weights(hosted.module))
 
     def test_remainders_are_opened_a_bucket_at_a_time(self):

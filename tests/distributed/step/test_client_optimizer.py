@@ -19,7 +19,7 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, train_engine
+from tests.support.training import Net, ds_config, train_engine, train_engines
 
 pytestmark = rooms("client_groups", "client_recipe", "client_object", "probe", "engine_hooks")
 
@@ -188,8 +188,7 @@ class TestAgainstOneProcess(DistributedTest):
         module, plain = Net(), Net()
         engine = start(module, MADE["SOAP"](module), config(**changes))
         other = start(plain, MADE["SOAP"](plain), config(**({"bf16": changes["bf16"]} if "bf16" in changes else {})))
-        for each in (engine, other):
-            train_engine(each, STEPS)
+        train_engines((engine, other), STEPS)
         assert_equal_states(whole_states(engine), whole_states(other))
         assert all(value.dtype == torch.float32 for value in masters(engine).values())
 

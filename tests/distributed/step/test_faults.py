@@ -32,6 +32,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    train_engines,
 )
 from tests.support.ways import plan_in_cuts
 
@@ -126,8 +127,7 @@ class TestNotFinite(DistributedTest):
                 del config["layerwise"]
                 config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": True}}
                 stock = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
-                for engine in (ours, stock):
-                    train_engine(engine, 2)
+                train_engines((ours, stock), 2)
                 for attribute in ("skipped_steps", "global_steps"):
                     assert getattr(ours, attribute) == getattr(stock, attribute), (precision, stage, attribute)
                 assert ours.optimizer.overflow == stock.optimizer.overflow == PRECISIONS[precision][2]

@@ -20,11 +20,10 @@ from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
-from tests.support.training import Net, allow_fp16, ds_config, start, weights
+from tests.support.training import BF16, Net, allow_fp16, ds_config, start, weights
 
 pytestmark = rooms("first_step", "reference_step")
 
-BF16 = {"bf16": {"enabled": True}}
 VERIFY = {"verify_first_step": True}
 
 

@@ -25,6 +25,7 @@ from tests.support.harness import DistributedTest
 from tests.support.oracle import by_the_oracle, compared_to
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     MATRICES,
     Net,
     allow_fp16,
@@ -33,12 +34,13 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    train_engines,
     weights,
 )
 
 pytestmark = rooms("host_memory", "owned", "cost")
 
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}},
+PRECISIONS = {"fp32": {}, "bf16": BF16,
               "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}}
 
 
@@ -224,8 +226,7 @@ class TestMemory(DistributedTest):
                 start(Net(), config(1, pin_memory=True))
             engine = start(Net(), config(1, pin_memory=False))
         plain = start(Net(), config())
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         assert torch.equal(weights(engine.module), weights(plain.module))
 
     def test_what_may_stand_beside_it(self):
@@ -278,8 +279,7 @@ class TestAccess(DistributedTest):
     def test_what_is_read_and_set_and_away_besides(self, precision, include, copies):
         engine, plain = (start(Net(), config(ratio, precision=precision)) for ratio in (0.5, None))
         g = torch.Generator().manual_seed(3)
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         for name, p in engine.module.named_parameters():
             twin, key = plain.module.get_parameter(name), "momentum_buffer" if name in MATRICES else "exp_avg"
             assert torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(twin)), name
@@ -304,6 +304,5 @@ class TestAccess(DistributedTest):
         self.compare(engine, plain, first=4)
 
     def compare(self, engine, plain, first):
-        for each in (engine, plain):
-            train_engine(each, 2, first=first)
+        train_engines((engine, plain), 2, first=first)
         assert_same_run(engine, plain)

@@ -17,7 +17,16 @@ from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import (
+    MATRICES,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    train_engines,
+    weights,
+)
 from tests.support.universal import convert
 from tests.unit.test_kept import by_chance
 
@@ -221,8 +230,7 @@ class TestBeside(DistributedTest):
         plain, hosted = started(kind), config(kind)
         hosted["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
         engine = start(Large(), hosted)
-        for each in (plain, engine):
-            train_engine(each, 4)
+        train_engines((plain, engine), 4)
         assert_equal_states(whole_states(engine), whole_states(plain))
         found = sum(t.untyped_storage().nbytes() for t in internals.host_tensors(engine))
         assert found == engine.optimizer.forecast().memory[dist.get_rank()].host > 0

@@ -12,7 +12,17 @@ from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import (
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    raises_on_rank_1,
+    start,
+    train_engine,
+    train_engines,
+    weights,
+)
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("host_memory", "offloading")
@@ -35,10 +45,9 @@ class TestOffload(DistributedTest):
     @pytest.mark.parametrize("include", [None, [Kind.optim_states], [Kind.hp_params, Kind.lp_params],
                                          [Kind.lp_grads, Kind.contiguous_grad_buffer]])
     def test_away_and_back_changes_nothing(self, stage, precision, include):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine, plain = (start(Net(odd=True), ds_config(stage=stage, clip=5.0, **sections)) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 2)
+        config = ds_config(stage=stage, clip=5.0, **PRECISIONS[precision])
+        engine, plain = (start(Net(odd=True), config) for _ in range(2))
+        train_engines((engine, plain), 2)
         before, kinds = memory(engine), list(Kind) if include is None else include
         shared = {Kind.hp_params} if precision == "fp32" else set()
         shared |= {Kind.contiguous_grad_buffer} if stage == 2 else {Kind.lp_grads} if precision == "fp32" else set()
@@ -50,8 +59,7 @@ class TestOffload(DistributedTest):
             engine.reload_states()
             assert memory(engine) == before
             assert_same_run(engine, plain)
-        for each in (engine, plain):
-            train_engine(each, 2, first=2)
+        train_engines((engine, plain), 2, first=2)
         assert_same_run(engine, plain)
         assert_same_on_all_ranks(engine.module)
 
@@ -87,8 +95,7 @@ class TestOffload(DistributedTest):
 
     def test_saving_and_loading_bring_it_back(self, tmp_path):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         engine.offload_states()
         engine.save_checkpoint(tmp_path)
         assert_equal_states(whole_states(engine), whole_states(plain))
@@ -96,8 +103,7 @@ class TestOffload(DistributedTest):
         engine.offload_states()
         engine.load_checkpoint(tmp_path)
         assert_same_run(engine, plain)
-        for each in (engine, plain):
-            train_engine(each, 1, first=2)
+        train_engines((engine, plain), 1, first=2)
         assert_equal_states(whole_states(engine), whole_states(plain))
 
     @pytest.mark.parametrize("include", [None, [Kind.lp_params], [Kind.hp_params]])
@@ -121,10 +127,8 @@ class TestOffload(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_a_host_without_memory_on_one_rank_leaves_all_where_it_was(self, precision, monkeypatch):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine, plain = (start(Net(), ds_config(**sections)) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 1)
+        engine, plain = (start(Net(), ds_config(**PRECISIONS[precision])) for _ in range(2))
+        train_engines((engine, plain), 1)
         before, had = memory(engine), []
 
         def last_one_is_refused(numel, dtype, *, pin_memory):
@@ -136,19 +140,16 @@ class TestOffload(DistributedTest):
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(host_memory, "host_memory", last_one_is_refused)
-            with pytest.raises(LayerWiseError, match="^no host memory" if dist.get_rank() else
-                               "rank 1 failed: LayerWiseError: no host memory"):
+            with raises_on_rank_1(LayerWiseError, "no host memory"):
                 engine.offload_states()
         assert memory(engine) == before and not engine.optimizer.offloading.parking.kinds
-        for each in (engine, plain):
-            train_engine(each, 1, first=1)
+        train_engines((engine, plain), 1, first=1)
         assert_same_run(engine, plain)
 
     @pytest.mark.world_size(2)
     def test_a_device_without_memory_on_one_rank_can_go_on_later(self, monkeypatch):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 1)
+        train_engines((engine, plain), 1)
         before, filled, fill = memory(engine), [], host_memory._bytes
         engine.offload_states()
 
@@ -165,6 +166,5 @@ class TestOffload(DistributedTest):
                 engine.reload_states()
         engine.reload_states()
         assert memory(engine) == before
-        for each in (engine, plain):
-            train_engine(each, 1, first=1)
+        train_engines((engine, plain), 1, first=1)
         assert_same_run(engine, plain)

@@ -19,6 +19,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    train_engines,
     weights,
 )
 from tests.support.ways import plan_in_cuts
@@ -99,8 +100,7 @@ class TestTraining(DistributedTest):
         train_engine(engine, 2)
         engine.save_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
         other.load_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
-        for each in (engine, other):
-            train_engine(each, 2, first=2)
+        train_engines((engine, other), 2, first=2)
         assert torch.equal(weights(engine.module), weights(other.module))
 
 

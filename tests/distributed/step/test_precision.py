@@ -13,6 +13,7 @@ from tests.support.oracle import by_the_oracle, compared_to
 from tests.support.reference import LossScale, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
@@ -31,7 +32,7 @@ STEPS = 8
 
 #: The oracle's arguments and the config's sections.
 DTYPES = {
-    "bf16": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16}, {"bf16": {"enabled": True}}),
+    "bf16": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16}, BF16),
     "bf16, fp32 accumulation": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.float32},
                                 {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
     "bf16, fp32 on the wire": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16},
@@ -179,7 +180,7 @@ class TestRounding(DistributedTest):
     """257 is no bf16, and rounds to 256: what two micro-batches of 256 and 1 give says what they were added up in."""
 
     @pytest.mark.parametrize("sections, expected", [
-        ({"bf16": {"enabled": True}}, 256),
+        (BF16, 256),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 257),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"},
          256),
@@ -207,7 +208,7 @@ class TestRounding(DistributedTest):
                 engine.destroy()
             assert found == list(expected), dtype
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     def test_owners_add_up_in_float32_at_stage_2(self, sections):
         engine = start(Sum(), ds_config(stage=2, **sections))
         for factor in (256.0, 1.0):

@@ -16,7 +16,7 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, start, train_engine
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "owned",
@@ -125,8 +125,7 @@ class TestPreconditioned(DistributedTest):
             value.nbytes for state in internals.states(plain).values() for key, value in state.items() if key != "step")
         there = hosted.optimizer.forecast().memory[hosted.global_rank].host
         assert sum(t.nbytes for t in internals.host_tensors(hosted)) == there > 0
-        for engine in (plain, hosted):
-            train_engine(engine, 5)
+        train_engines((plain, hosted), 5)
         assert_equal_states(whole_states(hosted), whole_states(plain))
 
     @pytest.mark.world_size(2)

@@ -12,7 +12,17 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import MUON, Net, ds_config, recipe_for, relative_error, start, train_engine
+from tests.support.training import (
+    BF16,
+    MUON,
+    Net,
+    ds_config,
+    recipe_for,
+    relative_error,
+    start,
+    train_engine,
+    train_engines,
+)
 
 pytestmark = rooms("recipe", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "routes",
                    "recipe_registry", "rule_registry")
@@ -92,8 +102,7 @@ class TestOverrides(DistributedTest):
         other = start(Net(), config)
         other.load_checkpoint(tmp_path)
         assert_equal_states(whole_states(other), whole_states(engine))
-        for each in (engine, other):
-            train_engine(each, 2, first=STEPS)
+        train_engines((engine, other), 2, first=STEPS)
         assert_equal_states(whole_states(other), whole_states(engine))
 
     def test_the_table_names_each(self):
@@ -104,7 +113,7 @@ class TestOverrides(DistributedTest):
                      "lion: betas [0.5, 0.75] and [0.9, 0.95]"):
             assert line in " ".join(text.split()), (line, text)
 
-    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, {"bf16": {"enabled": True}}, {"zero_optimization": {
+    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, BF16, {"zero_optimization": {
         "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}],
         ids=["stage1", "stage2", "bf16", "host"])
     def test_the_table_has_the_memory_that_each_takes(self, changes):

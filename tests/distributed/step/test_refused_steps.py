@@ -10,7 +10,7 @@ from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.training import Net, ds_config, start, train_engine, train_engines, weights
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("pre_step", "grad_sync")
@@ -127,8 +127,7 @@ class TestRefusedSteps(DistributedTest):
             with pytest.raises(StepError, match="got a gradient after its bucket"):
                 refused.step()
             refused.zero_grad()
-            for engine in engines:
-                train_engine(engine, 2)
+            train_engines(engines, 2)
             assert torch.equal(weights(refused.module), weights(plain.module))
         else:
             # The gradients are whole numbers, and there are two ranks: every sum, and half of it, is exact.

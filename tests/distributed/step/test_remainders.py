@@ -10,7 +10,7 @@ from ds_layerwise.errors import ConfigError, StepError
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("split_master_store", "split_masters", "owned", "low_bit_checks", "low_bit_settings", "dtypes",
@@ -55,8 +55,7 @@ class TestSameBits(DistributedTest):
         engine, plain = (started(kept, stage=stage, gas=stage, layerwise={"overlap_param_gather": stage == 1 and kept})
                          for kept in (True, False))
         for step in range(0, 20, 5):
-            for each in (engine, plain):
-                train_engine(each, 5, first=step, gas=stage)
+            train_engines((engine, plain), 5, first=step, gas=stage)
             assert_same_runs(engine, plain, step)
         # Something is in the remainders: masters are no rounded numbers.
         found = torch.cat([value for (_, key), value in whole_states(engine).items() if key == "fp32"])
@@ -85,8 +84,7 @@ class TestWritten(DistributedTest):
 
     def both(self, steps=3):
         engine, plain = started(), started(False)
-        for each in (engine, plain):
-            train_engine(each, steps)
+        train_engines((engine, plain), steps)
         return engine, plain
 
     def test_all_of_them(self, capsys):
@@ -160,8 +158,7 @@ class TestWritten(DistributedTest):
             for each in (p, twin):
                 safe_set_full_fp32_param(each, value)
             assert torch.equal(safe_get_full_fp32_param(p), value) and torch.equal(p, twin), name
-        for each in (engine, plain):
-            train_engine(each, 2, first=3)
+        train_engines((engine, plain), 2, first=3)
         assert_same_runs(engine, plain)
 
     def test_away_and_back(self):
@@ -172,8 +169,7 @@ class TestWritten(DistributedTest):
                 safe_get_full_fp32_param(engine.module.square.weight)
             engine.reload_states()
             assert_same_runs(engine, plain)
-        for each in (engine, plain):
-            train_engine(each, 2, first=3)
+        train_engines((engine, plain), 2, first=3)
         assert_same_runs(engine, plain)
 
 

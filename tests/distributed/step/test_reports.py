@@ -25,6 +25,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
@@ -39,7 +40,6 @@ from tests.support.training import (
 pytestmark = rooms("monitor", "metrics", "clip", "update_stats", "reductions", "norm_groups", "skipped_steps",
                    "step_agreement")
 
-BF16 = {"bf16": {"enabled": True}}
 
 
 def averages(step, num_ranks, gas=1, module=None):

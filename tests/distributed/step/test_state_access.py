@@ -20,7 +20,15 @@ from ds_layerwise.errors import StepError
 from tests.support.checkpoints import whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, train_engine, whole_gradients
+from tests.support.training import (
+    MATRICES,
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    train_engine,
+    whole_gradients,
+)
 
 pytestmark = rooms("state_access")
 
@@ -32,10 +40,10 @@ class TestStateAccess(DistributedTest):
     def engine(self, stage=1, precision="bf16", **changes):
         module = Net(odd=True)
         params = list(module.parameters())
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         # Two groups: DeepSpeed's own optimizers answer for the first one alone.
-        engine, *_ = ds_layerwise.initialize(model=module, config=ds_config(stage=stage, **sections, **changes),
-                                             model_parameters=[{"params": params[:5]}, {"params": params[5:]}])
+        engine, *_ = ds_layerwise.initialize(
+            model=module, config=ds_config(stage=stage, **PRECISIONS[precision], **changes),
+            model_parameters=[{"params": params[:5]}, {"params": params[5:]}])
         return engine
 
     def trained(self, engine):
@@ -77,9 +85,8 @@ class TestStateAccess(DistributedTest):
     @pytest.mark.parametrize("within", ["no_sync", "accumulation"])
     def test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock(self, within, precision):
         """On one rank alone, too: nothing is sent. What is set counts, also for a parameter without a gradient."""
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine = self.engine(1, precision, gas=1 if within == "no_sync" else 3)
-        config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **sections,
+        config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **PRECISIONS[precision],
                            optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
         del config["layerwise"]
         module = Net(odd=True)

@@ -16,7 +16,7 @@ from tests.support.harness import DistributedTest
 from tests.support.oracle import assert_masters_are, assert_trained_as, oracle_step, start_oracle
 from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, start_adamw, train_engine, weights
+from tests.support.training import BF16, Net, ds_config, start, start_adamw, train_engine, train_engines, weights
 
 pytestmark = rooms("param_owner", "register", "patches")
 
@@ -30,7 +30,7 @@ def hooks_of(model):
 class TestTwoEnginesOfOneModel(DistributedTest):
     @pytest.mark.parametrize("stage, precision, late", [(1, "fp32", True), (2, "bf16", False), (1, "bf16", True)])
     def test_the_new_one_trains_and_the_old_one_says_so(self, stage, precision, late, tmp_path):
-        module, sections = Net(), {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        module, sections = Net(), BF16 if precision == "bf16" else {}
         config = ds_config(stage=stage, layerwise={"overlap_param_gather": late}, **sections)
         old = start(module, config)
         train_engine(old, 2)
@@ -107,8 +107,7 @@ class TestUnregistered(DistributedTest):
         # A gradient that is dropped, by the engine, does not come back.
         engine.backward(engine((9, 0, dist.get_rank())))
         engine.zero_grad()
-        for each in (engine, twin):
-            train_engine(each, 2)
+        train_engines((engine, twin), 2)
         assert_equal_states(whole_states(engine), whole_states(twin))
         engine.save_checkpoint(tmp_path)
         train_engine(engine, 1, first=2)

@@ -15,12 +15,11 @@ from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
 pytestmark = rooms("owned", "update", "first_step", "attention_logits", "split_master_store", "low_bit_states", "dcp",
                    "dcp_states", "client_groups", "client_recipe")
 
-BF16 = {"bf16": {"enabled": True}}
 REMAINDERS = {"master_dtype": "bfloat16+remainder"}
 NARROW = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16",
           "stochastic_rounding": True}

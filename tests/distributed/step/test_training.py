@@ -28,6 +28,7 @@ from tests.support.oracle import assert_gradients_equal, assert_trained_as, by_t
 from tests.support.reference import Recipe, train, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     MUON,
     VARIANTS,
     Net,
@@ -135,7 +136,7 @@ class TestInvariance(DistributedTest):
     thorough_on = (3,)
 
     def test_neither_buckets_nor_overlap_nor_layout_change_a_bit(self, precision):
-        changes = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+        changes = BF16 if precision == "bf16" else {}
         results = []
         for bucket_numel in (1, 600, 10**9):
             for overlap in (True, False):
@@ -225,7 +226,7 @@ def _storages(values):
 class TestMemory(DistributedTest):
     world_size = [1, 3]
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}},
+    @pytest.mark.parametrize("sections", [{}, BF16,
                                           {"bf16": {"enabled": True}, "communication_data_type": "fp32"}])
     def test_it_is_what_the_table_says(self, stage, sections):
         self.compare(stage, sections)
@@ -233,13 +234,13 @@ class TestMemory(DistributedTest):
     @pytest.mark.world_size(3)
     def test_in_cuts(self, stage, monkeypatch):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 4)
-        layout = self.compare(stage, {"bf16": {"enabled": True}}, bucket_numel=1)
+        layout = self.compare(stage, BF16, bucket_numel=1)
         assert {"cuts"} < {bucket.way for bucket in layout.buckets}
         # Two rounds are under way, and there are more.
         assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     @pytest.mark.parametrize("reduction", ["ordered", "native"])
     def test_in_two_levels(self, stage, sections, reduction, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
