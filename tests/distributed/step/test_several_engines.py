@@ -1,5 +1,6 @@
-"""An engine for a model that another engine trains, and engines that outlive their registration."""
+"""Several engines: on one model, on parts of one, one through another, and engines that outlive their registration."""
 
+import copy
 import gc
 
 import deepspeed
@@ -8,15 +9,26 @@ import pytest
 import torch
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import nn
 
 import ds_layerwise
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_masters_are, assert_trained_as, oracle_step, start_oracle
+from tests.support.oracle import assert_masters_are, assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import BF16, Net, ds_config, start, start_adamw, train_engine, train_engines, weights
+from tests.support.training import (
+    BF16,
+    Net,
+    ds_config,
+    start,
+    start_adamw,
+    train_engine,
+    train_engines,
+    weights,
+    whole_gradients,
+)
 
 pytestmark = rooms("param_owner", "register", "patches")
 
@@ -86,7 +98,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
     def test_two_engines_train_two_parts_of_a_model(self):
         module = Net()
         whole = start(module, ds_config(params={"weight_decay": 0.0}))
-        other = torch.nn.Sequential(module.square, torch.nn.Linear(12, 12))
+        other = nn.Sequential(module.square, nn.Linear(12, 12))
         config = ds_config(layerwise={"overrides": [{"name": "1.weight", "optimizer": "matrix"}]})
         part, *_ = ds_layerwise.initialize(model=other, model_parameters=other[1].parameters(), config=config)
         part.backward(part(torch.ones(2, 12)).sum())
@@ -94,6 +106,113 @@ class TestTwoEnginesOfOneModel(DistributedTest):
         whole.zero_grad()
         train_engine(whole, 1)
         assert whole.global_steps == part.global_steps == 1
+
+
+class TestOfModels(DistributedTest):
+    def test_on_two_models(self):
+        one, two = start(Net(), ds_config(clip=5.0)), start(Net(odd=True), ds_config(gas=2, clip=5.0))
+        for step in range(3):
+            train_engine(one, 1, first=step)
+            train_engine(two, 1, gas=2, first=step)
+        assert_trained_as(one.module, by_the_oracle(clip=5.0))
+        assert_trained_as(two.module, by_the_oracle(lambda: Net(odd=True), gas=2, clip=5.0))
+
+    def test_one_engine_after_the_other(self, stage):
+        module = Net()
+        for gas, overlap, late in ((1, True, True), (2, False, False)):
+            oracle = start_oracle(module, gas=gas)
+            engine = start(module, ds_config(stage=stage, gas=gas, overlap=overlap,
+                                             layerwise={"overlap_param_gather": late}))
+            for step in range(2):
+                train_engine(engine, 1, gas=gas, first=step)
+                oracle_step(oracle, step, gas=gas)
+            engine.optimizer.wait_for_params()
+            assert_trained_as(module, oracle)
+            engine.destroy()
+            engine.destroy()
+            hooks = [hook for m in module.modules() for hook in m._forward_pre_hooks.values()]
+            assert not [hook for hook in hooks if hook.__module__.startswith("ds_layerwise")]
+            # A model without an engine is as any other.
+            module((0, 0, 0)).backward()
+            grad = module.experts.grad
+            assert torch.equal(grad, whole_number_gradients("experts", grad.shape, 0, 0, 0))
+            module.zero_grad()
+
+
+class TestThroughAnother(DistributedTest):
+    """The loss of one engine that goes through the model of another, as a generator's through its discriminator."""
+
+    def step_both(self, one, other, step, cure):
+        place = step, 0, dist.get_rank()
+        one.backward(one(place))
+        one.step()
+        one.module.requires_grad_(cure != "freeze")
+        other.backward(other(place) + sum(p.sum() for p in one.module.parameters()))
+        one.module.requires_grad_(True)
+        if cure == "zero_grad":
+            one.zero_grad()
+        other.step()
+
+    @pytest.mark.parametrize("cure", ["freeze", "zero_grad"])
+    def test_either_way_out_that_the_error_names_does(self, cure):
+        engines, oracles = [start(Net(), ds_config()) for _ in range(2)], [start_oracle(Net()) for _ in range(2)]
+        for step in range(3):
+            self.step_both(*engines, step, cure)
+            for oracle in oracles:
+                oracle_step(oracle, step)
+        for engine, oracle in zip(engines, oracles, strict=True):
+            assert_trained_as(engine.module, oracle)
+
+    def test_neither_is_an_error_that_names_both(self):
+        engines = [start(Net(), ds_config()) for _ in range(2)]
+        with pytest.raises(StepError, match=r"freeze this model for that pass, or call this engine's zero_grad\(\)"):
+            for step in range(2):
+                self.step_both(*engines, step, None)
+
+    @pytest.mark.parametrize("by_hand", [False, True])
+    def test_one_step_for_two_micro_batches_says_when_to_call_it(self, by_hand):
+        engine = start(Net(), ds_config(gas=2))
+        with pytest.raises(StepError, match=r"engine.step\(\) after every micro-batch, also of those that accumulate"):
+            for step in range(2):
+                for micro in range(2):
+                    engine.backward(engine((step, micro, dist.get_rank())))
+                (engine.optimizer if by_hand else engine).step()
+
+
+def make(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+class TestAdversaries(DistributedTest):
+    def test_two_engines_of_which_one_is_frozen_in_turn(self, stage):
+        generator, critic = (start(make(seed), ds_config(stage=stage)) for seed in (1, 2))
+        for step in range(3):
+            noise = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in (0, 1)]
+            plain, judge = copy.deepcopy(generator.module), copy.deepcopy(critic.module)
+            for p in critic.module.parameters():
+                p.requires_grad_(False)
+            generator.backward(critic(generator(noise[dist.get_rank()])).mean())
+            self.compare(generator, plain, [judge(plain(x)).mean() for x in noise])
+            generator.step()
+            for p in critic.module.parameters():
+                p.requires_grad_(True)
+            with torch.no_grad():
+                made = [generator(x) for x in noise]
+            judge.zero_grad()
+            critic.backward(critic(made[dist.get_rank()]).square().mean())
+            self.compare(critic, judge, [judge(x).square().mean() for x in made])
+            critic.step()
+        assert critic.get_global_grad_norm() > 0
+
+    def compare(self, engine, plain, losses):
+        total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+        for loss in losses:
+            for (name, p), grad in zip(plain.named_parameters(), torch.autograd.grad(loss, list(plain.parameters())),
+                                       strict=True):
+                total[name] += grad
+        for name, value in whole_gradients(engine).items():
+            assert torch.equal(value, total[name].flatten() / 2), name
 
 
 class TestUnregistered(DistributedTest):
