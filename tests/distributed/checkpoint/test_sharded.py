@@ -16,6 +16,7 @@ import ds_layerwise
 from ds_layerwise.checkpoint.formats.dcp import Piece, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -224,8 +225,7 @@ class TestWithFSDP2(DistributedTest):
         train_engine(engine, 1, first=2)
         for name, param in there.named_parameters():
             if param.requires_grad:
-                shape = param.shape
-                whole = sum(whole_number_gradients(name, shape, 2, 0, rank) for rank in range(2)) / 2
+                whole = mean_gradient(name, param.shape, 2, 2)
                 param.grad = torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
         optimizer.step()
         after = masters(engine)

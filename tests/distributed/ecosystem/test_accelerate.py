@@ -14,10 +14,10 @@ from deepspeed.accelerator import get_accelerator
 from torch.utils.data import DataLoader
 
 import ds_layerwise
+from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest, free_port
 from tests.support.huggingface import GPT2_MATRICES, WIDTH, Tokens, config, gpt2, train_plainly
 from tests.support.models import TINY_GPT_MATRICES, tiny_gpt, token_batch, token_loss
-from tests.support.oracle import assert_trained_as
 from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import MUON, ds_config, relative_error

@@ -13,9 +13,9 @@ import ds_layerwise
 from ds_layerwise.errors import RoutingError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
 from tests.support.models import token_batch
-from tests.support.oracle import assert_trained_as, by_the_oracle, compared_to
 from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from ds_layerwise.errors import StepError
 from tests.support import internals
 from tests.support.checkpoints import on_rank_0
+from tests.support.expected import assert_trained_as
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest
 from tests.support.huggingface import (
@@ -31,7 +32,6 @@ from tests.support.huggingface import (
     steps_of,
     train_plainly,
 )
-from tests.support.oracle import assert_trained_as
 from tests.support.reference import Recipe, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, relative_error

@@ -18,8 +18,8 @@ import ds_layerwise
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.ranks.sync.exchange import rounds_of
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
+from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as, by_the_oracle
 from tests.support.rooms import rooms
 from tests.support.training import (
     BF16,

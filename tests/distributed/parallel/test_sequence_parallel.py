@@ -11,9 +11,9 @@ from torch import nn
 
 from ds_layerwise.errors import ConfigError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
+from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest, made_once
 from tests.support.models import TINY_GPT_MATRICES, attend, tiny_gpt, token_batch, token_loss
-from tests.support.oracle import assert_trained_as
 from tests.support.reference import Recipe, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import (

@@ -12,6 +12,7 @@ from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
+from tests.support.expected import mean_gradient
 from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
@@ -120,8 +121,7 @@ class TestExactly(DistributedTest):
         engine = start(OnWholeNumbers(mpu), ds_config(clip=1.0), mpu=mpu)
         whole = {name: p.shape for name, p in Net().named_parameters()}
         for step in range(2):
-            mean = {name: sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(2)) / 2
-                    for name, shape in whole.items()}
+            mean = {name: mean_gradient(name, shape, step, 2) for name, shape in whole.items()}
             engine.backward(engine((whole, mpu, (step, 0, mpu.get_data_parallel_rank()))))
             for name, (first, values) in reduced_gradients(engine).items():
                 wanted = part_of(mean[name], name, mpu).flatten()[first:first + values.numel()]
@@ -178,8 +178,7 @@ class TestOtherMatrixOptimizers(DistributedTest):
         train_on_whole_numbers(engine, mpu, range(STEPS))
         for layer, (rule, settings) in FAMILY.items():
             name, first = f"{layer}.weight", whole[f"{layer}.weight"]
-            mean = [sum(whole_number_gradients(name, first.shape, step, 0, rank) for rank in range(2)) / 2
-                    for step in range(STEPS)]
+            mean = [mean_gradient(name, first.shape, step, 2) for step in range(STEPS)]
             wanted = train_alone(rule, first, mean, lr=0.05, weight_decay=0.1, settings=settings)
             moved = engine.module.get_parameter(name).detach() - part_of(first, name, mpu)
             assert relative_error(moved, part_of(wanted - first, name, mpu)) < 1e-5, name

@@ -12,8 +12,8 @@ from ds_layerwise.ranks.owned import weight_checksums
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_tensor_parallel import part_of
 from tests.support import internals
+from tests.support.expected import assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as, oracle_step, start_oracle
 from tests.support.reference import Reference, trainable, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu

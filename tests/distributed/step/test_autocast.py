@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as
 from tests.support.reference import LossScale, Recipe, Reference, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, start, whole_gradients

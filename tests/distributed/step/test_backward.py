@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
 from tests.support import internals
+from tests.support.expected import assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
-from tests.support.oracle import assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (

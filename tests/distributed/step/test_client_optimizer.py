@@ -16,8 +16,9 @@ from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, train_engine, train_engines
 
@@ -68,10 +69,6 @@ CALLABLE = ("Adafactor", "CAME")
 ALWAYS = ("Muon", "Adafactor", "SOAP", "CAME", "Adagrad", "a tensor for a rate")
 
 
-def averaged(name, shape, step, ranks):
-    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(ranks)) / ranks
-
-
 def in_one_process(make, steps, ranks, *, before_step=lambda optimizer, step: None, after=lambda optimizer: None,
                    clip=None):
     """The weights that the object makes by itself, without engine or ranks."""
@@ -81,7 +78,7 @@ def in_one_process(make, steps, ranks, *, before_step=lambda optimizer, step: No
     for step in range(steps):
         before_step(optimizer, step)
         for name, param in trainable(module).items():
-            param.grad = averaged(name, param.shape, step, ranks)
+            param.grad = mean_gradient(name, param.shape, step, ranks)
         optimizer.step()
         if schedule is not None:
             schedule.step()

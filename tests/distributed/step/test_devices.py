@@ -19,8 +19,8 @@ from torch.distributed import distributed_c10d
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError
 from ds_layerwise.ranks.comm import comm
+from tests.support.expected import by_the_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import by_the_oracle
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, relative_error, start, train_engine
 

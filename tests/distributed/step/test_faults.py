@@ -16,10 +16,10 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ds_layerwise.ranks.sync import exchange
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run, states
+from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest, free_port
 from tests.support.models import tiny_gpt, token_batch, token_loss
-from tests.support.oracle import assert_trained_as, by_the_oracle, compared_to
 from tests.support.reference import LossScale, train, trainable, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (

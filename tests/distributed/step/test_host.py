@@ -21,8 +21,8 @@ from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.costs import memory_bytes, pieces_on_host
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
-from tests.support.oracle import by_the_oracle, compared_to
 from tests.support.rooms import rooms
 from tests.support.training import (
     BF16,

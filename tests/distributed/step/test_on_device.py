@@ -9,8 +9,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.plan.layout.layout import Bucket, Slot
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
-from tests.support.oracle import by_the_oracle, compared_to
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError, StepError
+from tests.support.expected import assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as, oracle_step, start_oracle
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, raises_on_rank_1, start, train_engine, weights

@@ -10,8 +10,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import ds_layerwise
 from ds_layerwise.errors import StepError
+from tests.support.expected import assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as, oracle_step, start_oracle
 from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, raises_on_rank_1, relative_error, start, start_adamw, train_engine

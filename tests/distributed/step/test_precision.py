@@ -8,8 +8,8 @@ import torch
 
 from ds_layerwise import LayerWiseZeroOptimizer
 from tests.support import internals
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
-from tests.support.oracle import by_the_oracle, compared_to
 from tests.support.reference import LossScale, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (

@@ -9,15 +9,15 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.expected import each_alone, mean_gradient
 from tests.support.harness import DistributedTest
-from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
+from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
     BF16,
     MUON,
     Net,
     ds_config,
-    recipe_for,
     relative_error,
     start,
     train_engine,
@@ -49,24 +49,11 @@ OWN = {
 }
 
 
-def gradients(name, shape, step):
-    return [[{name: whole_number_gradients(name, shape, step, 0, rank)}] for rank in range(RANKS)]
-
-
 def by_the_oracle(module):
     """Masters after all steps, each parameter trained on its own."""
-    found = {}
-    for name, param in trainable(module).items():
-        if name in ("head.weight", "flat.weight", "flat.bias"):
-            found[name] = by_hand(name, param)
-            continue
-        whole = recipe_for(module)
-        matrices = {name: whole.matrices[name]} if name in whole.matrices else {}
-        oracle = Reference({name: param}, replace(whole, matrices=matrices, **OWN.get(name, {})))
-        for step in range(STEPS):
-            oracle.step(gradients(name, param.shape, step))
-        found[name] = oracle.params[name]
-    return found
+    found = each_alone(module, lambda name, recipe: replace(recipe, **OWN.get(name, {})), STEPS, RANKS)
+    return found | {name: by_hand(name, p) for name, p in trainable(module).items()
+                    if name in ("head.weight", "flat.weight", "flat.bias")}
 
 
 def by_hand(name, param):
@@ -75,7 +62,7 @@ def by_hand(name, param):
     sgd = torch.optim.SGD([value], lr=0.003, momentum=0.75, weight_decay=0.1)
     average, (beta1, beta2) = torch.zeros_like(value), (0.5, 0.75) if name == "flat.bias" else (0.9, 0.95)
     for step in range(STEPS):
-        grad = sum(of_rank[0][name] for of_rank in gradients(name, param.shape, step)) / RANKS
+        grad = mean_gradient(name, param.shape, step, RANKS)
         if name == "head.weight":
             value.grad = grad
             sgd.step()

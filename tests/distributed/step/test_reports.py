@@ -19,6 +19,7 @@ from tests.distributed.parallel.test_pipeline import oracle as pipeline_oracle
 from tests.distributed.parallel.test_pipeline import pipeline, train_pipeline
 from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
 from tests.support import internals
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -336,8 +337,7 @@ class TestTensorParallel(DistributedTest):
             "norm_groups": {"cut": {**cut, "name": "tall_rows.*", "gradient_clipping": 2.0}, "vectors": {"ndim": 1}},
             "log_num_zeros_in_grad": True, "monitor": {"update_rms": True, "momentum_norm": True}}), mpu=mpu)
         whole = {name: p.shape for name, p in CutNet().named_parameters()}
-        mean = {name: sum(whole_number_gradients(name, shape, 0, 0, rank) for rank in range(2)) / 2
-                for name, shape in whole.items()}
+        mean = {name: mean_gradient(name, shape, 0, 2) for name, shape in whole.items()}
         engine.backward(engine((whole, mpu, (0, 0, mpu.get_data_parallel_rank()))))
         engine.step()
         told = engine.optimizer.report()

@@ -11,8 +11,8 @@ from deepspeed.runtime import lr_schedules
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError
+from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_trained_as, by_the_oracle
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, start, train_engine

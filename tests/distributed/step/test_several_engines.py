@@ -14,8 +14,8 @@ from torch import nn
 import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.expected import assert_masters_are, assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_masters_are, assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import (

@@ -15,6 +15,7 @@ from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.network.exchange_rounds import deal
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
+from tests.support.expected import assert_gradients_equal, assert_trained_as, by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
 from tests.support.models import (
     CONV_NET_MATRICES,
@@ -26,7 +27,6 @@ from tests.support.models import (
     token_batch,
     token_loss,
 )
-from tests.support.oracle import assert_gradients_equal, assert_trained_as, by_the_oracle, compared_to
 from tests.support.reference import Recipe, train, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (

@@ -11,8 +11,8 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, masters, whole_states
+from tests.support.expected import assert_masters_are, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.oracle import assert_masters_are, oracle_step, start_oracle
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import (

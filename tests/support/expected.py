@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.rule_registry import rule_of
 from tests.support.checkpoints import masters
-from tests.support.reference import Reference, Run, train, trainable, whole_number_gradients
-from tests.support.training import Net, assert_same_on_all_ranks, recipe_for, relative_error
+from tests.support.reference import Recipe, Reference, Run, train, trainable, whole_number_gradients
+from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, recipe_for, relative_error
 
 
 def by_the_oracle(make: Callable[[], nn.Module] = Net, num_steps: int = 3, **recipe: Any) -> Run:
@@ -65,3 +68,39 @@ def assert_masters_are(engine: Any, expected: Mapping[str, Tensor], bound: float
     """Put together from all ranks, whatever the parameters are rounded to."""
     for name, value in masters(engine).items():
         assert relative_error(value, expected[name]) < bound, name
+
+
+def mean_gradient(name: str, shape: Sequence[int], step: int, num_ranks: int) -> Tensor:
+    """The average over so many ranks of the whole-number gradients of one micro-batch."""
+    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)) / num_ranks
+
+
+def by_its_rule(recipe: Any, name: str, param: Tensor, ranks_of_step: Sequence[int], hyper_of: Callable[[int], Hyper],
+                after: Callable[[int, dict[str, Tensor]], None] = lambda step, state: None) -> Tensor:
+    """A parameter of :class:`Net` after a step on each of so many ranks, by its rule alone, in one piece.
+
+    ``after`` a step its states may be changed.
+    """
+    batch, *matrix = MATRICES.get(name, (0, *param.shape))
+    rule, value = rule_of(recipe), param.detach().clone().view(matrix if batch < 2 else (batch, *matrix))
+    state = rule.init_state(value)
+    for step, num_ranks in enumerate(ranks_of_step):
+        grad = mean_gradient(name, param.shape, step, num_ranks).view(value.shape)
+        rule.update_([value], [grad], [state], hyper_of(step))
+        after(step, state)
+    return value.view(param.shape)
+
+
+def each_alone(module: nn.Module, recipe_of: Callable[[str, Recipe], Recipe], num_steps: int,
+               num_ranks: int) -> dict[str, Tensor]:
+    """Masters by the oracle, each parameter trained on its own, as ``recipe_of`` it and of the whole says."""
+    found = {}
+    for name, param in trainable(module).items():
+        whole = recipe_for(module)
+        matrices = {name: whole.matrices[name]} if name in whole.matrices else {}
+        oracle = Reference({name: param}, recipe_of(name, replace(whole, matrices=matrices)))
+        for step in range(num_steps):
+            oracle.step([[{name: whole_number_gradients(name, param.shape, step, 0, rank)}]
+                         for rank in range(num_ranks)])
+        found[name] = oracle.params[name]
+    return found
