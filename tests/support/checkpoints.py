@@ -54,6 +54,12 @@ def assert_same_run(engine, expected, where="", of=whole_states):
 ONE_FILE = "whole.safetensors"
 
 
+def loaded(engine, folder, **options):
+    """The engine after ``load_checkpoint``."""
+    engine.load_checkpoint(folder, **options)
+    return engine
+
+
 def go_on_from(engine, folder, tag):
     """Load the checkpoint ``tag``, or, where that is None, the one file."""
     if tag is None:

@@ -95,13 +95,15 @@ def start(module, config, **kwargs):
 
 
 def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
-    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step."""
+    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step. Returns the
+    engine."""
     for step in range(first, first + num_steps):
         for micro in range(gas):
             engine.backward(engine((step, micro, dist.get_rank())))
             if check and micro == gas - 1:
                 check(step, reduced_gradients(engine))
             engine.step()
+    return engine
 
 
 def train_engines(engines, num_steps, **options):

@@ -55,8 +55,7 @@ class Wrapped(nn.Module):
 
 def save(module, folder, *, steps=2, **config):
     """Train ``module`` and save it in all forms; returns its engine."""
-    engine = start(module, ds_config(layerwise={"save_universal": True}, **config))
-    train_engine(engine, steps)
+    engine = train_engine(start(module, ds_config(layerwise={"save_universal": True}, **config)), steps)
     engine.save_checkpoint(folder, tag="saved")
     convert(folder / "saved", folder / "converted")
     return engine

@@ -224,8 +224,7 @@ class TestDenseIntoOurs(DistributedTest):
 
     def test_refused_where_states_are_required(self, tmp_path):
         self.written(tmp_path)
-        engine = start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"})), 2)
         before = whole_states(engine)
         with pytest.raises(LayerWiseError, match=r"no state of \S+; set layerwise\.on_missing_state to 'fresh'"):
             engine.load_checkpoint(tmp_path, tag="dense")

@@ -163,8 +163,7 @@ class TestWhatIsWritten(DistributedTest):
             patch.setattr(saving.regular, "check_readable", lambda *_: None)
             patch.setattr(resumed_groups, "described", lambda groups: [
                 {key: value for key, value in group.items() if key != "params"} for group in groups])
-            engine = start(Net(), config)
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(), config), 1)
             engine.optimizer.param_groups[0].update(written, thing=Thing())
             engine.optimizer.configured = []
             engine.save_checkpoint(tmp_path, tag="tag")
@@ -326,8 +325,7 @@ class TestWhatWins(DistributedTest):
     @pytest.mark.parametrize("tag", ["tag", "tag_universal"])
     @pytest.mark.parametrize("wins", [None, "checkpoint", "config"])
     def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
-        old = start(Net(), ds_config(layerwise={"save_universal": True}))
-        train_engine(old, 2)
+        old = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 2)
         old.save_checkpoint(tmp_path, tag="tag")
         capsys.readouterr()
         engine = self.resumed(tmp_path, wins, tag=tag)

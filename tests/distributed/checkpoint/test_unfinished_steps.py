@@ -168,8 +168,7 @@ class TestEveryPoint(DistributedTest):
         assert_as_far(resumed, unbroken)
 
     def test_inside_an_update_it_is_refused_on_every_rank(self, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         update = internals.owned(engine).update
 
         def interrupted(*args, **options):

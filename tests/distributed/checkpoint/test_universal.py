@@ -211,8 +211,7 @@ class TestPartsOfIt(DistributedTest):
         assert_equal_states(whole_states(other), whole_states(engine))
 
     def test_a_scheduler_that_the_checkpoint_does_not_know(self, tmp_path):
-        engine = start(Everything(), ds_config(layerwise={"save_universal": True}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Everything(), ds_config(layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         other = everything()
         before = {name: value.clone() for name, value in other.module.state_dict().items()}

@@ -36,8 +36,7 @@ class TestKeysWithoutEffect(DistributedTest):
         results = []
         for config in (plain, changed):
             module = Net()
-            engine = start(module, config)
-            train_engine(engine, 3, gas=2)
+            engine = train_engine(start(module, config), 3, gas=2)
             assert_same_on_all_ranks(module)
             results.append({name: p.detach().clone() for name, p in module.named_parameters()})
             told = engine.optimizer.describe().replace("\n", " ")

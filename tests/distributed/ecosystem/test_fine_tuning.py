@@ -12,7 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ds_layerwise
 from ds_layerwise.errors import RoutingError, StepError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, whole_states
 from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
 from tests.support.models import token_batch
@@ -142,8 +142,7 @@ class TestLora(DistributedTest):
 
             module = Lora().requires_grad_(True)
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
-            full = start(module, ds_config())
-            full.load_checkpoint(tmp_path, tag=tag, load_module_strict=False)
+            full = loaded(start(module, ds_config()), tmp_path, tag=tag, load_module_strict=False)
             base = before.keys() - FACTORS.keys() - NORM
             assert full.optimizer.fresh_states == dict.fromkeys(base, "no state in the checkpoint")
             found = whole_states(full)
@@ -169,8 +168,7 @@ class TestFrozenBackbone(DistributedTest):
         for stage in (1, 2):
             module = self.make()
             before = frozen(module)
-            engine = start(module, ds_config(clip=5.0, stage=stage))
-            train_engine(engine, 4)
+            engine = train_engine(start(module, ds_config(clip=5.0, stage=stage)), 4)
             assert_trained_as(module, expected)
             assert_equal_states(frozen(module), before)
             layout = engine.optimizer.layout
@@ -180,8 +178,7 @@ class TestFrozenBackbone(DistributedTest):
 
     @pytest.mark.world_size(1)
     def test_unfreezing_in_the_middle_of_a_run_is_an_error(self):
-        engine = start(self.make(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(self.make(), ds_config()), 1)
         engine.module.tall.weight.requires_grad = True
         with pytest.raises(StepError, match="tall.weight was frozen when this engine was made.*resume in a new engine"):
             train_engine(engine, 1)

@@ -98,8 +98,7 @@ class TestCommsLogger(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_saving_goes_on_beside_it(self, class_tmpdir):
-        engine = start(Net(), ds_config(comms_logger={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(comms_logger={"enabled": True})), 1)
         engine.save_checkpoint(class_tmpdir, tag="logged")
         engine.load_checkpoint(class_tmpdir, tag="logged")
         train_engine(engine, 1, first=1)
@@ -141,8 +140,7 @@ class TestObservers(DistributedTest):
                      "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops")}}
         results = []
         for sections in ({}, observers):
-            engine = start(Net(), ds_config(clip=5.0, stage=2, **sections))
-            train_engine(engine, 2)
+            engine = train_engine(start(Net(), ds_config(clip=5.0, stage=2, **sections)), 2)
             results.append(weights(engine.module).clone())
             engine.destroy()
         dist.barrier()

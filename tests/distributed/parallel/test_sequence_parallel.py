@@ -10,7 +10,7 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
 
 from ds_layerwise.errors import ConfigError
-from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, states, whole_states
 from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest, made_once
 from tests.support.models import TINY_GPT_MATRICES, attend, tiny_gpt, token_batch, token_loss
@@ -223,8 +223,7 @@ class TestCheckpoints(DistributedTest):
     @pytest.mark.world_size(2)
     def test_resume_on_fewer_sequences(self, run_of_4):
         """The two ranks stand in for four: each of their micro-batches is the mean of those that the four had."""
-        engine = start(PartOfASequence(), config(stage=2), **sequence_groups("mpu"))
-        engine.load_checkpoint(run_of_4)
+        engine = loaded(start(PartOfASequence(), config(stage=2), **sequence_groups("mpu")), run_of_4)
         saved = whole_states(engine)
         for micro in range(GAS):
             losses = [engine((3, micro, dist.get_rank() + SP * sequence)) for sequence in range(2)]

@@ -12,6 +12,7 @@ from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
+from tests.support.checkpoints import loaded
 from tests.support.expected import mean_gradient
 from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
@@ -206,8 +207,7 @@ class TestCheckpoints(DistributedTest):
         with torch.no_grad():
             for p in module.parameters():
                 p.fill_(7.0)
-        engine = start(module, config, mpu=mpu)
-        engine.load_checkpoint(folder, tag="first")
+        engine = loaded(start(module, config, mpu=mpu), folder, tag="first")
         saved = torch.load(folder / f"expected_{mpu.get_model_parallel_rank()}.pt")
         assert_holds(engine, saved["saved"])
         train_on_whole_numbers(engine, mpu, range(2, 4), rank=0)
@@ -360,8 +360,7 @@ class TestAutoTp(DistributedTest):
     @pytest.mark.world_size(2)
     def test_deepspeeds_converter_puts_the_parts_together(self, run_of_4, tmp_path):
         convert(run_of_4 / "parts", tmp_path / "whole")
-        engine = start(llama(), ds_config())
-        engine.load_checkpoint(tmp_path, tag="whole")
+        engine = loaded(start(llama(), ds_config()), tmp_path, tag="whole")
         one, other = (torch.load(run_of_4 / f"expected_{rank}.pt") for rank in range(2))
         for key, value in everything(engine).items():
             cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]

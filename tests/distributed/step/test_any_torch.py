@@ -8,7 +8,7 @@ from torch.optim import Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -114,16 +114,14 @@ class TestAgainstTheClass(DistributedTest):
     def test_matrices_train_as_in_one_process(self, kind, tmp_path):
         arguments = CLASSES.get(kind, {})
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
-        engine = start(Net(), config(kind, arguments))
-        train_engine(engine, STEPS // 2)
+        engine = train_engine(start(Net(), config(kind, arguments)), STEPS // 2)
         planned = as_json(engine.optimizer.forecast())["memory_bytes"][engine.global_rank]["states"]
         found = sum(value.nbytes for state in internals.states(engine).values() for value in state.values()
                     if value.dim())
         # What has no axes lies on the host, or is a count.
         assert found <= planned <= found + 4 * len(internals.states(engine))
         engine.save_checkpoint(tmp_path)
-        resumed = start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6)), tmp_path)
         assert_equal_states(whole_states(resumed), whole_states(engine))
         train_engines((engine, resumed), STEPS - STEPS // 2, first=STEPS // 2)
         for each in (engine, resumed):
@@ -142,8 +140,7 @@ class TestAgainstTheClass(DistributedTest):
                       "lr_scale": 0.5}]
         given = config(Adafactor, {}, params=scalars, overrides=overrides)
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
-        engine = start(Net(), given)
-        train_engine(engine, STEPS)
+        engine = train_engine(start(Net(), given), STEPS)
         engine.save_checkpoint(tmp_path)
         for name, value in masters(engine).items():
             shape = seen_as(name, value.shape) if name in MATRICES else tuple(value.shape)

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.checkpoints import loaded
 from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest
 from tests.support.reference import LossScale, Recipe, Reference, trainable
@@ -126,8 +127,7 @@ class TestSection(DistributedTest):
         assert engine.skipped_steps == 1 and engine.optimizer.cur_scale == 2.0**15
         folder = str(class_tmpdir / str(stage))
         engine.save_checkpoint(folder)
-        resumed = start(Small(), config)
-        resumed.load_checkpoint(folder)
+        resumed = loaded(start(Small(), config), folder)
         assert resumed.optimizer.loss_scale == 2.0**15
         with pytest.raises(RuntimeError, match="Loss scaling is required"):
             engine(tokens(STEPS, 0, dist.get_rank())).backward()

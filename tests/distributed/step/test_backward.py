@@ -287,8 +287,7 @@ class TestWhenBucketsStart(DistributedTest):
         assert max(waiting) == (most or buckets - 2) and buckets > 4
         waits = f"{engine.optimizer.forecast().waiting / 2**20:.1f} MiB more of gradients that wait"
         assert waits in " ".join(engine.optimizer.describe().replace("│", " ").split())
-        plain = start(Net(), ds_config(stage=2, overlap=False, bucket_numel=1))
-        train_engine(plain, 1)
+        plain = train_engine(start(Net(), ds_config(stage=2, overlap=False, bucket_numel=1)), 1)
         assert torch.equal(weights(engine.module), weights(plain.module))
 
     def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):

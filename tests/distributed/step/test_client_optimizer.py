@@ -15,7 +15,7 @@ from ds_layerwise.checkpoint import record
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
@@ -105,8 +105,7 @@ class TestAgainstOneProcess(DistributedTest):
         assert found <= planned <= 1.02 * found + 4 * len(internals.states(engine))
         engine.save_checkpoint(tmp_path)
         other = Net()
-        resumed = start(other, MADE[kind](other), config(stage=2, bucket_numel=10**6))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(other, MADE[kind](other), config(stage=2, bucket_numel=10**6)), tmp_path)
         assert_equal_states(whole_states(resumed), whole_states(engine))
         expected = in_one_process(MADE[kind], STEPS, dist.get_world_size())
         for each in (engine, resumed):
@@ -215,8 +214,7 @@ class TestAgainstOneProcess(DistributedTest):
     def test_a_checkpoint_of_the_class_by_name_goes_on(self, tmp_path):
         """States belong to the class, however it was given."""
         module = Net()
-        engine = start(module, Adafactor(module.parameters(), lr=0.02))
-        train_engine(engine, 2)
+        engine = train_engine(start(module, Adafactor(module.parameters(), lr=0.02)), 2)
         engine.save_checkpoint(tmp_path)
         again = Net()
         changed = start(again, Adafactor(again.parameters(), lr=0.01), config(
@@ -225,8 +223,7 @@ class TestAgainstOneProcess(DistributedTest):
         assert changed.optimizer.param_groups[0]["lr"] == 0.01 and changed.optimizer.step_count == 2
         assert_equal_states(whole_states(changed), whole_states(engine))
         third = Net()
-        kept = start(third, Adafactor(third.parameters(), lr=0.01))
-        kept.load_checkpoint(tmp_path)
+        kept = loaded(start(third, Adafactor(third.parameters(), lr=0.01)), tmp_path)
         assert kept.optimizer.param_groups[0]["lr"] == 0.02
 
 
@@ -358,13 +355,11 @@ class TestRefusals(DistributedTest):
 
     def test_groups_of_another_class_do_not_go_on(self, tmp_path, capsys):
         module, again = Net(), Net()
-        engine = start(module, AdamW(module.parameters(), lr=0.02))
-        train_engine(engine, 2)
+        engine = train_engine(start(module, AdamW(module.parameters(), lr=0.02)), 2)
         engine.save_checkpoint(tmp_path)
         momentum = SGD(again.parameters(), lr=0.005, momentum=0.9)
         said = {key: value for key, value in momentum.param_groups[0].items() if key != "params"}
-        changed = start(again, momentum, config(layerwise={"on_optimizer_change": "reset"}))
-        changed.load_checkpoint(tmp_path)
+        _changed = loaded(start(again, momentum, config(layerwise={"on_optimizer_change": "reset"})), tmp_path)
         assert {key: value for key, value in momentum.param_groups[0].items() if key != "params"} == said
         if dist.get_rank() == 0:
             assert "was saved by a run with torch.optim:AdamW (states exp_avg, exp_avg_sq, step); the values of this " \

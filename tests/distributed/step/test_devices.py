@@ -127,8 +127,7 @@ class TestDevices(DistributedTest):
 
     def test_training_is_what_it_is_over_gloo(self, tmp_path):
         join(tmp_path / "store")
-        engine = start(Net(), ds_config())
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), ds_config()), 2)
         expected = by_the_oracle(Net, 2)
         for name, param in engine.module.named_parameters():
             if param.requires_grad:

@@ -65,8 +65,7 @@ class TestFamily(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 2, 4], self.save)
 
     def save(self, folder):
-        engine = start(Net(), config())
-        train_engine(engine, HALF)
+        engine = train_engine(start(Net(), config()), HALF)
         engine.save_checkpoint(folder / str(engine.world_size), tag="half")
         train_engine(engine, HALF, first=HALF)
         assert_as_by_the_oracle(engine, [engine.world_size] * 2 * HALF)

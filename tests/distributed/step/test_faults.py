@@ -214,8 +214,7 @@ def train_until_it_ends(how, moment, folder):
     where their sums go from cuts to owners."""
     if moment == "sums":
         plan_in_cuts(pytest.MonkeyPatch())
-    engine = start(Net(), ds_config(bucket_numel=1, stage=2 if moment == "sums" else 1))
-    train_engine(engine, 2)
+    engine = train_engine(start(Net(), ds_config(bucket_numel=1, stage=2 if moment == "sums" else 1)), 2)
 
     def end(*_, **__):
         if how == "is killed":

@@ -261,8 +261,7 @@ class TestBeside(DistributedTest):
         for host in ({}, {"offload_optimizer": {"device": "cpu", "ratio": ratio}}):
             hosted = config("chance")
             hosted["zero_optimization"].update(host)
-            engine = start(Large(), hosted)
-            train_engine(engine, 2)
+            engine = train_engine(start(Large(), hosted), 2)
             for p in engine.module.parameters():
                 p.requires_grad_(p is engine.module.tall.weight)
             engine.backward(engine((2, 0, dist.get_rank())))

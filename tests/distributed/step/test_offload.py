@@ -83,8 +83,7 @@ class TestOffload(DistributedTest):
         assert_equal_states(whole_states(engine), whole_states(plain))
 
     def test_what_needs_it_says_so(self):
-        engine = start(Net(), ds_config(bf16={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 1)
         engine.offload_states(include=[Kind.hp_params])
         for use in (engine.optimizer.step, engine.optimizer.state_dict,
                     lambda: safe_get_full_fp32_param(engine.module.experts)):

@@ -62,8 +62,7 @@ class TestTraining(DistributedTest):
         config = ds_config(gas=2, clip=5.0, bf16={"enabled": True}, **config)
         if offload is not None:
             config["zero_optimization"]["offload_optimizer"] = offload
-        engine = start(Net(), config)
-        train_engine(engine, 3, gas=2)
+        engine = train_engine(start(Net(), config), 3, gas=2)
         engine.optimizer.wait_for_params()
         found = weights(engine.module).cpu()
         assert_same_on_all_ranks(engine.module)

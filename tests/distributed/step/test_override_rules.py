@@ -12,7 +12,7 @@ from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.tools.dry_run import DryRun
-from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
 from tests.support.expected import each_alone
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
@@ -123,8 +123,7 @@ class TestRules(DistributedTest):
         engine.save_checkpoint(tmp_path)
         # The checkpoint's lr wins, and with it what rates are counted from.
         given = config(lr=0.012, muon_lr=0.08)
-        other = start(model(), given, overrides=IN_PYTHON)
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(model(), given, overrides=IN_PYTHON), tmp_path)
         for each in (engine, other):
             train_scheduled(each, 2, first=2)
         assert_equal_states(whole_states(other), whole_states(engine))

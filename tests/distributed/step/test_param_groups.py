@@ -39,8 +39,7 @@ class TestHyperParameters(DistributedTest):
 
     def test_the_state_of_a_parameter_is_what_this_rank_owns_of_it(self):
         for stage in (1, 2):
-            engine = start(Net(), ds_config(stage=stage))
-            train_engine(engine, 2)
+            engine = train_engine(start(Net(), ds_config(stage=stage)), 2)
             engine.empty_partition_cache()
             mine = {}
             for name, param in trainable(engine.module).items():

@@ -45,8 +45,7 @@ class TestFreezing(DistributedTest):
 
     def test_what_was_frozen_at_the_start_has_no_optimizer(self):
         for stage in (1, 2):
-            engine = start(Net(frozen=True), ds_config(stage=stage))
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(frozen=True), ds_config(stage=stage)), 1)
             engine.module.tall.weight.requires_grad_()
             with pytest.raises(StepError, match="tall.weight was frozen when this engine was made"):
                 train_engine(engine, 1, first=1)
@@ -119,8 +118,7 @@ class TestReplaced(DistributedTest):
         for change, message in ((recast, "square.weight was replaced since"), (move, "tall.weight was replaced since"),
                                 (assign, "experts was replaced since"),
                                 (give_a_gradient, "experts.grad was set after the gradients were reduced")):
-            engine = start(Net(tied=True), ds_config(stage=stage))
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(tied=True), ds_config(stage=stage)), 1)
             engine.backward(engine((1, 0, dist.get_rank())))
             change(engine)
             with pytest.raises(StepError, match=message):

@@ -140,8 +140,7 @@ class TestNorm(DistributedTest):
         assert decision.norm < 1e-5 and decision.factor == pytest.approx(1e-6 / (decision.norm + 1e-6))
 
     def test_it_is_a_tensor_as_stock_has_it(self):
-        engine = start(Net(), ds_config(clip=1.0))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(clip=1.0)), 1)
         norm = engine.get_global_grad_norm()
         assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, device().type)
 
@@ -154,8 +153,7 @@ class TestNorm(DistributedTest):
     def test_it_need_not_be_computed(self):
         config = ds_config(clip=0.0)
         config["zero_optimization"]["compute_grad_norm"] = False
-        engine = start(Net(), config)
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), config), 1)
         assert engine.get_global_grad_norm() is None
 
     def test_sums_instead_of_means(self):

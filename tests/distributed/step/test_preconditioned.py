@@ -74,8 +74,7 @@ class TestPreconditioned(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 2, 4], self.save)
 
     def save(self, folder):
-        engine = start(Net(), config(layerwise={"save_universal": True}))
-        train_engine(engine, STEPS // 2)
+        engine = train_engine(start(Net(), config(layerwise={"save_universal": True})), STEPS // 2)
         folder = folder / str(engine.world_size)
         engine.save_checkpoint(folder, tag="regular")
         expected = whole_states(engine)
@@ -132,8 +131,7 @@ class TestPreconditioned(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_what_has_no_eigenvectors_is_named_on_all_ranks(self, monkeypatch, tmp_path):
-        engine = start(Net(), config([], {**PARAMS, "precondition_frequency": 1}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), config([], {**PARAMS, "precondition_frequency": 1})), 1)
         engine.save_checkpoint(tmp_path)
         mine = {piece.name for piece in internals.pieces(engine)} & MATRICES.keys()
 

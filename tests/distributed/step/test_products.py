@@ -25,8 +25,7 @@ def measured(monkeypatch, *speeds):
 
 
 def trained(ns_dtype):
-    engine = start(Net(), ds_config(params={"ns_dtype": ns_dtype}))
-    train_engine(engine, 2)
+    engine = train_engine(start(Net(), ds_config(params={"ns_dtype": ns_dtype})), 2)
     return engine
 
 

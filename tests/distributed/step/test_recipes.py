@@ -8,7 +8,7 @@ import torch
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.expected import each_alone, mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, train, trainable
@@ -80,14 +80,12 @@ class TestOverrides(DistributedTest):
     def test_each_parameter_trains_as_its_recipe_says(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"overrides": OVERRIDES})
         expected = by_the_oracle(Net())
-        engine = start(Net(), config)
-        train_engine(engine, STEPS)
+        engine = train_engine(start(Net(), config), STEPS)
         for name, value in masters(engine).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
         # A checkpoint has states of four families, and goes on.
         engine.save_checkpoint(tmp_path)
-        other = start(Net(), config)
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(Net(), config), tmp_path)
         assert_equal_states(whole_states(other), whole_states(engine))
         train_engines((engine, other), 2, first=STEPS)
         assert_equal_states(whole_states(other), whole_states(engine))

@@ -177,8 +177,7 @@ class TestThreshold(DistributedTest):
 
     def test_exactly_at_it_is_not_above(self):
         norm = norm_of(averages(0, 2))
-        engine = start(Net(), ds_config(layerwise={"grad_norm_skip_threshold": norm}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"grad_norm_skip_threshold": norm})), 1)
         assert engine.skipped_steps == 0
 
 
@@ -249,8 +248,7 @@ class TestUpdates(DistributedTest):
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4)
 
     def test_an_update_that_fails_on_one_rank_leaves_nobody_waiting(self):
-        engine = start(Net(), ds_config(layerwise={"monitor": {"update_rms": True}}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"monitor": {"update_rms": True}})), 1)
         before, last = engine.optimizer.report(), dist.get_world_size() - 1
         if dist.get_rank() == last:
             def fail(*_args, **_more):
@@ -305,8 +303,7 @@ class TestMonitor(DistributedTest):
                       "monitor": {"update_rms": True, "momentum_norm": True}, "grad_norm_skip_threshold": 1e9}
         for layerwise in ({}, {"monitor": {"update_rms": True, "momentum_norm": True, "every": 50},
                                "grad_norm_skip_threshold": 1e9}, everything):
-            engine = start(Net(), ds_config(clip=3.0, layerwise=layerwise))
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(), ds_config(clip=3.0, layerwise=layerwise)), 1)
             engine.backward(engine((1, 0, dist.get_rank())))
             with Counting() as counting:
                 engine.step()

@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise.cli import main
-from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, train, whole_number_loss
 from tests.support.rooms import rooms
@@ -52,15 +52,13 @@ class TestScalars(DistributedTest):
 
     def test_in_checkpoints(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True}, bf16={"enabled": True})
-        saved = start(Clip(), config)
-        train_engine(saved, 2)
+        saved = train_engine(start(Clip(), config), 2)
         saved.save_checkpoint(tmp_path, tag="saved")
         # DeepSpeed's converter joins the parts of a parameter along an axis, and knows none without.
         on_rank_0(lambda: main(["to-universal", str(tmp_path / "saved"), str(tmp_path / "converted")]))
         expected = whole_states(saved)
         for tag in ("saved", "saved_universal", "converted"):
-            engine = start(Clip(), config)
-            engine.load_checkpoint(tmp_path, tag=tag)
+            engine = loaded(start(Clip(), config), tmp_path, tag=tag)
             assert_equal_states(whole_states(engine), expected, tag)
             assert engine.module.logit_scale.shape == ()
             assert torch.equal(engine.module.logit_scale, saved.module.logit_scale)

@@ -11,6 +11,7 @@ from deepspeed.runtime import lr_schedules
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError
+from tests.support.checkpoints import loaded
 from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
@@ -169,8 +170,7 @@ class TestSchedulers(DistributedTest):
         train_engine(engine, 2)
         engine.save_checkpoint(tmp_path)
         engine.destroy()
-        resumed = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0)), tmp_path)
         train_engine(resumed, 2, first=2)
         recipe = replace(recipe_for(Net(), clip=1.0), matrices={})
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
@@ -193,8 +193,7 @@ class TestSchedulers(DistributedTest):
 
     def test_overrides_reach_the_update(self):
         layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
-        engine = start(Net(), ds_config(layerwise=layerwise))
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(layerwise=layerwise)), 3)
         names = trainable(Net())
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe_for(
             Net(), wd={n: 0.0 for n in names if n.endswith(".bias")}, lr={"tall.weight": 0.01, "tall.bias": 0.0015}), 3)
@@ -229,8 +228,7 @@ class TestRegistration(DistributedTest):
         ds_layerwise.unregister()
         assert patched() == before
         ds_layerwise.unregister()
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         assert dist.get_world_size() == 1 and engine.global_steps == 1
 
     def test_other_optimizers_are_built_as_ever(self):

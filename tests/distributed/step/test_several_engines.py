@@ -44,8 +44,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
     def test_the_new_one_trains_and_the_old_one_says_so(self, stage, precision, late, tmp_path):
         module, sections = Net(), BF16 if precision == "bf16" else {}
         config = ds_config(stage=stage, layerwise={"overlap_param_gather": late}, **sections)
-        old = start(module, config)
-        train_engine(old, 2)
+        old = train_engine(start(module, config), 2)
         loss = old((2, 0, dist.get_rank()))
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         new, gas = start(module, ds_config(stage=stage, gas=2, **sections)), 2

@@ -97,8 +97,7 @@ class TestShardedCheckpoints(DistributedTest):
 
     def save(self, folder):
         for name in ("narrow", "codes"):
-            engine = start(Net(), ds_config(**self.changes, **getattr(self, name)))
-            train_engine(engine, 3)
+            engine = train_engine(start(Net(), ds_config(**self.changes, **getattr(self, name))), 3)
             dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(folder / name))
             expected = whole_states(engine)
             if engine.global_rank == 0:

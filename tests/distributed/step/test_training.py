@@ -157,8 +157,7 @@ class TestInvariance(DistributedTest):
 
     def trained(self, config):
         module = Net(odd=True)
-        engine = start(module, config)
-        train_engine(engine, 6, gas=2)
+        engine = train_engine(start(module, config), 6, gas=2)
         result = {name: p.clone() for name, p in engine.module.state_dict().items()}
         assert_same_on_all_ranks(module)
         engine.destroy()
@@ -324,8 +323,7 @@ class TestMoreRanksThanMatrices(DistributedTest):
         recipe = Recipe(matrices={"0.weight": (1, 4, 6)}, world_size=4, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1)
         torch.manual_seed(0)
         expected = train(lambda: nn.Sequential(nn.Linear(6, 4)), lambda *place: place, whole_number_loss, recipe, 5)
-        engine = start(module, ds_config())
-        train_engine(engine, 5, check=compared_to(expected))
+        engine = train_engine(start(module, ds_config()), 5, check=compared_to(expected))
         assert_trained_as(module, expected)
         assert "3 of 4 ranks own no matrix" in engine.optimizer.describe()
 

@@ -10,7 +10,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, assert_same_run, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, masters, whole_states
 from tests.support.expected import assert_masters_are, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
@@ -105,8 +105,7 @@ class TestWeights(DistributedTest):
     @pytest.mark.parametrize("way", ["load_state_dict", "foreach"])
     def test_what_one_rank_writes_alone_is_an_error_on_all(self, way):
         stage, dtype = {"load_state_dict": (1, torch.bfloat16), "foreach": (2, torch.float32)}[way]
-        engine = start(Net(), written_config(stage, 0, dtype))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), written_config(stage, 0, dtype)), 1)
         before = masters(engine)
         values = {"square.weight": engine.module.square.weight.detach() * -0.5}
         if dist.get_rank() == 1:
@@ -137,14 +136,12 @@ class TestWeights(DistributedTest):
         assert out.getvalue().count("float32 masters followed") == (dist.get_rank() == 0)
 
     def test_what_is_written_is_read_and_saved(self, tmp_path):
-        engine = start(Net(), written_config(1, 0.5, torch.bfloat16))
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), written_config(1, 0.5, torch.bfloat16)), 2)
         written = {name: (p * -0.5).add(0.01) for name, p in trainable(engine.module).items()}
         write_data(engine.module, written)
         assert torch.equal(safe_get_full_fp32_param(engine.module.experts), written["experts"].float())
         engine.save_checkpoint(str(tmp_path))
-        other = start(Net(), written_config(1, 0, torch.bfloat16))
-        other.load_checkpoint(str(tmp_path))
+        other = loaded(start(Net(), written_config(1, 0, torch.bfloat16)), str(tmp_path))
         for name, value in masters(other).items():
             assert torch.equal(value, written[name].float()), name
             assert torch.equal(other.module.get_parameter(name), written[name]), name
@@ -179,8 +176,7 @@ class TestWeights(DistributedTest):
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_nothing_is_saved_while_the_memory_of_an_average_is_swapped_in(self, dtype, tmp_path):
-        engine = start(Net(), written_config(1, 0, dtype))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), written_config(1, 0, dtype)), 1)
         param = engine.module.square.weight
         kept, param.data = param.data, param.detach() * 0.5
         for save in (lambda: engine.save_checkpoint(str(tmp_path), tag="swapped"),
