@@ -68,6 +68,22 @@ def cosine(engine):
     return LambdaLR(engine, lambda step: 0.5 * (1 + np.cos(0.2 * step)))
 
 
+@pytest.mark.parametrize("before, now, after", [
+    (Path("/b"), Path("/a"), Path("/b")), (Kind.SLOW, Kind.FAST, Kind.SLOW),
+    ([Kind.SLOW], [Kind.FAST], [Kind.SLOW]),
+    (Pair(1, Kind.SLOW), Pair(2, Path("/b")), Pair(1, Path("slow"))), ((1, 2, "c"), Pair(3, 4), (1, 2, "c")),
+    ({Kind.SLOW: 1, "b": "fast"}, {Kind.SLOW: 3, "b": Kind.SLOW}, {Kind.SLOW: 1, "b": Kind.FAST}),
+    (Flags.A | Flags.C, Flags.B, Flags.A | Flags.C), ("other", Kind.FAST, "other"), (1.0, 1, 1.0),
+    (torch.ones(2), [Kind.FAST], torch.ones(2)), ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2)]),
+    (np.float64(0.5), Thing(), 0.5),
+])
+def test_a_value_is_as_what_the_run_has_there(before, now, after):
+    found = like(now, plain(before, "it"))
+    assert type(found) is type(after) and repr(found) == repr(after)
+    if not isinstance(now, (Thing, list)):
+        assert like(now, plain(now, "it")) is now
+
+
 class TestWhatIsWritten(DistributedTest):
     def test_a_schedule_of_numpy_resumes_bit_for_bit(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True})
@@ -92,21 +108,6 @@ class TestWhatIsWritten(DistributedTest):
         for key, (_, expected) in VALUES.items():
             found = resumed.optimizer.param_groups[0][key]
             assert found == expected and type(found) is type(expected), key
-
-    @pytest.mark.parametrize("before, now, after", [
-        (Path("/b"), Path("/a"), Path("/b")), (Kind.SLOW, Kind.FAST, Kind.SLOW),
-        ([Kind.SLOW], [Kind.FAST], [Kind.SLOW]),
-        (Pair(1, Kind.SLOW), Pair(2, Path("/b")), Pair(1, Path("slow"))), ((1, 2, "c"), Pair(3, 4), (1, 2, "c")),
-        ({Kind.SLOW: 1, "b": "fast"}, {Kind.SLOW: 3, "b": Kind.SLOW}, {Kind.SLOW: 1, "b": Kind.FAST}),
-        (Flags.A | Flags.C, Flags.B, Flags.A | Flags.C), ("other", Kind.FAST, "other"), (1.0, 1, 1.0),
-        (torch.ones(2), [Kind.FAST], torch.ones(2)), ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2)]),
-        (np.float64(0.5), Thing(), 0.5),
-    ])
-    def test_a_value_is_as_what_the_run_has_there(self, before, now, after):
-        found = like(now, plain(before, "it"))
-        assert type(found) is type(after) and repr(found) == repr(after)
-        if not isinstance(now, (Thing, list)):
-            assert like(now, plain(now, "it")) is now
 
     def test_a_learning_rate_in_a_tensor_stays_in_it(self, tmp_path):
         engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())

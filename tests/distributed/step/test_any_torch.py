@@ -176,21 +176,24 @@ class TestAgainstTheClass(DistributedTest):
         assert_equal_states(whole_states(other), whole_states(engine))
 
 
+#: Settings, and what is said of them.
+REFUSED = [
+    ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
+    ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
+    ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
+    ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
+    ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
+    ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
+    ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
+    ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
+    ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
+    ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
+    ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
+]
+
+
 class TestRefusals(DistributedTest):
-    @pytest.mark.parametrize("params, message", [
-        ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
-        ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
-        ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
-        ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
-        ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
-        ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
-        ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
-        ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
-        ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
-        ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
-        ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
-    ])
-    def test_what_cannot_be_right_is_refused(self, params, message):
-        given = config(Adafactor, {}, params=params)
-        with pytest.raises((ConfigError, RoutingError), match=message):
-            start(Net(), given)
+    def test_what_cannot_be_right_is_refused(self):
+        for params, message in REFUSED:
+            with pytest.raises((ConfigError, RoutingError), match=message):
+                start(Net(), config(Adafactor, {}, params=params))
