@@ -9,6 +9,7 @@ import torch
 
 from ds_layerwise.checkpoint.formats import headers, single_file
 from tests.support import internals
+from tests.support.training import weights
 
 
 def states(engine):
@@ -42,8 +43,21 @@ def assert_equal_states(found, expected, where=""):
         assert torch.equal(found[key], value), (where, key)
 
 
+def assert_same_run(engine, expected, where="", of=whole_states):
+    """Two engines have the same weights, and the same masters and states, or ``of`` them what that gives, bit for bit.
+    """
+    assert_equal_states(of(engine), of(expected), where)
+    assert torch.equal(weights(engine.module), weights(expected.module)), where
+
+
 #: Of the one file of whole parameters, in the folder where a test saves.
 ONE_FILE = "whole.safetensors"
+
+
+def loaded(engine, folder, **options):
+    """The engine after ``load_checkpoint``."""
+    engine.load_checkpoint(folder, **options)
+    return engine
 
 
 def go_on_from(engine, folder, tag):

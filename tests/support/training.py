@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import deepspeed.comm as dist
+import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 import ds_layerwise
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from tests.support import internals
@@ -74,6 +76,12 @@ def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, stage=1, layer
     }
 
 
+BF16 = {"bf16": {"enabled": True}}
+
+#: Sections of a config, by the fixture ``precision``.
+PRECISIONS = {"fp32": {}, "bf16": BF16}
+
+
 def allow_fp16():
     """Let the engine train in fp16 on a CPU without fp16 matrix units, where DeepSpeed refuses it as too slow."""
     accelerator = get_accelerator()
@@ -87,13 +95,28 @@ def start(module, config, **kwargs):
 
 
 def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
-    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step."""
+    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step. Returns the
+    engine."""
     for step in range(first, first + num_steps):
         for micro in range(gas):
             engine.backward(engine((step, micro, dist.get_rank())))
             if check and micro == gas - 1:
                 check(step, reduced_gradients(engine))
             engine.step()
+    return engine
+
+
+def train_engines(engines, num_steps, **options):
+    """Several, one after the other."""
+    for engine in engines:
+        train_engine(engine, num_steps, **options)
+
+
+def raises_on_rank_1(kind, message):
+    """As pytest.raises, of what rank 1 finds: the others raise that it failed, and of what."""
+    if dist.get_rank() == 1:
+        return pytest.raises(kind, match=f"^{message}")
+    return pytest.raises(LayerWiseError, match=f"rank 1 failed: {kind.__name__}: {message}")
 
 
 def reduced_gradients(engine):

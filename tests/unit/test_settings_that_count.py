@@ -245,10 +245,11 @@ IN_ENGINES = {
     "rounding_seed": "distributed/step/test_kept_states.py", "batch_matrices": "distributed/step/test_batches.py",
     "save_universal": "distributed/checkpoint/test_save_options.py",
     "fsync": "distributed/checkpoint/test_save_options.py", "max_waiting_buckets": "distributed/step/test_backward.py",
-    "on_missing_state": "distributed/checkpoint/test_changes.py",
-    "on_optimizer_change": "distributed/checkpoint/test_changes.py",
+    "on_missing_state": "distributed/checkpoint/test_changed_since_save.py",
+    "on_optimizer_change": "distributed/checkpoint/test_changed_since_save.py",
     "on_hyper_change": "distributed/checkpoint/test_resumed_groups.py",
-    "rename": "distributed/checkpoint/test_changes.py", "client_optimizer": "distributed/step/test_client_optimizer.py",
+    "rename": "distributed/checkpoint/test_changed_since_save.py",
+    "client_optimizer": "distributed/step/test_client_optimizer.py",
     "qk_clip": "distributed/step/test_qk_clip.py", "log_max_attention_logit": "distributed/step/test_qk_clip.py",
     "dump_param_map": "distributed/step/test_override_rules.py"}
 

@@ -18,7 +18,7 @@ from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("recipe", "recipe_registry", "rule_registry", "record", "regular", "universal", "reshard",
@@ -143,6 +143,5 @@ class TestAnyState(DistributedTest):
             "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": ratio}})
         held = hosted.optimizer.forecast().memory[hosted.global_rank]
         assert sum(t.nbytes for t in internals.host_tensors(hosted)) == held.host
-        for engine in (plain, hosted):
-            train_engine(engine, 3)
+        train_engines((plain, hosted), 3)
         assert_equal_states(whole_states(hosted), whole_states(plain))

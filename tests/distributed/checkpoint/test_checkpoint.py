@@ -15,10 +15,11 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME
 from ds_layerwise.checkpoint.formats import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, masters, on_rank_0, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
+    PRECISIONS,
     Net,
     allow_fp16,
     ds_config,
@@ -69,15 +70,12 @@ class TestResume(DistributedTest):
         assert torch.equal(micro_batches(resumed, repeated, end, gas=gas)[gas:], expected)
         for each in (engine, resumed):
             each.optimizer.wait_for_params()
-        assert torch.equal(weights(resumed.module), weights(engine.module))
-        assert_equal_states(states(resumed), states(engine))
+        assert_same_run(resumed, engine, of=states)
         assert resumed.get_lr() == engine.get_lr() and resumed.global_steps == engine.global_steps == 20
 
 
 class TestInsideAStep(DistributedTest):
     """A checkpoint is of the last update; see also ``test_unfinished_steps.py``."""
-
-    world_size = 2
 
     def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
         engine, other = start(Net(), ds_config()), start(Net(), ds_config())
@@ -96,21 +94,19 @@ class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
     thorough_on = (1,)
 
-    @pytest.mark.parametrize("variant", [{}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    def test_zero_to_fp32_gives_the_masters(self, variant, precision, tmp_path):
-        engine = start(Net(**variant), ds_config(**({"bf16": {"enabled": True}} if precision == "bf16" else {})))
-        train_engine(engine, 3)
-        engine.save_checkpoint(tmp_path)
-        expected = masters(engine)
-        script = SourceFileLoader("dropped", str(tmp_path / "zero_to_fp32.py")).load_module()
-        found = script.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
-        held = engine.module.state_dict(keep_vars=True)
-        assert found.keys() == held.keys()
-        names = {id(p): name for name, p in engine.module.named_parameters()}
-        for name, value in held.items():
-            master = expected.get(names[id(value)], value.detach().float())
-            assert torch.equal(found[name].float(), master.view(value.shape)), name
+    def test_zero_to_fp32_gives_the_masters(self, precision, tmp_path):
+        for variant in ({}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}):
+            engine = train_engine(start(Net(**variant), ds_config(**PRECISIONS[precision])), 3)
+            engine.save_checkpoint(tmp_path)
+            expected = masters(engine)
+            script = SourceFileLoader("dropped", str(tmp_path / "zero_to_fp32.py")).load_module()
+            found = script.get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
+            held = engine.module.state_dict(keep_vars=True)
+            assert found.keys() == held.keys()
+            names = {id(p): name for name, p in engine.module.named_parameters()}
+            for name, value in held.items():
+                master = expected.get(names[id(value)], value.detach().float())
+                assert torch.equal(found[name].float(), master.view(value.shape)), name
 
     def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
         """What the script makes of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
@@ -121,8 +117,7 @@ class TestDeepSpeedsTools(DistributedTest):
         assert stock.module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
 
     def test_the_converter_finds_every_state(self, tmp_path):
-        engine = start(Net(), ds_config(bf16={"enabled": True}))
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 3)
         engine.save_checkpoint(tmp_path, tag="saved")
         expected = masters(engine)
         if dist.get_rank() == 0:
@@ -145,11 +140,8 @@ class TestDeepSpeedsTools(DistributedTest):
 
 
 class TestRefusedLoads(DistributedTest):
-    world_size = 2
-
     def saved(self, folder):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(folder, tag="tag")
         dist.barrier()
         return folder / "tag"
@@ -183,8 +175,7 @@ class TestRefusedLoads(DistributedTest):
 
     def test_files_of_two_saves(self, tmp_path):
         folder = self.saved(tmp_path)
-        engine = start(Net(), ds_config())
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), ds_config()), 2)
         engine.save_checkpoint(tmp_path, tag="later")
         name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         on_rank_0(lambda: (folder / name).write_bytes((tmp_path / "later" / name).read_bytes()))
@@ -202,8 +193,7 @@ class TestRefusedLoads(DistributedTest):
         self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")
 
     def test_weights_alone_can_always_be_loaded(self, tmp_path):
-        engine = start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True})), 1)
         engine.save_checkpoint(tmp_path)
         other = start(Net(), ds_config(bucket_numel=10**9, bf16={"enabled": True}))
         other.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=True)
@@ -213,8 +203,6 @@ class TestRefusedLoads(DistributedTest):
 
 
 class TestWhatIsLoaded(DistributedTest):
-    world_size = 2
-
     def test_the_loss_scale_goes_on_from_where_it_was(self, tmp_path):
         allow_fp16()
         config = ds_config(fp16={"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "loss_scale_window": 3})
@@ -223,8 +211,7 @@ class TestWhatIsLoaded(DistributedTest):
         engine.step()
         assert engine.optimizer.loss_scale == 8
         engine.save_checkpoint(tmp_path)
-        resumed = start(Net(), config)
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), config), tmp_path)
         for step in range(5):
             assert resumed.optimizer.loss_scale == engine.optimizer.loss_scale
             train_engine(engine, 1, first=step)
@@ -244,8 +231,7 @@ class TestWhatIsLoaded(DistributedTest):
 
     def test_what_is_saved_shares_the_memory_of_what_is_trained(self):
         """A copy of all masters and states would not fit beside them."""
-        engine = start(Net(), ds_config(bf16={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 1)
         saved = engine.optimizer.state_dict()
         live = {t.data_ptr() for p in internals.records(engine) for t in (p.master, *p.state.values())}
         held = [*saved["single_partition_of_fp32_groups"],
@@ -257,18 +243,15 @@ class TestWhatIsLoaded(DistributedTest):
     def test_masters_come_from_the_weights_where_the_config_says_so(self, tmp_path):
         config = ds_config(bf16={"enabled": True})
         config["zero_optimization"]["load_from_fp32_weights"] = False
-        engine = start(Net(), config)
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), config), 2)
         engine.save_checkpoint(tmp_path)
-        resumed = start(Net(), config)
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), config), tmp_path)
         for name, value in masters(resumed).items():
             assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
 
     @pytest.mark.parametrize("alone", [{"load_optimizer_states": False}, {"load_module_only": True}])
     def test_weights_alone_are_those_of_the_model_and_masters_where_the_files_are_universal(self, alone, tmp_path):
-        engine = start(Net(), ds_config(bf16={"enabled": True}, layerwise={"save_universal": True}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True}, layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         expected = masters(engine)
         other = start(Net(), ds_config())
@@ -286,8 +269,7 @@ class TestWhatIsLoaded(DistributedTest):
         assert dist.get_rank() == 0 or any(starts.values())
 
     def test_nothing_to_load_changes_nothing(self, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         before = weights(engine.module)
         assert engine.load_checkpoint(tmp_path / "missing") == (None, None)
         assert torch.equal(weights(engine.module), before)
@@ -301,12 +283,9 @@ class TestWhatIsLoaded(DistributedTest):
 
 
 class TestRefusedOptimizers(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("saved, wanted", [("adam", "lion"), ("lion", "adamw"), ("sgd", "adamw")])
     def test_another_optimizer_is_refused_before_anything_is_taken_over(self, saved, wanted, tmp_path):
-        engine = start(Net(), ds_config(params={"scalar_optimizer": saved}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), ds_config(params={"scalar_optimizer": saved})), 2)
         engine.save_checkpoint(tmp_path)
         other = start(Net(), ds_config(params={"scalar_optimizer": wanted}))
         with pytest.raises(LayerWiseError, match=f"updated by {saved}.*this run updates it by .*on_optimizer_change"):

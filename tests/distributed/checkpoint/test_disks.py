@@ -21,7 +21,7 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
 from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import disks
-from tests.support.checkpoints import assert_equal_states, on_rank_0, states
+from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, states
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
@@ -43,19 +43,15 @@ def impatient(monkeypatch):
 
 
 class TestOneDisk(DistributedTest):
-    world_size = 2
-
     def saved(self, folder):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(folder, tag="tag")
         return engine, states(engine)
 
     def assert_the_first_is_there(self, folder, first):
         dist.barrier()
         assert names_in(folder) == {"tag", "latest"}
-        other = start(Net(), ds_config())
-        other.load_checkpoint(folder)
+        other = loaded(start(Net(), ds_config()), folder)
         assert other.global_steps == 1
         assert_equal_states(states(other), first)
 
@@ -105,8 +101,7 @@ class TestOneDisk(DistributedTest):
 
         monkeypatch.setattr(disks, "check_arrived", late)
         engine.save_checkpoint(tmp_path, tag="tag")
-        other = start(Net(), ds_config())
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(Net(), ds_config()), tmp_path)
         assert_equal_states(states(other), states(engine))
 
     def test_a_file_that_is_gone_before_its_rank_is_done(self, tmp_path, monkeypatch):
@@ -139,8 +134,7 @@ class TestOneDisk(DistributedTest):
         self.assert_the_first_is_there(tmp_path, first)
 
     def test_a_link_and_a_relative_path_and_a_process_that_moves_on(self, tmp_path, monkeypatch):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         on_rank_0(lambda: ((tmp_path / "disk").mkdir(), (tmp_path / "link").symlink_to(tmp_path / "disk")))
         monkeypatch.chdir(tmp_path)
         on_rank_0((tmp_path / "elsewhere").mkdir)
@@ -153,14 +147,11 @@ class TestOneDisk(DistributedTest):
         assert (tmp_path / "link").is_symlink() and not names_in(tmp_path / "elsewhere")
         for tag in ("tag", "again"):
             Manifest.read(tmp_path / "disk" / tag).check(tmp_path / "disk" / tag)
-            other = start(Net(), ds_config())
-            other.load_checkpoint(tmp_path / "disk", tag=tag)
+            other = loaded(start(Net(), ds_config()), tmp_path / "disk", tag=tag)
             assert_equal_states(states(other), states(engine))
 
 
 class TestWhatIsLoaded(DistributedTest):
-    world_size = 2
-
     def saved(self, folder):
         engine = start(Net(), ds_config())
         for step in range(2):
@@ -399,8 +390,7 @@ SCRIPT = """
     deepspeed.init_distributed("gloo")
     assert os.environ["LOCAL_RANK"] == "0" and os.environ["CROSS_RANK"] == os.environ["RANK"]
     disks.PATIENCE = 0.2
-    engine = start(Net(), ds_config())
-    train_engine(engine, 1)
+    engine = train_engine(start(Net(), ds_config()), 1)
     try:
         engine.save_checkpoint("saved")
         raise SystemExit("saved in two places as if it were one")

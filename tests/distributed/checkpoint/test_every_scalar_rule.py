@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.recipes.base.recipe import WeightDecayMethod
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
 from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
 from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.expected import by_its_rule
 from tests.support.harness import DistributedTest, made_once
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
 pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon_family",
                    "muon_recipes", "decay", "routes", "record", "reshard", "param_groups")
@@ -67,23 +67,18 @@ def train(engine, steps):
         train_engine(engine, 1, first=step)
 
 
-def by_the_oracle(ranks_of_step):
+def by_the_rules(ranks_of_step):
     """Masters after as many steps as ``ranks_of_step`` has, each with so many ranks."""
     found = {}
     for name, param in trainable(Net()).items():
-        matrix = param.dim() > 1 and name != "embed.weight" and name != "head.weight"
-        recipe = OVERRIDES.get(name, MUON if matrix else AdamW())
-        shape = (param.shape[0], -1) if param.dim() == 4 else param.shape
-        value = param.detach().clone().view(shape)
-        rule, group = rule_of(recipe), {"weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
-        state = rule.init_state(value)
-        for step, ranks in enumerate(ranks_of_step):
+        recipe = OVERRIDES.get(name, MUON if name in MATRICES else AdamW())
+        group = {"lr": 0.003, "weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
+
+        def hyper_of(step, group=group, recipe=recipe):
             group |= {key: each if key == "betas" else float(each) for key, each in SCHEDULE[step].items()}
-            rate = group.get("lr", 0.003) * (0.02 / 0.003 if recipe.whole else 1.0)
-            hyper = Hyper(lr=rate, **{key: each for key, each in group.items() if key != "lr"})
-            grad = sum(whole_number_gradients(name, param.shape, step, 0, rank) for rank in range(ranks)) / ranks
-            rule.update_([value], [grad.view(value.shape)], [state], hyper)
-        found[name] = value.view(param.shape)
+            return Hyper(**{**group, "lr": group["lr"] * (0.02 / 0.003 if recipe.whole else 1.0)})
+
+        found[name] = by_its_rule(recipe, name, param, ranks_of_step, hyper_of)
     return found
 
 
@@ -106,7 +101,7 @@ class TestEveryRule(DistributedTest):
         engine = engine_of()
         train(engine, range(SAVED))
         engine.save_checkpoint(folder, tag="regular")
-        assert_masters(engine, by_the_oracle([2] * SAVED))
+        assert_masters(engine, by_the_rules([2] * SAVED))
         expected = whole_states(engine)
         if engine.global_rank == 0:
             torch.save(expected, folder / "expected.pt")
@@ -122,7 +117,7 @@ class TestEveryRule(DistributedTest):
         assert tuple(group["betas"]) == (0.7, 0.9)
         train(engine, range(SAVED, len(SCHEDULE)))
         ranks = engine.world_size
-        assert_masters(engine, by_the_oracle([2] * SAVED + [ranks] * (len(SCHEDULE) - SAVED)))
+        assert_masters(engine, by_the_rules([2] * SAVED + [ranks] * (len(SCHEDULE) - SAVED)))
 
     @pytest.mark.world_size(2)
     def test_the_table_and_the_list_say_how_weights_decay(self):

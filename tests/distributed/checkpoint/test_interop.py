@@ -13,7 +13,7 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.support.training import BF16, PRECISIONS, Net, assert_same_on_all_ranks, ds_config, start, train_engine
 from tests.support.universal import (
     MATRICES,
     convert,
@@ -26,7 +26,6 @@ from tests.support.universal import (
 
 pytestmark = rooms("universal", "regular", "reshard")
 
-BF16 = {"bf16": {"enabled": True}}
 
 
 def names_in(states):
@@ -145,7 +144,6 @@ class TestOursIntoStock(DistributedTest):
             torch.save(states, folder / "expected.pt")
 
     @pytest.mark.world_size([1, 2])
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("form", ["converted", "saved_universal"])
     def test_load(self, form, stage, run_of_3, tmp_path):
         expected = torch.load(run_of_3 / "expected.pt")
@@ -204,10 +202,9 @@ class TestDenseIntoOurs(DistributedTest):
         weights["head.weight"] = weights["embed.weight"]
         return weights
 
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_weights_exact_and_every_state_fresh(self, precision, tmp_path):
         weights = self.written(tmp_path)
-        engine = start(Net(tied=True), ds_config(**BF16 if precision == "bf16" else {}))
+        engine = start(Net(tied=True), ds_config(**PRECISIONS[precision]))
         fresh = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
         train_engine(engine, 2)
         with contextlib.redirect_stdout(io.StringIO()) as printed, debug_lines() as lines:
@@ -227,8 +224,7 @@ class TestDenseIntoOurs(DistributedTest):
 
     def test_refused_where_states_are_required(self, tmp_path):
         self.written(tmp_path)
-        engine = start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(tied=True), ds_config(layerwise={"on_missing_state": "error"})), 2)
         before = whole_states(engine)
         with pytest.raises(LayerWiseError, match=r"no state of \S+; set layerwise\.on_missing_state to 'fresh'"):
             engine.load_checkpoint(tmp_path, tag="dense")

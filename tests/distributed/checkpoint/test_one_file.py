@@ -17,12 +17,12 @@ from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, w
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.training import BF16, Net, ds_config, start, train_engine, weights
 
 pytestmark = rooms("optimizer", "single_file", "whole_states", "checkpointing", "safe_load")
 
 ADAFACTOR = {"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "torch.optim:Adafactor"}}
-CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": {"bf16": {"enabled": True}}, "any": {"optimizer": ADAFACTOR},
+CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": BF16, "any": {"optimizer": ADAFACTOR},
            "host": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}}
 
 
@@ -36,8 +36,7 @@ class TestOneFile(DistributedTest):
 
     def save(self, folder):
         for name, changes in CONFIGS.items():
-            engine = start(Net(), ds_config(**changes))
-            train_engine(engine, 3)
+            engine = train_engine(start(Net(), ds_config(**changes)), 3)
             path = folder / f"{engine.world_size}_{name}"
             engine.optimizer.save_state_dict_to_file(path)
             expected = whole_states(engine)
@@ -52,8 +51,7 @@ class TestOneFile(DistributedTest):
     def test_a_run_of_any_size_goes_on_from_it(self, saved, name):
         for saved_by in (1, 3):
             path = saved / f"{saved_by}_{name}"
-            engine = start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name]))
-            train_engine(engine, 1, first=40)
+            engine = train_engine(start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name])), 1, first=40)
             engine.optimizer.load_state_dict_from_file(path)
             at_save, later = torch.load(f"{path}.expected")
             assert_equal_states(whole_states(engine), at_save)
@@ -85,8 +83,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_weights_alone(self, saved):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1, first=40)
+        engine = train_engine(start(Net(), ds_config()), 1, first=40)
         before = whole_states(engine)
         engine.optimizer.load_state_dict_from_file(saved / "3_fp32", states=False)
         expected, _ = torch.load(saved / "3_fp32.expected")
@@ -120,8 +117,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_what_was_frozen_is_not_in_it(self, tmp_path):
-        engine = start(Net(frozen=True), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(frozen=True), ds_config()), 1)
         engine.optimizer.save_state_dict_to_file(tmp_path / "file")
         module = Net(frozen=True)
         with torch.no_grad():
@@ -146,8 +142,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_what_is_wrong_with_it_changes_nothing(self, saved, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1, first=40)
+        engine = train_engine(start(Net(), ds_config()), 1, first=40)
         before, of_model = whole_states(engine), weights(engine).clone()
 
         def edited(change):
@@ -180,8 +175,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_what_cannot_be_written_is_said_on_all_ranks_and_the_file_before_stays(self, saved, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         on_rank_0(lambda: (tmp_path / "there").write_bytes((saved / "1_fp32").read_bytes()))
         on_rank_0(lambda: (tmp_path / "there.incomplete").mkdir())
         with pytest.raises(LayerWiseError, match="there.incomplete is a folder or a link"):
@@ -192,8 +186,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_no_room_is_an_error_on_all_ranks(self, tmp_path, monkeypatch):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
 
         def full(*_):
             raise OSError(28, "No space left on device")
@@ -223,8 +216,7 @@ class TestOneFile(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_a_step_that_is_not_over_is_repeated_and_that_is_said(self, tmp_path):
-        engine = start(Net(), ds_config(gas=2))
-        train_engine(engine, 1, gas=2)
+        engine = train_engine(start(Net(), ds_config(gas=2)), 1, gas=2)
         expected = whole_states(engine)
         engine.backward(engine((1, 0, engine.global_rank)))
         engine.step()

@@ -17,7 +17,7 @@ from tests.support.fused import FUSED, OVERRIDES, Fused, parts_in, taken_apart
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "owned", "regular", "universal", "reshard",
@@ -103,8 +103,7 @@ class TestStatesOfOtherShapes(DistributedTest):
     @pytest.mark.world_size(3)
     def test_each_part_has_those_that_it_has_as_a_parameter(self, monkeypatch):
         fused, apart = (with_any_state(monkeypatch, apart=apart) for apart in (False, True))
-        for engine in (fused, apart):
-            train_engine(engine, 3)
+        train_engines((fused, apart), 3)
         found, expected = whole_states(fused), whole_states(apart)
         for key in ("fp32", "exp_avg", "exp_avg_sq", "fast_avg"):
             of_parts = taken_apart({name: value for (name, own), value in found.items() if own == key})
@@ -175,7 +174,6 @@ class TestStatesAsLargeAsTheParameter(DistributedTest):
 class TestPartsThatLieElsewhere(DistributedTest):
     """Parts as long as before, in the same number of rows: their states have the same shapes, of other rows."""
 
-    world_size = 2
     THEN = ({"q": 4, "k": 4}, 5)
     NOW = (({"q": 20, "k": 20}, 1), ({"k": 4, "q": 4}, 5))
 

@@ -30,10 +30,10 @@ from ds_layerwise.checkpoint.plain_values import like, plain
 from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import resumed_groups
-from tests.support.checkpoints import assert_equal_states, states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import MUON, Net, ds_config, start, train_engine, weights
+from tests.support.training import MUON, Net, ds_config, start, train_engine, train_engines, weights
 
 pytestmark = rooms("resumed_groups", "plain_values")
 
@@ -68,10 +68,23 @@ def cosine(engine):
     return LambdaLR(engine, lambda step: 0.5 * (1 + np.cos(0.2 * step)))
 
 
-class TestWhatIsWritten(DistributedTest):
-    world_size = 2
+@pytest.mark.parametrize("before, now, after", [
+    (Path("/b"), Path("/a"), Path("/b")), (Kind.SLOW, Kind.FAST, Kind.SLOW),
+    ([Kind.SLOW], [Kind.FAST], [Kind.SLOW]),
+    (Pair(1, Kind.SLOW), Pair(2, Path("/b")), Pair(1, Path("slow"))), ((1, 2, "c"), Pair(3, 4), (1, 2, "c")),
+    ({Kind.SLOW: 1, "b": "fast"}, {Kind.SLOW: 3, "b": Kind.SLOW}, {Kind.SLOW: 1, "b": Kind.FAST}),
+    (Flags.A | Flags.C, Flags.B, Flags.A | Flags.C), ("other", Kind.FAST, "other"), (1.0, 1, 1.0),
+    (torch.ones(2), [Kind.FAST], torch.ones(2)), ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2)]),
+    (np.float64(0.5), Thing(), 0.5),
+])
+def test_a_value_is_as_what_the_run_has_there(before, now, after):
+    found = like(now, plain(before, "it"))
+    assert type(found) is type(after) and repr(found) == repr(after)
+    if not isinstance(now, (Thing, list)):
+        assert like(now, plain(now, "it")) is now
 
-    @pytest.mark.parametrize("stage", [1, 2])
+
+class TestWhatIsWritten(DistributedTest):
     def test_a_schedule_of_numpy_resumes_bit_for_bit(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True})
         engine, resumed, universal = (start(Net(), config, lr_scheduler=cosine) for _ in range(3))
@@ -80,11 +93,9 @@ class TestWhatIsWritten(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="tag")
         resumed.load_checkpoint(tmp_path, tag="tag")
         universal.load_checkpoint(tmp_path, tag="tag_universal")
-        for each in (engine, resumed, universal):
-            train_engine(each, 3, first=3)
+        train_engines((engine, resumed, universal), 3, first=3)
         for each in (resumed, universal):
-            assert torch.equal(weights(each.module), weights(engine.module))
-            assert_equal_states(states(each), states(engine))
+            assert_same_run(each, engine, of=states)
             assert each.get_lr() == engine.get_lr()
 
     def test_values_of_all_kinds_become_builtins(self, tmp_path):
@@ -97,21 +108,6 @@ class TestWhatIsWritten(DistributedTest):
         for key, (_, expected) in VALUES.items():
             found = resumed.optimizer.param_groups[0][key]
             assert found == expected and type(found) is type(expected), key
-
-    @pytest.mark.parametrize("before, now, after", [
-        (Path("/b"), Path("/a"), Path("/b")), (Kind.SLOW, Kind.FAST, Kind.SLOW),
-        ([Kind.SLOW], [Kind.FAST], [Kind.SLOW]),
-        (Pair(1, Kind.SLOW), Pair(2, Path("/b")), Pair(1, Path("slow"))), ((1, 2, "c"), Pair(3, 4), (1, 2, "c")),
-        ({Kind.SLOW: 1, "b": "fast"}, {Kind.SLOW: 3, "b": Kind.SLOW}, {Kind.SLOW: 1, "b": Kind.FAST}),
-        (Flags.A | Flags.C, Flags.B, Flags.A | Flags.C), ("other", Kind.FAST, "other"), (1.0, 1, 1.0),
-        (torch.ones(2), [Kind.FAST], torch.ones(2)), ([torch.ones(2)], [torch.zeros(2)], [torch.ones(2)]),
-        (np.float64(0.5), Thing(), 0.5),
-    ])
-    def test_a_value_is_as_what_the_run_has_there(self, before, now, after):
-        found = like(now, plain(before, "it"))
-        assert type(found) is type(after) and repr(found) == repr(after)
-        if not isinstance(now, (Thing, list)):
-            assert like(now, plain(now, "it")) is now
 
     def test_a_learning_rate_in_a_tensor_stays_in_it(self, tmp_path):
         engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())
@@ -168,8 +164,7 @@ class TestWhatIsWritten(DistributedTest):
             patch.setattr(saving.regular, "check_readable", lambda *_: None)
             patch.setattr(resumed_groups, "described", lambda groups: [
                 {key: value for key, value in group.items() if key != "params"} for group in groups])
-            engine = start(Net(), config)
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(), config), 1)
             engine.optimizer.param_groups[0].update(written, thing=Thing())
             engine.optimizer.configured = []
             engine.save_checkpoint(tmp_path, tag="tag")
@@ -213,8 +208,6 @@ class Moded(torch.optim.Optimizer):
 
 
 class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
-    world_size = 2
-
     def test_what_is_of_a_class_stays_of_it(self, tmp_path, capsys):
         """An enum is compared by ``is``; the resumed run goes on as the one that was not interrupted."""
         engine, resumed = with_object(Moded), with_object(Moded)
@@ -225,8 +218,7 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert "param_groups[0]" not in capsys.readouterr().out
         group, = resumed.optimizer.param_groups
         assert group["mode"] is Kind.FAST and group["pair"] == Pair(1, Kind.FAST) and type(group["pair"]) is Pair
-        for each in (engine, resumed):
-            train_engine(each, 2, first=1)
+        train_engines((engine, resumed), 2, first=1)
         assert torch.equal(weights(resumed.module), weights(engine.module))
 
     @pytest.mark.parametrize("wins", ["checkpoint", "config"])
@@ -326,8 +318,6 @@ AFRESH = {
 
 
 class TestWhatWins(DistributedTest):
-    world_size = 2
-
     def resumed(self, folder, wins, *, tag="tag", **changes):
         engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": wins} if wins else {}), **changes)
         engine.load_checkpoint(folder, tag=tag)
@@ -336,8 +326,7 @@ class TestWhatWins(DistributedTest):
     @pytest.mark.parametrize("tag", ["tag", "tag_universal"])
     @pytest.mark.parametrize("wins", [None, "checkpoint", "config"])
     def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
-        old = start(Net(), ds_config(layerwise={"save_universal": True}))
-        train_engine(old, 2)
+        old = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 2)
         old.save_checkpoint(tmp_path, tag="tag")
         capsys.readouterr()
         engine = self.resumed(tmp_path, wins, tag=tag)
@@ -400,8 +389,7 @@ class TestWhatWins(DistributedTest):
             assert engine.lr_scheduler.get_last_lr() == pytest.approx(always.lr_scheduler.get_last_lr(), rel=1e-12)
             assert effective(engine) == effective(always)
             assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
-            for each in (old, always, engine, stays):
-                train_engine(each, 1, first=step)
+            train_engines((old, always, engine, stays), 1, first=step)
 
     @pytest.mark.parametrize("wins", ["checkpoint", "config"])
     @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh"])
@@ -428,8 +416,7 @@ class TestWhatWins(DistributedTest):
             assert ("0.1 goes on" in said) == (wins == "checkpoint")
         train_engine(always, 3 if kind == "of DeepSpeed" else 0)
         for step in range(3, 5):
-            for each in (engine, always):
-                train_engine(each, 1, first=step)
+            train_engines((engine, always), 1, first=step)
             now, wanted = effective(engine), effective(always)
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
             assert all(now[key] == wanted[key] for key in ("muon_lr", "adam_lr"))
@@ -462,8 +449,7 @@ class TestWhatWins(DistributedTest):
                     expected["betas"] = (0.9, 0.95)
                 assert said(engine) == expected, (params, wins, step)
                 assert engine.get_lr() == always.get_lr()
-                for each in (engine, always):
-                    train_engine(each, 1, first=5 + step)
+                train_engines((engine, always), 1, first=5 + step)
             for each in (engine, always):
                 each.destroy()
 
@@ -487,14 +473,12 @@ class TestWhatWins(DistributedTest):
         old = start(Net(), ds_config(), lr_scheduler=AFRESH[kind]) if before == "a config" else with_object(
             lambda params: torch.optim.AdamW(params, lr=0.003), AFRESH[kind])
         engine, always = descends(0.0625, on_optimizer_change="reset"), descends(0.0625)
-        for each in (old, always):
-            train_engine(each, 3)
+        train_engines((old, always), 3)
         old.save_checkpoint(tmp_path)
         engine.load_checkpoint(tmp_path)
         for step in range(3, 6):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
-            for each in (engine, always):
-                train_engine(each, 1, first=step)
+            train_engines((engine, always), 1, first=step)
 
     @pytest.mark.parametrize("before", ["a config", "an object"])
     def test_a_rate_that_a_script_moves_is_this_runs_where_the_values_of_a_group_do_not_go_on(self, before, tmp_path):

@@ -17,10 +17,11 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, states
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     assert_same_on_all_ranks,
     ds_config,
@@ -63,32 +64,27 @@ class Still:
 
 
 class TestSaving(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("tag", [None, "mine", 7, "deep/er", "a[1]*?"])
-    def test_tags(self, tag, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
-        assert engine.save_checkpoint(tmp_path, tag=tag)
-        expected = "global_step1" if tag is None else str(tag)
-        assert (tmp_path / "latest").read_text() == expected
-        assert (tmp_path / expected / "mp_rank_00_model_states.pt").exists()
-        other = start(Net(), ds_config())
-        path, _ = other.load_checkpoint(tmp_path)
-        assert path == str(tmp_path / expected / "mp_rank_00_model_states.pt")
-        assert_equal_states(states(other), states(engine))
+    def test_tags(self, tmp_path):
+        for tag in (None, "mine", 7, "deep/er", "a[1]*?"):
+            engine = train_engine(start(Net(), ds_config()), 1)
+            assert engine.save_checkpoint(tmp_path, tag=tag)
+            expected = "global_step1" if tag is None else str(tag)
+            assert (tmp_path / "latest").read_text() == expected
+            assert (tmp_path / expected / "mp_rank_00_model_states.pt").exists()
+            other = start(Net(), ds_config())
+            path, _ = other.load_checkpoint(tmp_path)
+            assert path == str(tmp_path / expected / "mp_rank_00_model_states.pt")
+            assert_equal_states(states(other), states(engine))
 
     def test_the_same_tag_again_and_latest_left_alone(self, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(tmp_path, tag="first")
         engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
         train_engine(engine, 1, first=1)
         engine.save_checkpoint(tmp_path, tag="again", save_latest=False)
         assert (tmp_path / "latest").read_text() == "first"
         assert folders(tmp_path) == ["again", "first"]
-        other = start(Net(), ds_config())
-        other.load_checkpoint(tmp_path, tag="again")
+        other = loaded(start(Net(), ds_config()), tmp_path, tag="again")
         assert other.global_steps == 2
         assert_equal_states(states(other), states(engine))
 
@@ -101,8 +97,7 @@ class TestSaving(DistributedTest):
         assert not list(tmp_path.iterdir())
 
     def test_no_regular_checkpoint_takes_the_place_of_a_universal_one(self, tmp_path):
-        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 1)
         engine.save_checkpoint(tmp_path, tag="a")
         with pytest.raises(LayerWiseError, match="a_universal holds a universal checkpoint, and this save would put a"):
             engine.save_checkpoint(tmp_path, tag="a_universal")
@@ -182,11 +177,8 @@ class TestSaving(DistributedTest):
 
 
 class TestLoading(DistributedTest):
-    world_size = 2
-
     def saved(self, folder, **config):
-        engine = start(Net(), ds_config(scheduler=WARMUP, **config))
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(scheduler=WARMUP, **config)), 3)
         engine.save_checkpoint(folder, client_state={"epoch": 4, "seen": [1, 2]})
         return engine
 
@@ -206,14 +198,12 @@ class TestLoading(DistributedTest):
 
     def test_no_scheduler(self, tmp_path):
         engine = self.saved(tmp_path)
-        other = start(Net(), ds_config(scheduler=WARMUP))
-        other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+        other = loaded(start(Net(), ds_config(scheduler=WARMUP)), tmp_path, load_lr_scheduler_states=False)
         assert other.lr_scheduler.last_batch_iteration == -1 != engine.lr_scheduler.last_batch_iteration
         assert_equal_states(states(other), states(engine))
 
     def test_a_scheduler_that_the_checkpoint_has_no_state_of(self, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(tmp_path)
         other = start(Net(), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
@@ -230,11 +220,9 @@ class TestLoading(DistributedTest):
 
         tag = "tag_universal" if kind in ("universal", "with a client's object") else "tag"
         options = {"custom_load_fn": lambda src, dst: dst.load_state_dict(src)} if "function" in kind else {}
-        engine = start(Net(), ds_config(layerwise={"save_universal": True}), lr_scheduler=steps)
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True}), lr_scheduler=steps), 3)
         engine.save_checkpoint(tmp_path, tag="tag", client_state={"mine": Mine()} if "object" in kind else {})
-        other = start(Net(), ds_config(scheduler=WARMUP))
-        train_engine(other, 1, first=5)
+        other = train_engine(start(Net(), ds_config(scheduler=WARMUP)), 1, first=5)
         before, held, schedule = weights(other.module).clone(), states(other), other.lr_scheduler.state_dict()
         with pytest.raises(LayerWiseError, match="another one than this run's WarmupLR: its state has base_lrs, gamma, "
                                                  "last_epoch, step_size; lacks last_batch_iteration; make .*"
@@ -258,8 +246,7 @@ class TestLoading(DistributedTest):
     @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
     def test_no_optimizer_states(self, options, tmp_path):
         engine = self.saved(tmp_path, bf16={"enabled": True})
-        other = start(Net(), ds_config(scheduler=WARMUP, bf16={"enabled": True}))
-        other.load_checkpoint(tmp_path, **options)
+        other = loaded(start(Net(), ds_config(scheduler=WARMUP, bf16={"enabled": True})), tmp_path, **options)
         assert torch.equal(weights(other.module), weights(engine.module))
         for name, value in masters(other).items():
             assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
@@ -276,7 +263,7 @@ class TestLoading(DistributedTest):
         assert bool((weights(other.module) == 2).all())
         assert all(bool((value == 2).all()) for value in masters(other).values())
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}, {
+    @pytest.mark.parametrize("sections", [{}, BF16, {
         "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
     def test_weights_that_the_users_own_function_changes_are_trained_from(self, sections, tmp_path):
         """With the states of the checkpoint, and on all ranks alike; what it leaves keeps the masters' precision."""
@@ -305,10 +292,8 @@ class TestLoading(DistributedTest):
         assert torch.equal(weights(engine.module), before)
 
     @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_weights_alone_in_mid_step_forget_the_gradients_of_others(self, stage, options, tmp_path):
-        saved = start(Net(), ds_config(gas=2, stage=stage))
-        train_engine(saved, 2, gas=2)
+        saved = train_engine(start(Net(), ds_config(gas=2, stage=stage)), 2, gas=2)
         saved.save_checkpoint(tmp_path)
         engine, fresh = (start(Net(), ds_config(gas=2, stage=stage)) for _ in range(2))
         train_engine(engine, 1, gas=2)
@@ -324,7 +309,7 @@ class TestLoading(DistributedTest):
         assert engine.micro_steps % 2 == fresh.micro_steps % 2 == 0
         assert torch.equal(weights(engine.module), weights(fresh.module))
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     def test_two_values_for_what_is_one_parameter_here(self, sections, tmp_path):
         self.saved(tmp_path, **sections)
         other = start(Net(tied=True), ds_config(scheduler=WARMUP, **sections))
@@ -392,11 +377,9 @@ class TestLoading(DistributedTest):
 
     def test_files_in_the_older_form_of_torch(self, tmp_path):
         config = ds_config(checkpoint={"checkpoint_serialization": False})
-        engine = start(Net(), config)
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), config), 2)
         engine.save_checkpoint(tmp_path)
-        other = start(Net(), ds_config())
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(Net(), ds_config()), tmp_path)
         assert_equal_states(states(other), states(engine))
         path = tmp_path / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
         content = bytearray(path.read_bytes())
@@ -412,12 +395,9 @@ WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_step
 class TestWhatOneRankMeetsAlone(DistributedTest):
     """DeepSpeed's own reading; the others neither wait for that rank nor go on without it."""
 
-    world_size = 2
-
     @pytest.mark.parametrize("what", ["read", "look", "class", "function", "universal", "module"])
     def test_is_an_error_on_all_of_them(self, what, tmp_path, monkeypatch):
-        engine = start(Net(), ds_config(layerwise={"save_universal": True}, scheduler=WARMUP))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True}, scheduler=WARMUP)), 1)
         engine.save_checkpoint(tmp_path, tag="tag", client_state={"mine": Mine()} if what == "class" else {})
         expected = states(engine)
         other = start(Net(), ds_config(scheduler=WARMUP))
@@ -538,17 +518,17 @@ def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
 
 
 class TestDeepSpeedsWriters(DistributedTest):
-    world_size = 2
+    @pytest.fixture(autouse=True)
+    def one_node(self, monkeypatch):
+        """As the launcher says it."""
+        monkeypatch.setenv("CROSS_SIZE", "1")
+        monkeypatch.setenv("CROSS_RANK", "0")
 
     @pytest.mark.parametrize("decoupled", [False, True])
-    def test_a_checkpoint_appears_when_it_is_whole(self, decoupled, tmp_path, monkeypatch):
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
+    def test_a_checkpoint_appears_when_it_is_whole(self, decoupled, tmp_path):
         # Without data_parallel, DeepSpeed 0.19.8 looks for an attribute that it does not have.
-        config = ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": decoupled,
-                                                  "data_parallel": "replica"}})
-        engine = start(Net(), config)
-        train_engine(engine, 2)
+        config = ds_config(checkpoint={"writer": {**WRITER, "decoupled": decoupled}})
+        engine = train_engine(start(Net(), config), 2)
         engine.save_checkpoint(tmp_path)
         expected = states(engine)
         assert (tmp_path / "latest").exists() is not decoupled
@@ -559,18 +539,14 @@ class TestDeepSpeedsWriters(DistributedTest):
         engine.destroy()
         assert (tmp_path / "latest").read_text() == "global_step3"
         assert folders(tmp_path) == ["global_step2", "global_step3"]
-        other = start(Net(), ds_config())
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(Net(), ds_config()), tmp_path)
         assert_equal_states(states(other), at_three)
         other.load_checkpoint(tmp_path, tag="global_step2")
         assert_equal_states(states(other), expected)
         Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
 
-    def test_what_is_loaded_is_what_was_saved_last(self, tmp_path, monkeypatch):
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
-        engine = start(Net(), ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": True,
-                                                               "data_parallel": "replica"}}))
+    def test_what_is_loaded_is_what_was_saved_last(self, tmp_path):
+        engine = start(Net(), ds_config(checkpoint={"writer": WRITER}))
         for tag in ("a", None, "b"):
             train_engine(engine, 2)
             engine.save_checkpoint(tmp_path, tag="a" if tag is None else tag)
@@ -582,8 +558,6 @@ class TestDeepSpeedsWriters(DistributedTest):
 
     def test_a_file_that_one_rank_cannot_read_is_an_error_on_all_and_the_processes_end(self, tmp_path, monkeypatch):
         """Nobody destroys the engine that loads, and nothing waits for the process that would write for it."""
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
         engine, other = start(Net(), ds_config()), start(Net(), ds_config(checkpoint={"writer": WRITER}))
         train_engine(engine, 1)
         engine.save_checkpoint(tmp_path)
@@ -603,10 +577,8 @@ class TestDeepSpeedsWriters(DistributedTest):
         other.load_checkpoint(tmp_path)
         assert_equal_states(states(other), states(engine))
 
-    def test_what_is_handed_over_is_a_copy(self, tmp_path, monkeypatch):
+    def test_what_is_handed_over_is_a_copy(self, tmp_path):
         """The process that writes has not even begun to read when everything it was given is overwritten."""
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
         config = ds_config(bf16={"enabled": True}, gas=2)
         engine = start(Net(), {**config, "checkpoint": {"writer": WRITER}})
         engine.module.register_buffer("seen", torch.ones(3))
@@ -631,11 +603,8 @@ class TestDeepSpeedsWriters(DistributedTest):
             assert torch.equal(value, held[name]), name
         assert client_state["mine"].average.tolist() == [1] * 3 and client_state["loss"].tolist() == [2, 2]
 
-    def test_a_process_that_died_is_an_error_on_all_ranks(self, tmp_path, monkeypatch):
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
-        engine = start(Net(), ds_config(checkpoint={"writer": WRITER}))
-        train_engine(engine, 1)
+    def test_a_process_that_died_is_an_error_on_all_ranks(self, tmp_path):
+        engine = train_engine(start(Net(), ds_config(checkpoint={"writer": WRITER})), 1)
         if dist.get_rank() == 1:
             engine.checkpoint_engine.ckpt_process.kill()
             engine.checkpoint_engine.ckpt_process.join()
@@ -648,16 +617,12 @@ class TestDeepSpeedsWriters(DistributedTest):
         assert not (tmp_path / "latest").exists()
         engine.destroy()
 
-    def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path, monkeypatch):
-        for name, value in {"CROSS_SIZE": "1", "CROSS_RANK": "0"}.items():
-            monkeypatch.setenv(name, value)
+    def test_an_engine_that_another_has_succeeded_ends_its_save(self, tmp_path):
         module = Net()
-        old = start(module, ds_config(checkpoint={"writer": {"type": "PYTHON", "decoupled": True,
-                                                             "data_parallel": "replica"}}))
+        old = start(module, ds_config(checkpoint={"writer": WRITER}))
         train_engine(old, 1)
         old.save_checkpoint(tmp_path)
-        new = start(module, ds_config())
-        train_engine(new, 1)
+        _new = train_engine(start(module, ds_config()), 1)
         assert not (tmp_path / "latest").exists()
         old.destroy()
         assert (tmp_path / "latest").read_text() == "global_step1" and folders(tmp_path) == ["global_step1"]

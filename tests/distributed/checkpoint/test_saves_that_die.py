@@ -192,11 +192,8 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
 
 
 class TestFullDisk(DistributedTest):
-    world_size = 2
-
     def started(self, folder):
-        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 1)
         engine.save_checkpoint(folder, tag="first")
         return engine
 
@@ -328,12 +325,9 @@ class TestFullDisk(DistributedTest):
 
 
 class TestWhatCannotBeSaved(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("how", ["not picklable", "interrupted everywhere"])
     def test_nothing_is_left_behind(self, how, tmp_path, monkeypatch):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(tmp_path, tag="first")
         states = whole_states(engine)
         train_engine(engine, 1, first=1)

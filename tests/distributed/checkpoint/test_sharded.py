@@ -16,10 +16,11 @@ import ds_layerwise
 from ds_layerwise.checkpoint.formats.dcp import Piece, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import BF16, Net, ds_config, start, train_engine
 
 pytestmark = rooms("dcp", "whole_states", "checkpointing")
 
@@ -109,8 +110,7 @@ class TestFromAnyNumberOfRanks(DistributedTest):
 
     def save(self, folder):
         for name, changes in CONFIGS.items():
-            engine = start(Net(), ds_config(**changes))
-            train_engine(engine, 3)
+            engine = train_engine(start(Net(), ds_config(**changes)), 3)
             save(engine, folder / name)
             expected = whole_states(engine)
             train_engine(engine, 2, first=3)
@@ -120,8 +120,7 @@ class TestFromAnyNumberOfRanks(DistributedTest):
     @pytest.mark.world_size([2, 3])
     @pytest.mark.parametrize("name", CONFIGS)
     def test_a_run_goes_on_from_it(self, saved, name):
-        engine = start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name]))
-        train_engine(engine, 1, first=40)
+        engine = train_engine(start(Net(), ds_config(bucket_numel=10**6, **CONFIGS[name])), 1, first=40)
         engine.optimizer.load_sharded_state_dict(saved / name)
         at_save, later = torch.load(saved / f"{name}.expected")
         assert_equal_states(whole_states(engine), at_save)
@@ -135,16 +134,13 @@ class TestFromAnyNumberOfRanks(DistributedTest):
 
 
 class TestWithFSDP2(DistributedTest):
-    world_size = 2
-
     @pytest.fixture
     def theirs(self, class_tmpdir):
         return made_once(class_tmpdir / "theirs", [2], self.go_on_there)
 
     def go_on_there(self, folder):
         """AdamW here, three steps; AdamW there, two."""
-        engine = start(Net(), ds_config(optimizer=ADAMW))
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(optimizer=ADAMW)), 3)
         save(engine, folder / "ours")
         module = sharded_net()
         optimizer = torch.optim.AdamW(module.parameters(), lr=1.0)
@@ -226,8 +222,7 @@ class TestWithFSDP2(DistributedTest):
         train_engine(engine, 1, first=2)
         for name, param in there.named_parameters():
             if param.requires_grad:
-                shape = param.shape
-                whole = sum(whole_number_gradients(name, shape, 2, 0, rank) for rank in range(2)) / 2
+                whole = mean_gradient(name, param.shape, 2, 2)
                 param.grad = torch.distributed.tensor.distribute_tensor(whole, param.device_mesh, param.placements)
         optimizer.step()
         after = masters(engine)
@@ -249,8 +244,7 @@ class TestWithFSDP2(DistributedTest):
                 assert torch.equal(dict(again.named_parameters())[name], value), name
 
     def test_what_is_wrong_with_it_changes_nothing(self, tmp_path):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(), ds_config()), 2)
         save(engine, tmp_path / "whole")
 
         class Wider(Net):
@@ -298,8 +292,7 @@ class TestWithFSDP2(DistributedTest):
             return module
 
         for name, shape in {"without": (), "with": (4, 6)}.items():
-            engine = start(Frozen(*shape), ds_config())
-            train_engine(engine, 2)
+            engine = train_engine(start(Frozen(*shape), ds_config()), 2)
             save(engine, tmp_path / name)
         for name, shape, message in (("with", (6, 4), r"frozen, which is not trained, is \(4, 6\) in .*, \(6, 4\) in"),
                                      ("with", (5,), r"is \(4, 6\) in .*, \(5,\) in the model"),
@@ -319,8 +312,7 @@ class TestWithFSDP2(DistributedTest):
         assert torch.equal(inside.inner.frozen, torch.arange(24.0).view(4, 6))
 
     def test_the_gradients_of_a_step_under_way_are_left_out_and_it_is_said(self, tmp_path, capsys):
-        engine = start(Net(), ds_config(gas=2))
-        train_engine(engine, 2, gas=2)
+        engine = train_engine(start(Net(), ds_config(gas=2)), 2, gas=2)
         expected = whole_states(engine)
         engine.backward(engine((2, 0, dist.get_rank())))
         engine.step()
@@ -346,9 +338,7 @@ class Inside(nn.Module):
 class TestWhatIsTrained(DistributedTest):
     """Now, and where it was saved."""
 
-    world_size = 2
-
-    @pytest.mark.parametrize("changes", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+    @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
     def test_what_was_frozen_is_trained_and_frozen_again(self, changes, tmp_path):
         frozen = start(Net(frozen=True), ds_config(**changes))
         with torch.no_grad():
@@ -361,8 +351,7 @@ class TestWhatIsTrained(DistributedTest):
                     if not param.requires_grad}
         assert unfrozen.keys() == {"tall.weight", "norm.bias"}
         for wrap, rename in ((Net, {}), (lambda: Inside(Net()), {"*": "inner.*"})):
-            whole = start(wrap(), ds_config(layerwise={"rename": rename}, **changes))
-            train_engine(whole, 1, first=40)
+            whole = train_engine(start(wrap(), ds_config(layerwise={"rename": rename}, **changes)), 1, first=40)
             whole.optimizer.load_sharded_state_dict(tmp_path / "frozen")
             found = {(name.removeprefix("inner."), key): value for (name, key), value in whole_states(whole).items()}
             for key, value in expected.items():
@@ -384,12 +373,10 @@ class TestWhatIsTrained(DistributedTest):
 
     @pytest.mark.parametrize("kwargs", [{"tied": True}, {"odd": True}])
     def test_weights_of_two_names_and_without_elements(self, kwargs, tmp_path):
-        engine = start(Net(**kwargs), ds_config())
-        train_engine(engine, 2)
+        engine = train_engine(start(Net(**kwargs), ds_config()), 2)
         save(engine, tmp_path / "saved")
         expected = whole_states(engine)
-        other = start(Net(**{**kwargs, "tied": False}), ds_config())
-        train_engine(other, 1, first=40)
+        other = train_engine(start(Net(**{**kwargs, "tied": False}), ds_config()), 1, first=40)
         other.optimizer.load_sharded_state_dict(tmp_path / "saved")
         found = whole_states(other)
         for key, value in expected.items():
@@ -435,8 +422,7 @@ class TestWhatIsTrained(DistributedTest):
                 self.extra = nn.Linear(4, 4).requires_grad_(False)
                 self.register_buffer("seen", torch.arange(3))
 
-        engine = start(More(), ds_config())
-        train_engine(engine, 2)
+        engine = train_engine(start(More(), ds_config()), 2)
         save(engine, tmp_path / "more")
         less = start(Net(), ds_config())
         before = whole_states(less)
@@ -459,8 +445,6 @@ class TestWhatIsTrained(DistributedTest):
 
 class TestExperts(DistributedTest):
     """Each rank has experts of its own under the same names."""
-
-    world_size = 2
 
     def start(self, *, frozen=False):
         torch.manual_seed(3)

@@ -8,10 +8,19 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import (
+    BF16,
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    train_engines,
+)
 from tests.support.universal import convert, start_with_loss, train_with_loss
 
 pytestmark = rooms("universal", "to_universal", "reshard", "untrained")
@@ -68,7 +77,7 @@ class TestMatrixFp32(Matrix):
 @pytest.mark.thorough
 class TestMatrixBf16(Matrix):
     world_size = [2, 3]
-    sections = {"bf16": {"enabled": True}}
+    sections = BF16
     tolerance = 1e-2
     pointed_to = "saved"
 
@@ -120,10 +129,8 @@ class TestWhatComesBack(DistributedTest):
     world_size = [1, 3]
 
     @pytest.mark.parametrize("form", ["converted", "direct", "converted, with a client state that may run code"])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine = everything(**sections)
+        engine = everything(**PRECISIONS[precision])
         train_engine(engine, 3)
         # Without the model's file there is what DeepSpeed's converter writes, which has been through float32.
         runs_code = form.endswith("code")
@@ -133,7 +140,7 @@ class TestWhatComesBack(DistributedTest):
         convert(tmp_path / "saved", tmp_path / "converted")
         folder = "saved_universal" if form == "direct" else "converted"
 
-        other = everything(**sections)
+        other = everything(**PRECISIONS[precision])
         other.module.spoil()
         _, client_state = other.load_checkpoint(tmp_path, tag=folder)
         assert client_state["note"] == [1, "two"]
@@ -147,10 +154,8 @@ class TestWhatComesBack(DistributedTest):
             assert value.dtype == expected[name].dtype and torch.equal(value, expected[name]), name
         assert torch.equal(other.module.statistics.scratch, torch.ones(3, dtype=other.module.statistics.scratch.dtype))
         assert_same_on_all_ranks(other.module)
-        for going_on in (engine, other):
-            train_engine(going_on, 2, first=3)
-        assert torch.equal(weights(other.module), weights(engine.module))
-        assert_equal_states(whole_states(other), whole_states(engine))
+        train_engines((engine, other), 2, first=3)
+        assert_same_run(other, engine)
         assert other.get_lr() == engine.get_lr()
 
     def test_the_folder_holds_each_parameter_once_in_whole_files(self, tmp_path):
@@ -174,8 +179,6 @@ class TestWhatComesBack(DistributedTest):
 
 
 class TestPartsOfIt(DistributedTest):
-    world_size = 2
-
     def saved(self, folder, **changes):
         engine = everything(**changes)
         train_engine(engine, 3)
@@ -208,8 +211,7 @@ class TestPartsOfIt(DistributedTest):
         assert_equal_states(whole_states(other), whole_states(engine))
 
     def test_a_scheduler_that_the_checkpoint_does_not_know(self, tmp_path):
-        engine = start(Everything(), ds_config(layerwise={"save_universal": True}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Everything(), ds_config(layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         other = everything()
         before = {name: value.clone() for name, value in other.module.state_dict().items()}

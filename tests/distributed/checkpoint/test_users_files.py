@@ -18,8 +18,6 @@ pytestmark = rooms("user_files", "consolidate")
 
 
 class TestUsersFiles(DistributedTest):
-    world_size = 2
-
     def test_stay_through_saves_of_the_same_tag_and_commands(self, tmp_path):
         engine, resumed = (start(Net(), ds_config(layerwise={"save_universal": True})) for _ in range(2))
         folders = [tmp_path / "tag", tmp_path / "tag_universal"]

@@ -14,7 +14,7 @@ from torch import nn
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, names_in
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, whole_states
 from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -300,8 +300,7 @@ class TestCompare(DistributedTest):
         saved(folder, "by_3", save_universal=True)
 
     def test_by_3_ranks_and_by_1(self, run_of_3, tmp_path):
-        one = start(Everything(), ds_config(bucket_numel=1, **BF16))
-        one.load_checkpoint(run_of_3, tag="by_3")
+        one = loaded(start(Everything(), ds_config(bucket_numel=1, **BF16)), run_of_3, tag="by_3")
         one.save_checkpoint(tmp_path, tag="by_1")
         for other in ("by_3", "by_3_universal"):
             code, out, _ = run("verify", tmp_path / "by_1", run_of_3 / other)
@@ -314,20 +313,17 @@ class TestCompare(DistributedTest):
                 super().__init__()
                 self.scale = nn.Parameter(torch.tensor(1.5))
 
-        engine = start(Scaled(), ds_config(layerwise={"save_universal": True}))
-        train_engine(engine, 2)
+        engine = train_engine(start(Scaled(), ds_config(layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted")
         for other in ("saved_universal", "converted"):
             code, out, err = run("verify", tmp_path / "saved", tmp_path / other)
             assert code == 0 and out.endswith("\nequal bit for bit\n"), (out, err)
-            again = start(Scaled(), ds_config())
-            again.load_checkpoint(tmp_path, tag=other)
+            again = loaded(start(Scaled(), ds_config()), tmp_path, tag=other)
             assert_equal_states(whole_states(again), whole_states(engine))
 
     def test_in_bf16_and_in_fp32(self, run_of_3, tmp_path):
-        one = start(Everything(), ds_config())
-        one.load_checkpoint(run_of_3, tag="by_3")
+        one = loaded(start(Everything(), ds_config()), run_of_3, tag="by_3")
         one.save_checkpoint(tmp_path, tag="in_fp32")
         code, out, _ = run("verify", tmp_path / "in_fp32", run_of_3 / "by_3")
         assert code == 0 and out.endswith("\nequal bit for bit\n"), out

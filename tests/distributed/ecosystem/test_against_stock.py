@@ -18,8 +18,6 @@ STEPS = 100
 
 
 class TestSameLossCurve(DistributedTest):
-    world_size = 2
-
     def losses(self, optimizer, ns_method, layerwise=None):
         module = tiny_gpt(tied=False)
         config = {

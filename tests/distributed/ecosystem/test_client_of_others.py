@@ -40,7 +40,6 @@ def alone(batches, lr):
 
 
 class TestAccelerate(DistributedTest):
-    world_size = 2
     init_distributed = False
 
     def test_its_optimizer_and_schedule_arrive(self):
@@ -70,7 +69,6 @@ class TestAccelerate(DistributedTest):
 
 
 class TestTrainer(DistributedTest):
-    world_size = 2
     init_distributed = False
 
     def test_the_optimizer_of_its_arguments(self, tmp_path):

@@ -15,8 +15,7 @@ class TestALiveEngine(DistributedTest):
     world_size = 1
 
     def test_it_has_what_is_read_of_it(self):
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         objects = {
             "DeepSpeedEngine": engine, "DeepSpeedConfig": engine._config, "ZeROOptimizer": engine.optimizer,
             "BackwardHookStateManager": engine.optimizer._backward_hook_state, "EngineTimers": engine.engine_timers,

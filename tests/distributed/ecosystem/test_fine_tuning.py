@@ -12,7 +12,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import ds_layerwise
 from ds_layerwise.errors import RoutingError, StepError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, whole_states
+from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
 from tests.support.models import token_batch
 from tests.support.reference import Recipe, train, trainable
@@ -84,9 +85,6 @@ def train_on_tokens(engine, num_steps, *, first=0):
 
 
 class TestLora(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_as_the_oracle(self, stage):
         to_adam = {"overrides": [{"name": "*.lora_embedding_*", "optimizer": "scalar"}]}
         fewer = {name: view for name, view in FACTORS.items() if "lora_embedding" not in name}
@@ -101,8 +99,7 @@ class TestLora(DistributedTest):
             assert engine.optimizer.routes.keys() == FACTORS.keys() | NORM
             assert train_on_tokens(engine, 6) == pytest.approx(expected.losses, rel=1e-5)
             assert engine.get_global_grad_norm() == pytest.approx(expected.steps[-1].norm, rel=1e-4)
-            for name, param in trainable(module).items():
-                assert relative_error(param.detach(), expected.model_params[name]) < 1e-4, name
+            assert_trained_as(module, expected, 1e-4)
             assert_equal_states(frozen(module), before)
             assert_same_on_all_ranks(module)
             # Padding apart, there is memory for what is trained alone.
@@ -120,8 +117,7 @@ class TestLora(DistributedTest):
         assert engine.optimizer.routes.keys() == {*matrices, name}
         assert engine.optimizer.routes[name].reason == "embedding (rows of one, by peft)"
         assert train_on_tokens(engine, 4) == pytest.approx(expected.losses, rel=1e-5)
-        for each, param in trainable(engine.module).items():
-            assert relative_error(param.detach(), expected.model_params[each]) < 1e-4, each
+        assert_trained_as(engine.module, expected, 1e-4)
 
     def test_saved_alone_then_resumed_then_all_is_unfrozen(self, tmp_path):
         engine = start(Lora(), ds_config(layerwise={"save_universal": True}))
@@ -146,8 +142,7 @@ class TestLora(DistributedTest):
 
             module = Lora().requires_grad_(True)
             before = {name: param.detach().clone() for name, param in module.named_parameters()}
-            full = start(module, ds_config())
-            full.load_checkpoint(tmp_path, tag=tag, load_module_strict=False)
+            full = loaded(start(module, ds_config()), tmp_path, tag=tag, load_module_strict=False)
             base = before.keys() - FACTORS.keys() - NORM
             assert full.optimizer.fresh_states == dict.fromkeys(base, "no state in the checkpoint")
             found = whole_states(full)
@@ -169,15 +164,12 @@ class TestFrozenBackbone(DistributedTest):
         return module
 
     def test_it_stays_and_takes_no_memory(self):
-        expected = train(self.make, lambda *place: place, lambda module, place: module(place),
-                         recipe_for(self.make(), clip=5.0), 4)
+        expected = by_the_oracle(self.make, 4, clip=5.0)
         for stage in (1, 2):
             module = self.make()
             before = frozen(module)
-            engine = start(module, ds_config(clip=5.0, stage=stage))
-            train_engine(engine, 4)
-            for name, param in trainable(module).items():
-                assert relative_error(param.detach(), expected.model_params[name]) < 1e-5, name
+            engine = train_engine(start(module, ds_config(clip=5.0, stage=stage)), 4)
+            assert_trained_as(module, expected)
             assert_equal_states(frozen(module), before)
             layout = engine.optimizer.layout
             assert {slot.name for bucket in layout.buckets for slot in bucket.slots} == {"head.weight", "twin.weight"}
@@ -186,8 +178,7 @@ class TestFrozenBackbone(DistributedTest):
 
     @pytest.mark.world_size(1)
     def test_unfreezing_in_the_middle_of_a_run_is_an_error(self):
-        engine = start(self.make(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(self.make(), ds_config()), 1)
         engine.module.tall.weight.requires_grad = True
         with pytest.raises(StepError, match="tall.weight was frozen when this engine was made.*resume in a new engine"):
             train_engine(engine, 1)
@@ -205,8 +196,6 @@ FACTOR = (lambda step: 1.0, lambda step: 0.5**step, lambda step: 0.1, lambda ste
 
 
 class TestGroups(DistributedTest):
-    world_size = 2
-
     def groups(self, module):
         """Group 0 is empty, group 2 holds what is frozen; ``embed`` is in none."""
         module.experts.requires_grad = False
@@ -247,7 +236,6 @@ class TestGroups(DistributedTest):
             model=module, model_parameters=self.groups(module), config=ds_config(clip=5.0, **config),
             lr_scheduler=lambda optimizer: LambdaLR(optimizer, list(FACTOR)))[0]
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_they_keep_their_place_their_rates_and_their_decay(self, stage, tmp_path):
         expected, module = self.oracle(5), Net()
         initial = {name: getattr(module, name).weight.detach().clone() for name in ("embed",)}
@@ -257,19 +245,14 @@ class TestGroups(DistributedTest):
         assert [group["lr"] for group in groups] == [pytest.approx(lr) for lr in (0.5, 0.004, 0.0003, 0.003, 0.003)]
         assert groups[3]["name"] == "rest" and groups is engine.basic_optimizer.param_groups
 
-        def check(step, gradients):
-            for name, (first, values) in gradients.items():
-                wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
-                assert torch.equal(values, wanted), name
-
-        train_engine(engine, 3, check=check)
+        train_engine(engine, 3, check=compared_to(expected))
         assert engine.get_lr() == [pytest.approx(lr) for lr in (0.5, 0.004 / 8, 0.0003, 0.003 / 4, 0.003)]
         engine.save_checkpoint(tmp_path, tag="tag")
         engine.destroy()
 
         resumed = self.start(Net(), stage=stage)
         resumed.load_checkpoint(tmp_path, tag="tag")
-        train_engine(resumed, 2, first=3, check=check)
+        train_engine(resumed, 2, first=3, check=compared_to(expected))
         for name, param in trainable(resumed.module).items():
             if name != "embed.weight":
                 assert relative_error(param.detach(), expected.model_params[name]) < 1e-5, name

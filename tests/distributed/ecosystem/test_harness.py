@@ -128,8 +128,6 @@ from tests.support.harness import DistributedTest
 
 
 class TestBad(DistributedTest):
-    world_size = 2
-
     def test_rank_fails(self):
         if dist.get_rank() == 1:
             apples, pears = 3, 4

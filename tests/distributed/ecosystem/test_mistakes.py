@@ -27,17 +27,15 @@ HERE = ("top-level-misspelt", "fp16-misspelt", "optimizer-misspelt", "bucket-mis
 
 
 class TestMistakes(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("name", HERE)
-    def test_a_mistake_is_told_by_its_words(self, name, class_tmpdir):
-        case = mistakes.MISTAKES[name]
-        with pytest.raises(LayerWiseError) as caught:
-            case.play(class_tmpdir)
-        told = final_error.framed(caught.value)
-        assert [word for word in case.says if word not in told] == []
-        assert [word for word in case.never if word in told] == []
-        assert f"at {mistakes.__file__}:" in told and len(told.splitlines()) <= mistakes.MOST_LINES
+    def test_a_mistake_is_told_by_its_words(self, class_tmpdir):
+        for name in HERE:
+            case = mistakes.MISTAKES[name]
+            with pytest.raises(LayerWiseError) as caught:
+                case.play(class_tmpdir)
+            told = final_error.framed(caught.value)
+            assert [word for word in case.says if word not in told] == []
+            assert [word for word in case.never if word in told] == []
+            assert f"at {mistakes.__file__}:" in told and len(told.splitlines()) <= mistakes.MOST_LINES
 
     def test_a_rank_that_is_missed_is_told_in_words_of_the_script(self, class_tmpdir, monkeypatch):
         """As ``save-on-rank-0`` of the tool, where the other rank has come to its end."""
@@ -62,8 +60,6 @@ class TestMistakes(DistributedTest):
 
 
 class TestInVain(DistributedTest):
-    world_size = 2
-
     @staticmethod
     def warned(monkeypatch):
         found = []

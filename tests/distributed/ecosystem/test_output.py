@@ -51,8 +51,6 @@ class TestStartUpTable(DistributedTest):
 
 
 class TestWhatIsSaidLater(DistributedTest):
-    world_size = 2
-
     def test_no_stdout_ends_a_load_or_a_step(self, tmp_path, monkeypatch):
         """What rank 0 alone has to say must not be an error of rank 0 alone, which the others would wait for."""
         config = ds_config(bf16={"enabled": True})

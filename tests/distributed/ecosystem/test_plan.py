@@ -16,11 +16,10 @@ from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.models import TINY_GPT_MATRICES, tiny_gpt
 from tests.support.rooms import rooms
-from tests.support.training import allow_fp16, ds_config, start
+from tests.support.training import BF16, allow_fp16, ds_config, start
 
 pytestmark = rooms("forecast", "cost", "report", "dry_run")
 
-BF16 = {"bf16": {"enabled": True}}
 SPLIT = {"overrides": [{"name": "blocks.*.qkv.weight", "num_heads": 3},
                        {"name": "*.down.weight", "optimizer": "scalar"},
                        {"name": "tokens.weight", "optimizer": "matrix"}]}

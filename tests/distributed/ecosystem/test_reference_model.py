@@ -11,7 +11,7 @@ import ds_layerwise
 from ds_layerwise.errors import ConfigError, StepError
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.training import BF16, Net, ds_config, start, train_engine, weights
 
 pytestmark = rooms("inference_only")
 
@@ -31,10 +31,8 @@ def at_stage_0(given):
 
 
 class TestReferenceModel(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("sections, dtype", [
-        ({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16), ({"scheduler": WARMUP}, torch.float32)])
+        ({}, torch.float32), (BF16, torch.bfloat16), ({"scheduler": WARMUP}, torch.float32)])
     def test_it_answers_as_the_model_and_does_not_train(self, sections, dtype, capsys):
         given = ds_config(layerwise={"save_universal": False}, **sections)
         policy, alone = start(Net(), given), start(Net(), given)

@@ -10,6 +10,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.moe.layer import MoE
 from torch import nn
 
 import ds_layerwise
@@ -17,6 +18,7 @@ from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError, Routin
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
+from tests.support.training import BF16
 
 pytestmark = rooms("ds_config", "engine_hooks", "param_guard", "shared_storage")
 
@@ -36,10 +38,10 @@ def model(*layers):
     return nn.Sequential(*(layers or (nn.Linear(8, 8), nn.LayerNorm(8))))
 
 
-def initialize(module=None, ds_config=None, **kwargs):
+def initialize(module=None, ds_config=None, groups=None, **kwargs):
     module = module or model()
-    return ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=ds_config or config(),
-                                   **kwargs)
+    return ds_layerwise.initialize(model=module, model_parameters=groups or module.parameters(),
+                                   config=ds_config or config(), **kwargs)
 
 
 def muon(**params):
@@ -81,16 +83,13 @@ BAD_CONFIGS = {
 
 
 class TestBadConfigs(DistributedTest):
-    world_size = 2
     # A refusal waits for no rank: the test fails before a collective would give up.
     collective_timeout = 2 * DistributedTest.exec_timeout
 
-    @pytest.mark.parametrize("case", BAD_CONFIGS)
-    def test_a_bad_config_is_refused_by_name(self, case):
-        ds_config, message = BAD_CONFIGS[case]
-        with pytest.raises((ConfigError, RoutingError), match=message):
-            initialize(ds_config=ds_config)
-        dist.barrier()
+    def test_a_bad_config_is_refused_by_name(self):
+        for ds_config, message in BAD_CONFIGS.values():
+            with pytest.raises((ConfigError, RoutingError), match=message):
+                initialize(ds_config=ds_config)
 
     def test_the_optimizer_given_twice(self):
         module = model()
@@ -157,42 +156,33 @@ SHARED = {
 
 
 class TestBadModels(DistributedTest):
-    world_size = 2
-
-    def test_no_matrix(self):
-        with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer"):
-            initialize(model(nn.LayerNorm(8)))
+    def test_what_no_rank_could_train(self):
+        not_real = model()
+        not_real.phase = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
+        for module, groups, message in ((model(nn.LayerNorm(8)), None, "no parameter goes to the matrix optimizer"),
+                                        (not_real, None, "phase is torch.complex64"),
+                                        (model(), [nn.Parameter(torch.zeros(3, 3))], "the model does not have")):
+            with pytest.raises(RoutingError, match=message):
+                initialize(module, groups=groups)
 
     def test_no_matrix_where_an_override_chose_for_all(self):
         # DeepSpeed's own test_boundary_microbatch_grad_is_reduced has such a model.
         module = nn.LayerNorm(8, elementwise_affine=True, bias=False)
-        given = {**config(), "layerwise": {"overrides": [{"name": "*", "optimizer": "scalar"}]}}
-        engine = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=given)[0]
+        engine, *_ = initialize(module, config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}))
         before = module.weight.detach().clone()
         engine.backward(engine(torch.arange(8.0)).square().sum())
         engine.step()
         assert not torch.equal(module.weight.detach(), before)
 
-    def test_a_parameter_that_is_no_float(self):
-        module = model()
-        module.phase = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
-        with pytest.raises(RoutingError, match="phase is torch.complex64"):
-            initialize(module)
-
-    def test_a_parameter_of_another_model(self):
-        module = model()
-        with pytest.raises(RoutingError, match="the model does not have"):
-            ds_layerwise.initialize(model=module, model_parameters=[nn.Parameter(torch.zeros(3, 3))], config=config())
-
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}], ids=["float32", "bf16"])
-    @pytest.mark.parametrize("case", SHARED, ids=lambda case: case.__name__)
-    def test_weights_that_are_one_by_their_memory(self, case, sections):
+    @pytest.mark.parametrize("sections", [{}, BF16], ids=["float32", "bf16"])
+    def test_weights_that_are_one_by_their_memory(self, sections):
         """Also where DeepSpeed's cast would take them apart first. Plain torch trains both through the same memory."""
-        module, message = model(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False)), SHARED[case]
-        case(module)
-        if message is None:
-            initialize(module, config(**sections))
-        else:
+        for case, message in SHARED.items():
+            module = model(nn.Embedding(8, 6), nn.Linear(6, 6), nn.Linear(6, 8, bias=False))
+            case(module)
+            if message is None:
+                initialize(module, config(**sections))[0].destroy()
+                continue
             # One rank is enough, and says it to all.
             if dist.get_rank() == 0:
                 module[2].weight.data, module[1].weight.data = torch.randn(8, 6), torch.randn(6, 6)
@@ -207,90 +197,65 @@ class TestBadModels(DistributedTest):
                                               r"has 1.weight \(16, 8\)"):
             initialize(model(nn.Linear(8, 8), nn.Linear(8, width)))
 
-    def test_a_layer_more_on_one_rank(self):
-        layers = [nn.Linear(8, 8) for _ in range(1 + dist.get_rank())]
-        with pytest.raises(LayoutError, match="only rank 1 has 1.weight"):
-            initialize(model(*layers))
-
-    def test_routes_that_differ_between_ranks(self):
-        module = model(nn.Linear(8, 8), nn.Linear(8, 8))
-        module[1].weight.use_muon = dist.get_rank() == 0
-        with pytest.raises(LayoutError, match="1.weight .* by the matrix optimizer.*by the scalar optimizer"):
-            initialize(module)
-
-    def test_groups_that_differ_between_ranks(self):
-        module = model(nn.Linear(8, 8), nn.LayerNorm(8))
-        groups = [{"params": list(module.parameters()), "lr": 0.1 * (1 + dist.get_rank()), "muon_lr": 0.1}]
-        with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
-            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
-
     def test_a_group_with_matrices_and_adamws_rate_alone(self):
         module = model()
         groups = [{"params": [p for p in module.parameters() if p.dim() > 1], "lr": 3e-4},
                   {"params": [p for p in module.parameters() if p.dim() < 2], "lr": 3e-4}]
         with pytest.raises(ConfigError, match=r"param_groups\[0\].lr is 0.0003 without muon_lr, the group has matrices "
                            r"\(0.weight\)"):
-            ds_layerwise.initialize(model=module, model_parameters=groups, config=config())
-        ds_layerwise.initialize(model=module, model_parameters=groups, config=muon(
-            lr=3e-3, scale_mode="match_rms_adamw"))
+            initialize(module, groups=groups)
+        initialize(module, muon(lr=3e-3, scale_mode="match_rms_adamw"), groups)
 
     def test_layers_that_differ_on_one_rank(self):
-        def differ(case, layer, module):
-            if case == "dtype":
-                layer.bfloat16()
-            if case == "frozen":
-                layer.weight.requires_grad = False
-            if case == "name":
-                module._modules = {"0": module[0], "second": layer}
-            if case == "order":
-                layer._parameters = dict(reversed(layer._parameters.items()))
-
-        for case, message in (
-                ("dtype", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight \(8, 8\) torch.bfloat16"),
-                ("frozen", r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight .* \(frozen\)"),
-                ("name", r"rank 0 has 1.weight .*, rank 1 has second.weight"),
-                ("order", r"rank 0 has 1.weight .*, rank 1 has 1.bias")):
+        for change, message in (
+                (lambda one, module: one.bfloat16(),
+                 r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight \(8, 8\) torch.bfloat16"),
+                (lambda one, module: one.weight.requires_grad_(False),
+                 r"rank 0 has 1.weight \(8, 8\) torch.float32, rank 1 has 1.weight .* \(frozen\)"),
+                (lambda one, module: setattr(module, "_modules", {"0": module[0], "second": one}),
+                 r"rank 0 has 1.weight .*, rank 1 has second.weight"),
+                (lambda one, module: setattr(one, "_parameters", dict(reversed(one._parameters.items()))),
+                 r"rank 0 has 1.weight .*, rank 1 has 1.bias"),
+                (lambda one, module: module.append(nn.Linear(8, 8)), "only rank 1 has 2.weight"),
+                (lambda one, module: setattr(one.weight, "use_muon", False),
+                 "1.weight .* by the matrix optimizer.*by the scalar optimizer")):
             module = model(nn.Linear(8, 8), nn.Linear(8, 8))
+            module[1].weight.use_muon = True
             if dist.get_rank() == 1:
-                differ(case, module[1], module)
-            with pytest.raises(LayoutError, match=f"the model differs between ranks: {message}"):
+                change(module[1], module)
+            with pytest.raises(LayoutError, match=f"the (model|layout) differs between ranks: .*{message}"):
                 initialize(module)
-                pytest.fail(case)
 
-    def test_groups_of_other_parameters_on_one_rank(self):
-        for case, message in (("one is empty", r"rank 0 has 1.weight .* group 1,.*rank 1 has 1.weight .* group 0"),
-                              ("an empty one more", r"only rank 1 has param_groups\[2\]"),
-                              ("left out", r"only rank 0 has 1.bias")):
-            module = model(nn.Linear(8, 8), nn.LayerNorm(8))
-            first, second = list(module[0].parameters()), list(module[1].parameters())
-            groups = [first, second]
-            if dist.get_rank() == 1:
-                groups = {"one is empty": [first + second, []], "an empty one more": [first, second, []],
-                          "left out": [first, second[:1]]}[case]
+    def test_groups_that_differ_on_one_rank(self):
+        module = model(nn.Linear(8, 8), nn.LayerNorm(8))
+        first, second = ([*layer.parameters()] for layer in module)
+        for own, message in (
+                ([first + second, []], r"rank 0 has 1.weight .* group 1,.*rank 1 has 1.weight .* group 0"),
+                ([first, second, []], r"only rank 1 has param_groups\[2\]"),
+                ([first, second[:1]], r"only rank 0 has 1.bias")):
+            groups = own if dist.get_rank() else [first, second]
             with pytest.raises(LayoutError, match=message):
-                ds_layerwise.initialize(model=module, model_parameters=[{"params": group} for group in groups],
-                                        config=config())
-                pytest.fail(case)
+                initialize(module, groups=[{"params": group} for group in groups])
+        groups = [{"params": first + second, "lr": 0.1 * (1 + dist.get_rank()), "muon_lr": 0.1}]
+        with pytest.raises(LayoutError, match=r"param_groups\[0\] with {'lr': 0.1.*param_groups\[0\] with {'lr': 0.2"):
+            initialize(module, groups=groups)
 
     def test_an_error_on_one_rank_reaches_all(self):
-        for case, own, kind in (
-                ("config", "did you mean 'momentum'", "ConfigError"),
-                ("route", "was sent to the matrix optimizer", "RoutingError"),
-                ("group", r"param_groups\[0\].weight_decay must be .* got -1", "ConfigError"),
-                ("twice", "some parameters appear in more than one parameter group", "ValueError")):
-            module, ds_config, groups = model(), config(), None
-            if dist.get_rank() == 1:
-                ds_config = muon(momentun=0.9) if case == "config" else ds_config
-                if case == "route":
-                    module[1].weight.use_muon = True
-                if case == "group":
-                    groups = [{"params": list(module.parameters()), "weight_decay": -1}]
-                if case == "twice":
-                    groups = [{"params": list(module.parameters())}, {"params": [module[1].weight]}]
+        module = model()
+        for ds_config, groups, own, kind in (
+                (muon(momentun=0.9), None, "did you mean 'momentum'", "ConfigError"),
+                (config(), [{"params": [*module.parameters()], "weight_decay": -1}],
+                 r"param_groups\[0\].weight_decay must be .* got -1", "ConfigError"),
+                (config(), [{"params": [*module.parameters()]}, {"params": [module[1].weight]}],
+                 "some parameters appear in more than one parameter group", "ValueError"),
+                ("route", None, "was sent to the matrix optimizer", "RoutingError")):
+            if dist.get_rank() == 0:
+                ds_config, groups = config(), None
+            elif ds_config == "route":
+                ds_config, module[1].weight.use_muon = config(), True
             with pytest.raises(ValueError if dist.get_rank() == 1 else LayerWiseError,
                                match=own if dist.get_rank() == 1 else f"rank 1 failed: {kind}"):
-                ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config)
-                pytest.fail(case)
+                initialize(module, ds_config, groups)
 
 
 #: Sections that rank 1 has and rank 0 has not, and what is said about the first difference.
@@ -309,20 +274,17 @@ DIFFERENT_CONFIGS = {
     "schedule": ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 9}}}, "scheduler.params.warmup"),
     "clipping": ({"gradient_clipping": 0.5}, "gradient_clipping = 0.5"),
     "wire": ({"communication_data_type": "bf16"}, "communication_data_type = 'bf16'"),
-    "precision": ({"bf16": {"enabled": True}}, "bf16.enabled = True"),
+    "precision": (BF16, "bf16.enabled = True"),
     "accumulation": ({"gradient_accumulation_steps": 2},
                      "rank 0 has gradient_accumulation_steps = 1, rank 1 has gradient_accumulation_steps = 2"),
 }
 
 
 class TestConfigsThatDiffer(DistributedTest):
-    world_size = 2
-
     def test_they_are_refused_by_the_first_difference(self):
-        for case, (changes, message) in DIFFERENT_CONFIGS.items():
+        for changes, message in DIFFERENT_CONFIGS.values():
             with pytest.raises(LayoutError, match=f"the configuration differs between ranks: .*{message}"):
                 initialize(ds_config=config(**(changes if dist.get_rank() else {})))
-                pytest.fail(case)
 
     def test_what_each_rank_may_say_for_itself(self):
         """Reports, and the size of a micro-batch: an average over ranks does not ask how many samples each had."""
@@ -343,30 +305,22 @@ class TestConfigsThatDiffer(DistributedTest):
 
 
 class TestRefusedParallelism(DistributedTest):
-    world_size = 2
+    def test_experts(self):
+        def experts(ep_size):
+            return model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=ep_size))
 
-    def test_experts_placed_in_another_order(self):
-        from deepspeed.moe.layer import MoE
-        dist.barrier()
-        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
-        with pytest.raises(ConfigError, match="use_data_before_expert_parallelism must be False .*, got True"):
-            initialize(experts, config(use_data_before_expert_parallelism=True))
-
-    def test_experts_on_disks_of_nodes(self):
-        from deepspeed.moe.layer import MoE
-        dist.barrier()
-        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=1))
-        with pytest.raises(ConfigError, match="use_node_local_storage is not supported with deepspeed.moe layers"):
-            initialize(experts, config(checkpoint={"use_node_local_storage": True}))
-
-    def test_experts_that_are_in_no_list(self):
-        from deepspeed.moe.layer import MoE
-        dist.barrier()
-        experts = model(nn.Linear(8, 8), MoE(8, nn.Linear(8, 8), num_experts=2, ep_size=2))
-        own = experts[0].weight
+        for changes, message in (
+                ({"use_data_before_expert_parallelism": True},
+                 "use_data_before_expert_parallelism must be False .*, got True"),
+                ({"checkpoint": {"use_node_local_storage": True}},
+                 "use_node_local_storage is not supported with deepspeed.moe layers")):
+            with pytest.raises(ConfigError, match=message):
+                initialize(experts(1), config(**changes))
+        in_no_list = experts(2)
+        own = in_no_list[0].weight
         own.allreduce, own.group_name = False, "ep_size_2"
         with pytest.raises(LayerWiseError, match="0.weight is another parameter on every one of 2 ranks"):
-            initialize(experts)
+            initialize(in_no_list)
 
     def test_an_mpu_that_says_too_little_or_too_much(self):
         for change, message in (

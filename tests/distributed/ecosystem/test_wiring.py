@@ -18,14 +18,14 @@ import ds_layerwise
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.ranks.sync.exchange import rounds_of
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
+from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
-from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     ds_config,
-    recipe_for,
     relative_error,
     start,
     train_engine,
@@ -37,22 +37,9 @@ pytestmark = rooms("engine_hooks", "fields", "run_settings", "byte_views")
 
 STEPS = 6
 TIMERS = {"optimizer_gradients", "optimizer_step", "optimizer_allgather"}
-BF16 = {"bf16": {"enabled": True}}
-
-
-def oracle(num_steps=STEPS, **kwargs):
-    return train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net(), **kwargs), num_steps)
-
-
-def assert_trained_as(engine, expected):
-    for name, p in trainable(engine.module).items():
-        assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
 
 class TestTimers(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_phases_are_logged_once_a_step_under_their_names_in_stock(self, stage):
         engine = start(Net(), ds_config(gas=2, stage=stage, wall_clock_breakdown=True))
         logged, log = [], engine.timers.log
@@ -111,12 +98,11 @@ class TestCommsLogger(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_saving_goes_on_beside_it(self, class_tmpdir):
-        engine = start(Net(), ds_config(comms_logger={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(comms_logger={"enabled": True})), 1)
         engine.save_checkpoint(class_tmpdir, tag="logged")
         engine.load_checkpoint(class_tmpdir, tag="logged")
         train_engine(engine, 1, first=1)
-        assert_trained_as(engine, oracle(2))
+        assert_trained_as(engine.module, by_the_oracle(num_steps=2))
 
 
 def add(counts, op, size, times):
@@ -125,8 +111,6 @@ def add(counts, op, size, times):
 
 
 class TestMonitor(DistributedTest):
-    world_size = 2
-
     def test_learning_rates_and_loss_scales(self, class_tmpdir):
         allow_fp16()
         scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003,
@@ -150,16 +134,13 @@ class TestMonitor(DistributedTest):
 
 
 class TestObservers(DistributedTest):
-    world_size = 2
-
     def test_together_they_change_no_bit(self, tmp_path):
         observers = {"memory_breakdown": True, "wall_clock_breakdown": True, "comms_logger": {"enabled": True},
                      "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "run"},
                      "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(tmp_path / "flops")}}
         results = []
         for sections in ({}, observers):
-            engine = start(Net(), ds_config(clip=5.0, stage=2, **sections))
-            train_engine(engine, 2)
+            engine = train_engine(start(Net(), ds_config(clip=5.0, stage=2, **sections)), 2)
             results.append(weights(engine.module).clone())
             engine.destroy()
         dist.barrier()
@@ -190,8 +171,6 @@ def followed(kind, params, key, num_steps=STEPS):
 
 
 class TestSchedulers(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("kind", SCHEDULERS)
     def test_both_optimizers_follow_every_kind(self, kind):
         lrs = followed(kind, SCHEDULERS[kind], "lr")
@@ -200,7 +179,7 @@ class TestSchedulers(DistributedTest):
         for step, lr in enumerate(lrs):
             assert engine.get_lr() == [group["lr"] for group in engine.optimizer.param_groups] == [pytest.approx(lr)]
             train_engine(engine, 1, first=step)
-        assert_trained_as(engine, oracle(schedule=lambda step: lrs[step] / 0.003))
+        assert_trained_as(engine.module, by_the_oracle(num_steps=STEPS, schedule=lambda step: lrs[step] / 0.003))
 
     def test_a_cycle_of_betas_reaches_adam(self):
         params = {**SCHEDULERS["OneCycle"], "cycle_momentum": True, "cycle_min_mom": 0.6, "cycle_max_mom": 0.9}
@@ -226,20 +205,17 @@ class TestSchedulers(DistributedTest):
         engine.optimizer.set_lr(0.001)
         assert engine.get_lr() == [0.001]
         train_engine(engine, 3, first=3)
-        assert_trained_as(engine, oracle(schedule=lambda step: 1 if step < 3 else 1 / 3))
+        assert_trained_as(engine.module, by_the_oracle(num_steps=STEPS, schedule=lambda step: 1 if step < 3 else 1 / 3))
 
 
 class TestBatchSizes(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_accumulation_that_changes_in_the_middle(self, stage):
         engine = start(Net(), ds_config(gas=1, stage=stage))
         # DeepSpeed counts micro-batches from the start of the run, so a change comes at a multiple of the new number.
         for gas, first, num_steps in ((1, 0, 4), (4, 4, 1), (2, 5, 2)):
             engine.set_train_batch_size(gas * dist.get_world_size())
             assert engine.gradient_accumulation_steps() == gas
-            expected = oracle(first + num_steps, gas=gas)
+            expected = by_the_oracle(Net, first + num_steps, gas=gas)
 
             def check(step, _):
                 for name, gradient in whole_gradients(engine).items():
@@ -262,8 +238,6 @@ class Reads(nn.Module):
 
 
 class TestCurriculum(DistributedTest):
-    world_size = 2
-
     @pytest.mark.filterwarnings("ignore:'pin_memory' argument")
     def test_batches_of_a_curriculum_train_as_the_same_batches_do(self, class_tmpdir):
         metrics = {"length": {"difficulty_type": "value", "clustering_type": "single_cluster", "min_difficulty": 2,
@@ -296,31 +270,28 @@ class TestCurriculum(DistributedTest):
             plain.step()
         assert torch.equal(weights(plain.module), weights(engine.module))
 
-    @pytest.mark.parametrize("key", ["curriculum_learning", "elasticity", "progressive_layer_drop", "eigenvalue",
-                                     "compression_training", "quantize_training"])
     @pytest.mark.world_size(1)
-    def test_what_deepspeed_has_dropped_stops_the_engine(self, key):
-        if key not in getattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {key: ""}):
-            pytest.fail(f"DeepSpeed {deepspeed.__version__} has {key} again: say in docs/config_keys.md what it does")
-        if hasattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS"):
-            with pytest.raises(deepspeed_config.DeepSpeedConfigError, match="removed"):
-                start(Net(), ds_config(**{key: {"enabled": True}}))
+    def test_what_deepspeed_has_dropped_stops_the_engine(self):
+        for key in ("curriculum_learning", "elasticity", "progressive_layer_drop", "eigenvalue", "compression_training",
+                    "quantize_training"):
+            if key not in getattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {key: ""}):
+                pytest.fail(f"DeepSpeed {deepspeed.__version__} has {key} again: see docs/config_keys.md")
+            if hasattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS"):
+                with pytest.raises(deepspeed_config.DeepSpeedConfigError, match="removed"):
+                    start(Net(), ds_config(**{key: {"enabled": True}}))
 
 
 class TestMesh(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_mesh_of_data_parallel_ranks(self, stage):
         engine = start(Net(), ds_config(clip=5.0, stage=stage), mesh_param=(2, 1))
         data_axis = engine.mesh_device.get_group(mesh_dim="data_parallel")
         for group in (engine.optimizer.dp_process_group, data_axis):
             assert get_process_group_ranks(group) == [0, 1]
-        expected = oracle(clip=5.0)
+        expected = by_the_oracle(Net, STEPS, clip=5.0)
 
         def check(step, _):
             for name, gradient in whole_gradients(engine).items():
                 assert torch.equal(gradient, expected.steps[step].grads[name].flatten()), name
 
         train_engine(engine, STEPS, check=check)
-        assert_trained_as(engine, expected)
+        assert_trained_as(engine.module, expected)

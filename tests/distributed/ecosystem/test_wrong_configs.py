@@ -172,25 +172,25 @@ def told(run):
 class TestAlike(DistributedTest):
     world_size = 1
 
-    @pytest.mark.parametrize("path, value, message", WRONG, ids=[f"{path}={value}" for path, value, _ in WRONG])
-    def test_in_a_plan_and_in_training(self, path, value, message, tmp_path, monkeypatch):
-        given = with_value(path, value)
-        monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
-        # Nobody fills "auto" in, as in training.
-        monkeypatch.setattr("ds_layerwise.tools.dry_run.fill_in", lambda given, **_: (given, {}))
-        planned = told(lambda: DryRun.of("gpt2-124m", tmp_path, [2]))
-        assert re.match(re.escape(message), planned), planned
-        assert told(lambda: start(Net(), copy.deepcopy(given))) == planned
+    def test_in_a_plan_and_in_training(self, tmp_path, monkeypatch):
+        for path, value, message in WRONG:
+            given = with_value(path, value)
+            monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
+            # Nobody fills "auto" in, as in training.
+            monkeypatch.setattr("ds_layerwise.tools.dry_run.fill_in", lambda given, **_: (given, {}))
+            planned = told(lambda: DryRun.of("gpt2-124m", tmp_path, [2]))
+            assert re.match(re.escape(message), planned), planned
+            assert told(lambda: start(Net(), copy.deepcopy(given))) == planned
 
-    @pytest.mark.parametrize("path, value, message", STOCKS, ids=[path for path, *_ in STOCKS])
-    def test_what_deepspeed_finds_is_told_by_key_and_value(self, path, value, message):
-        assert told(lambda: start(Net(), with_value(path, value))).startswith(message)
+    def test_what_deepspeed_finds_is_told_by_key_and_value(self):
+        for path, value, message in STOCKS:
+            assert told(lambda: start(Net(), with_value(path, value))).startswith(message)
 
-    @pytest.mark.parametrize("overrides, message", UNMET, ids=range(len(UNMET)))
-    def test_what_is_matched_in_vain(self, overrides, message, tmp_path, monkeypatch):
-        given = with_value("layerwise.overrides", overrides)
-        monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
-        # But for the parameter, which is the first of each.
-        for said in (told(lambda: DryRun.of("gpt2-124m", tmp_path, [2])),
-                     told(lambda: start(Net(), copy.deepcopy(given)))):
-            assert message in said and (said.startswith(message) is not message.startswith(":")), said
+    def test_what_is_matched_in_vain(self, tmp_path, monkeypatch):
+        for overrides, message in UNMET:
+            given = with_value("layerwise.overrides", overrides)
+            monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)
+            # But for the parameter, which is the first of each.
+            for said in (told(lambda: DryRun.of("gpt2-124m", tmp_path, [2])),
+                         told(lambda: start(Net(), copy.deepcopy(given)))):
+                assert message in said and (said.startswith(message) is not message.startswith(":")), said

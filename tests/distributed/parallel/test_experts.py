@@ -57,7 +57,6 @@ def global_name(name, ep_rank, ep_size):
 
 
 class TestOverrides(DistributedTest):
-    world_size = 2
     FIRST = "layers.0.deepspeed_moe.experts.deepspeed_experts"
 
     def run(self, ep_size, *overrides):
@@ -161,7 +160,6 @@ def ep_sizes():
 class TestExperts(DistributedTest):
     world_size = [2, 4]
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1)):
             whole = whole_model()

@@ -22,7 +22,7 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.models import Block
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import allow_fp16, ds_config, reduced_gradients, relative_error, start
+from tests.support.training import BF16, allow_fp16, ds_config, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
@@ -220,7 +220,7 @@ class TestGradients(DistributedTest):
 
     @pytest.mark.world_size(4)
     def test_sums_norm_and_updates(self):
-        bf16, on_host = {"bf16": {"enabled": True}}, {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        bf16, on_host = BF16, {"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
         for changes in ({}, bf16, {**bf16, "data_types": {"grad_accum_dtype": "fp32"}, "zero_optimization": on_host}):
             specs = [TiedLayerSpec("tied", Numbers, 7, 9), LayerSpec(Numbers, 12, 5), LayerSpec(Numbers, 6, 30),
                      TiedLayerSpec("tied", Numbers, 7, 9, forward_fn=at_the_end)]
@@ -287,8 +287,6 @@ class Projected(nn.Module):
 
 
 class TestRouting(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("matrix", ["muon", "torch.optim:Adafactor"])
     def test_a_stage_decides_as_the_whole_model_would(self, matrix):
         """The last linear layer is a head if it has an embedding's shape, wherever that embedding is."""
@@ -385,8 +383,6 @@ REFUSED = {
 
 
 class TestRefused(DistributedTest):
-    world_size = 2
-
     def test_at_start(self):
         for changes, message in REFUSED.values():
             with pytest.raises(ConfigError, match=message):

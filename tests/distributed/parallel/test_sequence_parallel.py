@@ -10,7 +10,8 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
 
 from ds_layerwise.errors import ConfigError
-from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, states, whole_states
+from tests.support.expected import assert_trained_as
 from tests.support.harness import DistributedTest, made_once
 from tests.support.models import TINY_GPT_MATRICES, attend, tiny_gpt, token_batch, token_loss
 from tests.support.reference import Recipe, train, trainable, whole_number_gradients
@@ -20,7 +21,6 @@ from tests.support.training import (
     assert_same_on_all_ranks,
     ds_config,
     reduced_gradients,
-    relative_error,
     start,
     train_engine,
     weights,
@@ -107,8 +107,7 @@ class TestAgainstTheWholeSequence(DistributedTest):
             for step in range(STEPS):
                 train_engine(engine, 1, gas=GAS, first=step, check=check if step < 3 else None)
                 assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-5)
-            for name, p in trainable(module.inner).items():
-                assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, (name, stage)
+            assert_trained_as(module.inner, expected, where=stage)
             assert_same_on_all_ranks(module)
 
 
@@ -160,8 +159,6 @@ class OneWeight(nn.Module):
 
 
 class TestKeys(DistributedTest):
-    world_size = 2
-
     def test_what_gradients_travel_in(self):
         with pytest.raises(ConfigError, match="sequence_parallel_size is 2, but the engine has sequence groups of 1; "
                                               "set data_parallel_size, too"):
@@ -226,8 +223,7 @@ class TestCheckpoints(DistributedTest):
     @pytest.mark.world_size(2)
     def test_resume_on_fewer_sequences(self, run_of_4):
         """The two ranks stand in for four: each of their micro-batches is the mean of those that the four had."""
-        engine = start(PartOfASequence(), config(stage=2), **sequence_groups("mpu"))
-        engine.load_checkpoint(run_of_4)
+        engine = loaded(start(PartOfASequence(), config(stage=2), **sequence_groups("mpu")), run_of_4)
         saved = whole_states(engine)
         for micro in range(GAS):
             losses = [engine((3, micro, dist.get_rank() + SP * sequence)) for sequence in range(2)]

@@ -12,12 +12,22 @@ from ds_layerwise.ranks.owned import weight_checksums
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_tensor_parallel import part_of
 from tests.support import internals
+from tests.support.expected import assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, recipe_for, relative_error, start, weights
+from tests.support.training import (
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    raises_on_rank_1,
+    recipe_for,
+    relative_error,
+    start,
+    weights,
+)
 
 pytestmark = rooms("step_agreement", "comm", "param_guard", "pre_step")
 
@@ -43,20 +53,7 @@ TURNS = {"micro": lambda step, micro, rank: micro % 2, "rank": lambda step, micr
          "all": lambda step, micro, rank: (step + micro + rank) % 2}
 
 
-def take_step(oracle, step):
-    """All parameters got a gradient on both ranks."""
-    oracle.step([[{name: whole_number_gradients(name, p.shape, step, 0, rank)
-                   for name, p in oracle.params.items()}] for rank in range(2)])
-
-
-def assert_weights_are(oracle, engine):
-    for name, value in oracle.params.items():
-        assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
-
-
 class TestFrozenInTurn(DistributedTest):
-    world_size = 2
-
     def oracle(self, turn, gas):
         """Plain sums of what each micro-batch of each rank trains."""
         module = Net()
@@ -113,7 +110,6 @@ class Numbered(ExpertNet):
 class TestFrozenExperts(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_each_for_itself(self, stage):
         """Ranks 0 and 2 hold the same experts, 1 and 3 others. Frozen on 0, 1 and 3, they are trained where 2 has a
         gradient, and stay where nobody has one."""
@@ -146,8 +142,6 @@ class CutOnWholeNumbers(CutNet):
 
 
 class TestFrozenParts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
     def test_peers_update_a_matrix_together_or_not_at_all(self, tp_mode):
         mpu, whole = Mpu(2), {name: p.shape for name, p in CutNet().named_parameters()}
@@ -200,30 +194,23 @@ ERRORS = {replace_a_parameter: "tall.weight was replaced since", leave_a_gradien
 
 
 class TestOneRankAlone(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, compute_grad_norm", [(1, True), (1, False), (2, True)])
     def test_what_it_finds_is_an_error_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):
         module = Net()
         config = ds_config(stage=stage)
         if not compute_grad_norm:
             config["zero_optimization"]["compute_grad_norm"] = False
-        engine, oracle = start(module, config), Reference(trainable(Net()), recipe_for(Net()))
+        engine, oracle = start(module, config), start_oracle(Net())
         for step, (wrong, message) in enumerate(ERRORS.items()):
             engine.backward(engine((step, 0, dist.get_rank())))
             mend = wrong(engine) if dist.get_rank() == 1 else lambda: None
-            kind, expected = (StepError, message) if dist.get_rank() else (
-                LayerWiseError, f"rank 1 failed: StepError: .*{message}")
-            with pytest.raises(kind, match=expected):
+            with raises_on_rank_1(StepError, f".*{message}"):
                 engine.step()
             mend()
             engine.step()
-            take_step(oracle, step)
-        for name, value in oracle.params.items():
-            assert relative_error(module.get_parameter(name).detach(), value) < 1e-5, name
-        assert_same_on_all_ranks(module)
+            oracle_step(oracle, step)
+        assert_trained_as(module, oracle)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("where", ["the norm", "a checksum"])
     def test_no_memory_for_what_is_compared(self, stage, where, monkeypatch):
         def no_memory(*args, **kwargs):
@@ -239,19 +226,16 @@ class TestOneRankAlone(DistributedTest):
                 of, name = {"the norm": (internals.owned(engine).reduced, "sum_of_squares"),
                             "a checksum": (weight_checksums, "checksum")}[where]
                 patch.setattr(of, name, no_memory)
-            kind, message = (torch.OutOfMemoryError, "tried") if dist.get_rank() else (
-                LayerWiseError, "rank 1 failed: OutOfMemoryError: tried to allocate")
-            with pytest.raises(kind, match=message):
+            with raises_on_rank_1(torch.OutOfMemoryError, "tried to allocate"):
                 engine.step()
         for each in (engine, plain):
             each.step()
         assert torch.equal(weights(engine.module), weights(plain.module))
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_parameter_that_must_not_be_unused(self, stage):
         config = ds_config(stage=stage, gas=2)
         config["zero_optimization"]["ignore_unused_parameters"] = False
-        engine, oracle = start(Net(), config), Reference(trainable(Net()), recipe_for(Net(), gas=2))
+        engine, oracle = start(Net(), config), start_oracle(Net(), gas=2)
         # In one micro-batch of each rank all are used but what is frozen; in step 1 rank 1 never uses two of them.
         engine.module.norm.bias.requires_grad_(False)
         del oracle.params["norm.bias"]
@@ -272,33 +256,31 @@ class TestOneRankAlone(DistributedTest):
                 oracle.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / 2
                                for name, p in oracle.params.items() if name != "tall.weight" or micro == rank}
                               for micro in range(2)] for rank in range(2)])
-        assert_weights_are(oracle, engine)
+        assert_trained_as(engine.module, oracle)
 
-    @pytest.mark.parametrize("how", ["engine", "plain", "scale"])
     @pytest.mark.parametrize("stage, gas, missed", [
         (1, 1, {1: [0]}), (2, 1, {1: [0]}), (1, 2, {0: [1], 1: [0], 2: [0, 1]}), (2, 2, {0: [1], 1: [0], 2: [0, 1]}),
         (2, 4, {1: [0, 1, 3]})])
-    def test_a_loss_that_reaches_nothing_that_is_trained(self, stage, gas, missed, how):
-        engine, oracle = start(Net(), ds_config(stage=stage, gas=gas)), Reference(
-            trainable(Net()), recipe_for(Net(), gas=gas))
-        backward = {"engine": engine.backward, "plain": lambda loss: (loss / gas).backward(),
-                    "scale": lambda loss: engine.scale(loss).backward()}[how]
+    def test_a_loss_that_reaches_nothing_that_is_trained(self, stage, gas, missed):
+        oracle = start_oracle(Net(), gas=gas)
         for step in range(4):
-            for micro in range(gas):
-                alone = dist.get_rank() == 1 and micro in missed.get(step, [])
-                backward(torch.zeros((), requires_grad=True) * 2 if alone else engine((step, micro, dist.get_rank())))
-                engine.step()
             oracle.step([[{name: torch.zeros(p.shape) if rank and micro in missed.get(step, [])
                            else whole_number_gradients(name, p.shape, step, micro, rank) / gas
                            for name, p in oracle.params.items()} for micro in range(gas)] for rank in range(2)])
-        assert_weights_are(oracle, engine)
-        assert_same_on_all_ranks(engine.module)
+        for backward in (lambda loss: engine.backward(loss), lambda loss: (loss / gas).backward(),
+                         lambda loss: engine.scale(loss).backward()):
+            engine = start(Net(), ds_config(stage=stage, gas=gas))
+            for step in range(4):
+                for micro in range(gas):
+                    alone = dist.get_rank() == 1 and micro in missed.get(step, [])
+                    backward(torch.zeros((), requires_grad=True) * 2 if alone
+                             else engine((step, micro, dist.get_rank())))
+                    engine.step()
+            assert_trained_as(engine.module, oracle)
+            engine.destroy()
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_pass_that_an_exception_ended_beside_one_that_nobody_noticed(self, stage, overlap):
-        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
-            trainable(Net()), recipe_for(Net()))
+        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), start_oracle(Net())
 
         def fail(gradient):
             raise ValueError("no gradient")
@@ -316,10 +298,9 @@ class TestOneRankAlone(DistributedTest):
         for step in range(2):
             engine.backward(engine((step, 0, dist.get_rank())))
             engine.step()
-            take_step(oracle, step)
-        assert_weights_are(oracle, engine)
+            oracle_step(oracle, step)
+        assert_trained_as(engine.module, oracle)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("directly", [True, False])
     def test_a_pass_of_the_engine_that_an_exception_ended_is_told_as_one(self, stage, directly):
         engine = start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ds_config(stage=stage))
@@ -329,7 +310,6 @@ class TestOneRankAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="an exception has ended a backward pass"):
             engine.step()
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
     def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
         engine = start(Net(), ds_config(stage=stage, gas=2))
@@ -355,7 +335,6 @@ class TestOneRankAlone(DistributedTest):
         assert not torch.equal(weights(engine.module), saved)
         assert_same_on_all_ranks(engine.module)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_that_one_rank_has_dropped(self, stage):
         engine = start(Net(), ds_config(stage=stage))
         engine.backward(engine((0, 0, dist.get_rank())))
@@ -364,11 +343,8 @@ class TestOneRankAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
             engine.step()
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_a_gradient_that_one_rank_asks_for(self, stage, overlap):
-        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), Reference(
-            trainable(Net()), recipe_for(Net()))
+        engine, oracle = start(Net(), ds_config(stage=stage, overlap=overlap)), start_oracle(Net())
         for step in range(2):
             if (dist.get_rank(), step) == (0, 0):
                 torch.autograd.grad(engine((50, 0, 0)), engine.module.square.weight)
@@ -376,13 +352,12 @@ class TestOneRankAlone(DistributedTest):
             if (dist.get_rank(), step) == (1, 1):
                 torch.autograd.grad(engine((50, 0, 1)), [engine.module.experts])
             engine.step()
-            take_step(oracle, step)
-        assert_weights_are(oracle, engine)
+            oracle_step(oracle, step)
+        assert_trained_as(engine.module, oracle)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_plain_backward_pass_that_reaches_no_parameter_on_one_rank(self, stage):
         """The others wait for its zeros inside their backward pass."""
-        engine, oracle = start(Net(), ds_config(stage=stage)), Reference(trainable(Net()), recipe_for(Net()))
+        engine, oracle = start(Net(), ds_config(stage=stage)), start_oracle(Net())
         leaf = torch.ones(2, requires_grad=True)
         forward = engine.module.forward
         if dist.get_rank() == 0:
@@ -392,4 +367,4 @@ class TestOneRankAlone(DistributedTest):
         engine.module.forward = forward
         oracle.step([[{}], [{name: whole_number_gradients(name, p.shape, 0, 0, 1)
                              for name, p in oracle.params.items()}]])
-        assert_weights_are(oracle, engine)
+        assert_trained_as(engine.module, oracle)

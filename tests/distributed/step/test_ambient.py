@@ -128,8 +128,6 @@ CONFIGS = {
 
 
 class TestAmbient(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("case", CONFIGS)
     def test_nothing_around_a_call_changes_a_bit(self, case, tmp_path, monkeypatch):
         config = ds_config(bucket_numel=20_000, **CONFIGS[case])

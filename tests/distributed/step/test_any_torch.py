@@ -8,11 +8,11 @@ from torch.optim import Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, start, train_engine
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 
 pytestmark = rooms("any_torch", "any_torch_recipe", "probe", "probe_checks", "recipe_registry", "rule_registry",
                    "owned", "sections")
@@ -105,7 +105,6 @@ def seen_as(name, shape):
 
 
 class TestAgainstTheClass(DistributedTest):
-    world_size = 2
     thorough_on = (3, )
 
     @pytest.mark.world_size([2, 3])
@@ -115,19 +114,16 @@ class TestAgainstTheClass(DistributedTest):
     def test_matrices_train_as_in_one_process(self, kind, tmp_path):
         arguments = CLASSES.get(kind, {})
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
-        engine = start(Net(), config(kind, arguments))
-        train_engine(engine, STEPS // 2)
+        engine = train_engine(start(Net(), config(kind, arguments)), STEPS // 2)
         planned = as_json(engine.optimizer.forecast())["memory_bytes"][engine.global_rank]["states"]
         found = sum(value.nbytes for state in internals.states(engine).values() for value in state.values()
                     if value.dim())
         # What has no axes lies on the host, or is a count.
         assert found <= planned <= found + 4 * len(internals.states(engine))
         engine.save_checkpoint(tmp_path)
-        resumed = start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), config(kind, arguments, stage=2, bucket_numel=10**6)), tmp_path)
         assert_equal_states(whole_states(resumed), whole_states(engine))
-        for each in (engine, resumed):
-            train_engine(each, STEPS - STEPS // 2, first=STEPS // 2)
+        train_engines((engine, resumed), STEPS - STEPS // 2, first=STEPS // 2)
         for each in (engine, resumed):
             values = masters(each)
             for name in MATRICES.keys() & values.keys():
@@ -144,8 +140,7 @@ class TestAgainstTheClass(DistributedTest):
                       "lr_scale": 0.5}]
         given = config(Adafactor, {}, params=scalars, overrides=overrides)
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
-        engine = start(Net(), given)
-        train_engine(engine, STEPS)
+        engine = train_engine(start(Net(), given), STEPS)
         engine.save_checkpoint(tmp_path)
         for name, value in masters(engine).items():
             shape = seen_as(name, value.shape) if name in MATRICES else tuple(value.shape)
@@ -181,23 +176,24 @@ class TestAgainstTheClass(DistributedTest):
         assert_equal_states(whole_states(other), whole_states(engine))
 
 
-class TestRefusals(DistributedTest):
-    world_size = 2
+#: Settings, and what is said of them.
+REFUSED = [
+    ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
+    ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
+    ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
+    ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
+    ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
+    ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
+    ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
+    ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
+    ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
+    ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
+    ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
+]
 
-    @pytest.mark.parametrize("params, message", [
-        ({"matrix_optimizer": "no_such_package:Soap"}, "no_such_package:Soap cannot be imported .*install its package"),
-        ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
-        ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
-        ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
-        ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
-        ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
-        ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
-        ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
-        ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
-        ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
-        ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
-    ])
-    def test_what_cannot_be_right_is_refused(self, params, message):
-        given = config(Adafactor, {}, params=params)
-        with pytest.raises((ConfigError, RoutingError), match=message):
-            start(Net(), given)
+
+class TestRefusals(DistributedTest):
+    def test_what_cannot_be_right_is_refused(self):
+        for params, message in REFUSED:
+            with pytest.raises((ConfigError, RoutingError), match=message):
+                start(Net(), config(Adafactor, {}, params=params))

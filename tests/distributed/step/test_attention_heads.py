@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, start, train_engine
+from tests.support.training import ds_config, start, train_engines
 
 pytestmark = rooms("heads", "routes", "muon_family", "muon_recipes")
 
@@ -49,8 +49,7 @@ class TestBlocksOfColumns(DistributedTest):
         for changes in ({}, {"bf16": {"enabled": True}, "zero_optimization": on_host}):
             engines = [start(Layers(transposed), ds_config(layerwise={"overrides": NAMED}, bucket_numel=50, params={
                 "scale_mode": "spectral"}, **changes)) for transposed in (False, True)]
-            for engine in engines:
-                train_engine(engine, 3)
+            train_engines(engines, 3)
             rows, columns = engines
             for name in ("first", "second"):
                 expected, found = (getattr(engine.module, name).weight for engine in engines)

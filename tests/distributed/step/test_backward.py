@@ -12,17 +12,16 @@ from torch.utils.checkpoint import checkpoint
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
 from tests.support import internals
+from tests.support.expected import assert_trained_as, by_the_oracle, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
-from tests.support.reference import train, trainable, whole_number_loss
+from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     reduced_gradients,
-    relative_error,
     start,
     train_engine,
     weights,
@@ -33,131 +32,149 @@ pytestmark = rooms("grad_sync", "optimizer", "param_guard", "engine_protocol")
 STEPS = 3
 
 
-def oracle(net=Net, **kwargs):
-    return train(net, lambda *place: place, lambda module, place: module(place), recipe_for(net(), clip=5.0, **kwargs),
-                 STEPS)
+def assert_as_the_oracle(engine, net=Net, **recipe):
+    """After :data:`STEPS` steps."""
+    assert_trained_as(engine.module, by_the_oracle(net, STEPS, clip=5.0, **recipe))
 
 
-def assert_trained_as(engine, expected):
-    for name, p in trainable(engine.module).items():
-        assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
-    assert_same_on_all_ranks(engine.module)
+def loss_of(engine, step, micro):
+    return engine((step, micro, dist.get_rank()))
 
 
-class Backward(DistributedTest):
-    """Every test in here runs at both stages."""
-
-    stage = 1
-
-    def config(self, **changes):
-        return ds_config(stage=self.stage, **changes)
+def plain_backward(engine, step):
+    for micro in range(2):
+        loss_of(engine, step, micro).backward()
+        engine.step()
 
 
-class TestTwoMicroBatches(Backward):
-    """Two micro-batches a step, told apart from the engine's own accumulation."""
+def no_sync(engine, step):
+    with engine.no_sync():
+        engine.backward(loss_of(engine, step, 0) / 2)
+    engine.backward(loss_of(engine, step, 1) / 2)
+    engine.step()
 
-    world_size = 2
 
-    def loss(self, engine, step, micro):
-        return engine((step, micro, dist.get_rank()))
+def a_boundary_set_by_hand(engine, step):
+    for micro in range(2):
+        engine.set_gradient_accumulation_boundary(micro == 1)
+        engine.backward(loss_of(engine, step, micro) / 2)
+    engine.step()
 
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_plain_backward(self, overlap):
-        engine = start(Net(), self.config(gas=2, clip=5.0, overlap=overlap))
-        for step in range(STEPS):
-            for micro in range(2):
-                self.loss(engine, step, micro).backward()
-                engine.step()
-        assert_trained_as(engine, oracle(gas=2))
 
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_no_sync(self, overlap):
-        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
-        for step in range(STEPS):
-            with engine.no_sync():
-                engine.backward(self.loss(engine, step, 0) / 2)
-            engine.backward(self.loss(engine, step, 1) / 2)
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
+def the_callers_own_accumulation(engine, step):
+    for micro in range(2):
+        engine.backward(loss_of(engine, step, micro))
+    engine.step()
 
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_a_boundary_set_by_hand(self, overlap):
-        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
-        for step in range(STEPS):
-            for micro in range(2):
-                engine.set_gradient_accumulation_boundary(micro == 1)
-                engine.backward(self.loss(engine, step, micro) / 2)
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
 
-    def test_the_callers_own_accumulation(self):
-        engine = start(Net(), self.config(gas=2, clip=5.0, overlap=False, managed_gradient_accumulation=False))
-        for step in range(STEPS):
-            for micro in range(2):
-                engine.backward(self.loss(engine, step, micro))
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_coalesced_reduction(self, overlap):
-        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
-        for step in range(STEPS):
-            with engine.coalesce_grad_reduction():
-                engine.backward(self.loss(engine, 50, 0))  # thrown away, while it is still on the parameters
-                engine.optimizer.zero_grad()
-                for micro in range(2):
-                    engine.backward(self.loss(engine, step, micro) / 2)
-                    assert engine.module.square.weight.grad is not None
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_a_second_coalesced_reduction_is_an_error(self):
-        engine = start(Net(), self.config(clip=5.0))
+def coalesced_reduction(engine, step):
+    with engine.coalesce_grad_reduction():
+        engine.backward(loss_of(engine, 50, 0))  # thrown away, while it is still on the parameters
+        engine.optimizer.zero_grad()
         for micro in range(2):
-            with engine.coalesce_grad_reduction():
-                engine.backward(self.loss(engine, 0, micro))
+            engine.backward(loss_of(engine, step, micro) / 2)
+            assert engine.module.square.weight.grad is not None
+    engine.step()
+
+
+def coalesced_twice(engine, step):
+    for micro in range(2):
+        with engine.coalesce_grad_reduction():
+            engine.backward(loss_of(engine, step, micro) / 2)
+    engine.step()
+
+
+def several_at_the_boundary(engine, step):
+    for micro in range(2):
+        engine.backward(loss_of(engine, step, micro) / 2)
+    engine.step()
+
+
+def two_forward_passes_first(engine, step):
+    losses = [loss_of(engine, step, micro) / 2 for micro in range(2)]
+    for micro in range(2):
+        engine.set_gradient_accumulation_boundary(micro == 1)
+        losses[micro].backward()
+    engine.step()
+
+
+def a_gradient_asked_for_in_between(engine, step):
+    losses = [loss_of(engine, step, micro) / 2 for micro in range(2)]
+    engine.set_gradient_accumulation_boundary(False)
+    losses[0].backward()
+    engine.set_gradient_accumulation_boundary(True)
+    torch.autograd.grad(losses[1], engine.module.square.weight, retain_graph=True)
+    losses[1].backward()
+    engine.step()
+
+
+def another_batch_size(engine, step):
+    if step == 0:
+        engine.set_train_batch_size(2 * dist.get_world_size())
+    train_engine(engine, 1, gas=2, first=step)
+
+
+def an_evaluation_before_the_step(engine, step):
+    for micro in range(2):
+        engine.backward(loss_of(engine, step, micro))
+        with torch.no_grad():
+            engine.eval()
+            loss_of(engine, 50, 0)
+            engine.train()
+        engine.step()
+
+
+def dropped_by_the_engine(engine, step):
+    engine.backward(loss_of(engine, 50, 0))
+    engine.zero_grad()
+    train_engine(engine, 1, gas=2, first=step)
+
+
+def dropped_by_the_optimizer(engine, step):
+    engine.backward(loss_of(engine, 50, 0))
+    engine.optimizer.zero_grad()
+    train_engine(engine, 1, gas=2, first=step)
+
+
+#: Two micro-batches a step, told apart from the engine's own accumulation, and what a config has for that.
+WAYS = {plain_backward: {"gas": 2}, no_sync: {}, a_boundary_set_by_hand: {}, coalesced_reduction: {},
+        the_callers_own_accumulation: {"gas": 2, "overlap": False, "managed_gradient_accumulation": False},
+        two_forward_passes_first: {"overlap": False}, a_gradient_asked_for_in_between: {"overlap": False},
+        another_batch_size: {"overlap": True}, an_evaluation_before_the_step: {"gas": 2, "overlap": True},
+        dropped_by_the_engine: {"gas": 2, "overlap": True}, dropped_by_the_optimizer: {"gas": 2, "overlap": True},
+        several_at_the_boundary: {"overlap": True}, coalesced_twice: {"overlap": True}}
+
+#: Where one stage alone takes a way.
+ONE_STAGE = {no_sync: 1, several_at_the_boundary: 2, coalesced_twice: 2}
+
+
+class TestTwoMicroBatches(DistributedTest):
+    @pytest.mark.parametrize("stage, way", [
+        pytest.param(stage, way, id=f"{way.__name__}-{stage}") for way in WAYS for stage in (1, 2)
+        if ONE_STAGE.get(way, stage) == stage])
+    def test_each_is_counted_once(self, stage, way):
+        for overlap in (True, False):
+            if WAYS[way].get("overlap", overlap) is overlap:
+                engine = start(Net(), ds_config(stage=stage, clip=5.0, **{"overlap": overlap, **WAYS[way]}))
+                for step in range(STEPS):
+                    way(engine, step)
+                assert_as_the_oracle(engine, gas=2)
+                engine.destroy()
+
+    def test_what_the_other_stage_does_not_take(self):
+        engine = start(Net(), ds_config(clip=5.0))
         with pytest.raises(StepError, match="after its bucket"):
-            engine.step()
+            coalesced_twice(engine, 0)
         engine.zero_grad()
         train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
+        with pytest.raises(AssertionError, match="no_sync context manager is incompatible with gradient partitioning"):
+            no_sync(start(Net(), ds_config(stage=2)), 0)
 
-    def test_two_forward_passes_then_two_plain_backward_passes(self):
-        engine = start(Net(), self.config(clip=5.0, overlap=False))
-        for step in range(STEPS):
-            losses = [self.loss(engine, step, micro) / 2 for micro in range(2)]
-            for micro in range(2):
-                engine.set_gradient_accumulation_boundary(micro == 1)
-                losses[micro].backward()
+    def test_a_step_without_a_backward_pass(self, stage):
+        engine = start(Net(), ds_config(stage=stage))
+        with pytest.raises(StepError, match="before the gradients were reduced"):
             engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_another_batch_size_in_the_middle_of_a_run(self):
-        engine = start(Net(), self.config(clip=5.0))
-        engine.set_train_batch_size(2 * dist.get_world_size())
-        train_engine(engine, STEPS, gas=2)
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_an_evaluation_between_backward_and_step(self):
-        engine = start(Net(), self.config(gas=2, clip=5.0))
-        for step in range(STEPS):
-            for micro in range(2):
-                engine.backward(self.loss(engine, step, micro))
-                with torch.no_grad():
-                    engine.eval()
-                    self.loss(engine, 50, 0)
-                    engine.train()
-                engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    @pytest.mark.parametrize("who", ["engine", "optimizer"])
-    def test_zero_grad_drops_what_was_accumulated(self, who):
-        engine = start(Net(), self.config(gas=2, clip=5.0))
-        for step in range(STEPS):
-            engine.backward(self.loss(engine, 50, 0))
-            (engine if who == "engine" else engine.optimizer).zero_grad()
-            train_engine(engine, 1, gas=2, first=step)
-        assert_trained_as(engine, oracle(gas=2))
 
 
 class SometimesUnused(Net):
@@ -174,25 +191,21 @@ class NeverTogether(Net):
         return whole_number_loss(self, place, {"square.weight", "norm.weight"} if place[0] % 2 else set())
 
 
-class TestUnused(Backward):
-    world_size = 2
-
+class TestUnused(DistributedTest):
     @pytest.mark.parametrize("net", [SometimesUnused, NeverTogether])
     @pytest.mark.parametrize("gas", [1, 2])
-    def test_a_gradient_of_an_earlier_step_is_never_used_again(self, net, gas):
+    def test_a_gradient_of_an_earlier_step_is_never_used_again(self, stage, net, gas):
         for overlap in (True, False):
-            engine = start(net(), self.config(gas=gas, clip=5.0, overlap=overlap))
+            engine = start(net(), ds_config(stage=stage, gas=gas, clip=5.0, overlap=overlap))
             train_engine(engine, STEPS, gas=gas)
-            assert_trained_as(engine, oracle(net, gas=gas))
+            assert_as_the_oracle(engine, net, gas=gas)
             engine.destroy()
 
 
-class TestWhenBucketsStart(Backward):
-    world_size = 2
-
-    def launches(self):
+class TestWhenBucketsStart(DistributedTest):
+    def launches(self, stage):
         """Of a step of two micro-batches: for every bucket the micro-batch, and whether autograd was at work."""
-        engine = start(Net(), self.config(gas=2, bucket_numel=1))
+        engine = start(Net(), ds_config(stage=stage, gas=2, bucket_numel=1))
         sync, inside = internals.grad_sync(engine), []
         launch = sync._launch
 
@@ -204,16 +217,14 @@ class TestWhenBucketsStart(Backward):
         train_engine(engine, 1, gas=2)
         return inside, len(engine.optimizer.layout.buckets)
 
-    def test_only_inside_the_last_backward_pass_of_a_step(self):
-        self.check_launches((1, ))
-
-    def check_launches(self, micros):
+    def test_only_inside_the_last_backward_pass_of_a_step_or_at_stage_2_in_each(self, stage):
         """Those after the first two start in the pass or at its end, as the ranks come along."""
-        inside, num_buckets = self.launches()
+        micros = (1, ) if stage == 1 else (0, 1)
+        inside, num_buckets = self.launches(stage)
         assert [micro for micro, _ in inside] == [micro for micro in micros for _ in range(num_buckets)]
         assert all(inside[index * num_buckets + i][1] for index in range(len(micros)) for i in range(2))
 
-    def test_not_in_a_backward_pass_inside_the_forward_pass(self):
+    def test_not_in_a_backward_pass_inside_the_forward_pass(self, stage):
         class Tiled(torch.autograd.Function):  # as DeepSpeed's TiledFusedLogitsLoss
             @staticmethod
             def forward(ctx, module, x):
@@ -237,7 +248,7 @@ class TestWhenBucketsStart(Backward):
                 return Tiled.apply(self.head, hidden) + hidden.square().mean()
 
         module, plain = Model(), Model()
-        engine = start(module, self.config(bucket_numel=1))
+        engine = start(module, ds_config(stage=stage, bucket_numel=1))
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
         engine.backward(engine(x))
         plain(x).backward()
@@ -245,8 +256,8 @@ class TestWhenBucketsStart(Backward):
             expected = plain.get_parameter(name).grad.flatten()[first:first + values.numel()]
             torch.testing.assert_close(values, expected, msg=name)
 
-    def test_few_at_a_time(self):
-        engine = start(Net(), self.config(bucket_numel=1))
+    def test_few_at_a_time(self, stage):
+        engine = start(Net(), ds_config(stage=stage, bucket_numel=1))
         sync, under_way = internals.grad_sync(engine), []
         launch = sync._launch
 
@@ -276,12 +287,26 @@ class TestWhenBucketsStart(Backward):
         assert max(waiting) == (most or buckets - 2) and buckets > 4
         waits = f"{engine.optimizer.forecast().waiting / 2**20:.1f} MiB more of gradients that wait"
         assert waits in " ".join(engine.optimizer.describe().replace("│", " ").split())
-        plain = start(Net(), ds_config(stage=2, overlap=False, bucket_numel=1))
-        train_engine(plain, 1)
+        plain = train_engine(start(Net(), ds_config(stage=2, overlap=False, bucket_numel=1)), 1)
         assert torch.equal(weights(engine.module), weights(plain.module))
 
-    def test_never_while_the_engine_reduces_nothing(self):
-        engine = start(Net(), self.config())
+    def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
+        engine = start(Net(), ds_config(stage=2, bucket_numel=1))
+        sync, kept = internals.grad_sync(engine), []
+        launch = sync._launch
+
+        def recording():
+            launch()
+            names = {slot.name for bucket in sync.layout.buckets[:sync._launched] for slot in bucket.slots}
+            kept.extend(name for name in names if engine.module.get_parameter(name).grad is not None)
+
+        sync._launch = recording
+        train_engine(engine, 1)
+        assert not kept
+        assert internals.grads(engine) is None
+
+    def test_never_while_the_engine_reduces_nothing(self, stage):
+        engine = start(Net(), ds_config(stage=stage))
         engine.enable_backward_allreduce = False
         for micro in range(2):
             engine.backward(engine((0, micro, dist.get_rank())))
@@ -302,14 +327,12 @@ class Checkpointed(nn.Module):
         return x.square().mean()
 
 
-class TestAutograd(Backward):
-    world_size = 2
-
+class TestAutograd(DistributedTest):
     @pytest.mark.parametrize("direct", [True, False])
-    def test_activation_checkpointing_changes_nothing(self, direct):
+    def test_activation_checkpointing_changes_nothing(self, stage, direct):
         results = []
         for reentrant in (None, True, False):
-            engine = start(Checkpointed(reentrant=reentrant), self.config(gas=2, bucket_numel=1, clip=1.0))
+            engine = start(Checkpointed(reentrant=reentrant), ds_config(stage=stage, gas=2, bucket_numel=1, clip=1.0))
             generator = torch.Generator().manual_seed(dist.get_rank())
             for _ in range(6):
                 loss = engine(torch.randn(4, 8, generator=generator))
@@ -319,8 +342,7 @@ class TestAutograd(Backward):
             engine.destroy()
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_a_gradient_penalty(self, overlap):
+    def test_a_gradient_penalty(self, stage, overlap):
         def loss(module, x):
             x = x.clone().requires_grad_()
             value = module(x).square().mean()
@@ -332,7 +354,7 @@ class TestAutograd(Backward):
             return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
 
         plain, inputs = make(), torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(0))
-        engine = start(make(), self.config(overlap=overlap))
+        engine = start(make(), ds_config(stage=stage, overlap=overlap))
         engine.backward(loss(engine, inputs[dist.get_rank()]))
         (sum(loss(plain, x) for x in inputs) / 2).backward()
         for name, (first, values) in reduced_gradients(engine).items():
@@ -340,19 +362,7 @@ class TestAutograd(Backward):
             torch.testing.assert_close(values, expected, msg=name)
         engine.step()
 
-    def test_a_gradient_is_asked_for_between_two_backward_passes(self):
-        engine = start(Net(), self.config(clip=5.0, overlap=False))
-        for step in range(STEPS):
-            losses = [engine((step, micro, dist.get_rank())) / 2 for micro in range(2)]
-            engine.set_gradient_accumulation_boundary(False)
-            losses[0].backward()
-            engine.set_gradient_accumulation_boundary(True)
-            torch.autograd.grad(losses[1], engine.module.square.weight, retain_graph=True)
-            losses[1].backward()
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_a_rank_whose_loss_reaches_no_parameter(self):
+    def test_a_rank_whose_loss_reaches_no_parameter(self, stage):
         class Model(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -361,32 +371,32 @@ class TestAutograd(Backward):
             def forward(self, x):
                 return (self.layer(x) if dist.get_rank() else x).sum()
 
-        engine = start(Model(), self.config(clip=1.0))
+        engine = start(Model(), ds_config(stage=stage, clip=1.0))
         for _ in range(2):
             engine.backward(engine(torch.ones(2, 8, requires_grad=True)))
             engine.step()
         assert engine.get_global_grad_norm() > 0
         assert_same_on_all_ranks(engine.module)
 
-    def test_create_graph_does_not_keep_the_graph(self):
-        engine = start(Net(), self.config())
+    def test_create_graph_does_not_keep_the_graph(self, stage):
+        engine = start(Net(), ds_config(stage=stage))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns about the cycle between a parameter and its gradient
             engine((0, 0, dist.get_rank())).square().backward(create_graph=True)
         buckets = engine.optimizer.layout.buckets
         kept = [internals.owned(engine).reduced.bucket(b.index) for b in buckets]
-        if self.stage == 1:
+        if stage == 1:
             kept += [internals.grads(engine).bucket(b) for b in buckets]
         assert not any(gradient.requires_grad for gradient in kept)
 
     @pytest.mark.parametrize("direct", [True, False])
-    def test_after_an_exception_in_backward(self, direct):
+    def test_after_an_exception_in_backward(self, stage, direct):
         class SometimesFailing(Net):
             def forward(self, place):
                 loss = super().forward(place)
                 return FailsInBackward.apply(loss) if place[0] == 50 else loss
 
-        engine = start(SometimesFailing(), self.config(clip=5.0, overlap=False))
+        engine = start(SometimesFailing(), ds_config(stage=stage, clip=5.0, overlap=False))
         with pytest.raises(ZeroDivisionError):
             engine.backward(engine((50, 0, dist.get_rank())))
         engine.zero_grad()
@@ -394,7 +404,40 @@ class TestAutograd(Backward):
             loss = engine((step, 0, dist.get_rank()))
             loss.backward() if direct else engine.backward(loss)
             engine.step()
-        assert_trained_as(engine, oracle())
+        assert_as_the_oracle(engine)
+
+
+class Sometimes(Net):
+    """Runs out of memory at the first attempt of a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.failed = set()
+
+    def forward(self, place):
+        if place not in self.failed and torch.is_grad_enabled():
+            self.failed.add(place)
+            raise torch.OutOfMemoryError
+        return super().forward(place)
+
+
+class TestInterruptions(DistributedTest):
+    @pytest.mark.parametrize("stage, gas, overlap", [(1, 2, True), (1, 1, False), (2, 2, True)])
+    def test_a_forward_pass_that_fails_and_one_for_evaluation(self, stage, gas, overlap):
+        engine = start(Sometimes(), ds_config(stage=stage, gas=gas, overlap=overlap))
+        oracle = start_oracle(Net(), gas=gas)
+        for step in range(3):
+            for micro in range(gas):
+                place = (step, micro, dist.get_rank())
+                with pytest.raises(torch.OutOfMemoryError):
+                    engine(place)
+                loss = engine(place)
+                with torch.no_grad():
+                    engine((50, 0, 0))
+                loss.backward() if step % 2 else engine.backward(loss)
+                engine.step()
+            oracle_step(oracle, step, gas=gas)
+            assert_trained_as(engine.module, oracle)
 
 
 class Operations(TorchDispatchMode):
@@ -430,11 +473,9 @@ class TestOperations(DistributedTest):
         assert bare + 2 * layers <= ours <= bare + 2 * layers + few
 
 
-class TestDropped(Backward):
-    world_size = 2
-
-    def test_what_is_under_way_is_over_before_the_next_gradient(self):
-        engine = start(Net(), self.config(clip=5.0))
+class TestDropped(DistributedTest):
+    def test_what_is_under_way_is_over_before_the_next_gradient(self, stage):
+        engine = start(Net(), ds_config(stage=stage, clip=5.0))
         sync = internals.grad_sync(engine)
         reduce, sync.reduce = sync.reduce, lambda: None
         engine.backward(engine((50, 0, dist.get_rank())))
@@ -443,107 +484,4 @@ class TestDropped(Backward):
         assert not sync._pending
         sync.reduce = reduce
         train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
-
-
-class TestTwoMicroBatchesAtStage2(TestTwoMicroBatches):
-    stage = 2
-
-    @pytest.mark.parametrize("overlap", [True, False])
-    def test_no_sync(self, overlap):
-        engine = start(Net(), self.config(clip=5.0, overlap=overlap))
-        with pytest.raises(AssertionError, match="no_sync context manager is incompatible with gradient partitioning"):
-            with engine.no_sync():
-                pass
-
-    def test_a_second_coalesced_reduction_is_an_error(self):
-        """It is none here: it adds up, as two backward passes do."""
-        engine = start(Net(), self.config(clip=5.0))
-        for step in range(STEPS):
-            for micro in range(2):
-                with engine.coalesce_grad_reduction():
-                    engine.backward(self.loss(engine, step, micro) / 2)
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_several_backward_passes_at_the_boundary(self):
-        engine = start(Net(), self.config(clip=5.0))
-        for step in range(STEPS):
-            for micro in range(2):
-                engine.backward(self.loss(engine, step, micro) / 2)
-            engine.step()
-        assert_trained_as(engine, oracle(gas=2))
-
-    def test_a_step_without_a_backward_pass(self):
-        engine = start(Net(), self.config())
-        with pytest.raises(StepError, match="before the gradients were reduced"):
-            engine.step()
-
-
-class TestUnusedAtStage2(TestUnused):
-    stage = 2
-
-
-class TestWhenBucketsStartAtStage2(TestWhenBucketsStart):
-    stage = 2
-
-    def test_only_inside_the_last_backward_pass_of_a_step(self):
-        """Inside every one of them, rather."""
-        self.check_launches((0, 1))
-
-    def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
-        engine = start(Net(), self.config(bucket_numel=1))
-        sync, kept = internals.grad_sync(engine), []
-        launch = sync._launch
-
-        def recording():
-            launch()
-            names = {slot.name for bucket in sync.layout.buckets[:sync._launched] for slot in bucket.slots}
-            kept.extend(name for name in names if engine.module.get_parameter(name).grad is not None)
-
-        sync._launch = recording
-        train_engine(engine, 1)
-        assert not kept
-        assert internals.grads(engine) is None
-
-
-class TestAutogradAtStage2(TestAutograd):
-    stage = 2
-
-
-class TestDroppedAtStage2(TestDropped):
-    stage = 2
-
-
-class TestSeveralEngines(DistributedTest):
-    world_size = 2
-
-    def test_on_two_models(self):
-        one, two = start(Net(), ds_config(clip=5.0)), start(Net(odd=True), ds_config(gas=2, clip=5.0))
-        for step in range(STEPS):
-            train_engine(one, 1, first=step)
-            train_engine(two, 1, gas=2, first=step)
-        assert_trained_as(one, oracle())
-        assert_trained_as(two, oracle(lambda: Net(odd=True), gas=2))
-
-    def test_on_one_model_one_after_the_other(self):
-        module = Net()
-        for layerwise in ({"overlap_param_gather": True}, {}):
-            engine = start(module, ds_config(layerwise=layerwise))
-            engine.destroy()
-            engine.destroy()
-            hooks = [hook for m in module.modules() for hook in m._forward_pre_hooks.values()]
-            assert not [hook for hook in hooks if hook.__module__.startswith("ds_layerwise")]
-        engine = start(module, ds_config(clip=5.0))
-        train_engine(engine, STEPS)
-        assert_trained_as(engine, oracle())
-
-    def test_one_through_the_other(self):
-        generator, critic = start(nn.Linear(8, 8), ds_config()), start(nn.Linear(8, 8), ds_config())
-        for _ in range(2):
-            generator.backward(critic(generator(torch.randn(4, 8))).mean())
-            generator.step()
-            critic.zero_grad()
-            critic.backward(critic(torch.randn(4, 8)).square().mean())
-            critic.step()
-        assert critic.get_global_grad_norm() > 0
+        assert_as_the_oracle(engine)

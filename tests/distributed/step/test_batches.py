@@ -13,7 +13,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.tensor_parallel import batch as cut_batch
-from tests.support.training import assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import assert_same_on_all_ranks, ds_config, start, train_engine, train_engines, weights
 
 pytestmark = rooms("update_sets", "update_batches", "owned", "update")
 
@@ -65,8 +65,6 @@ CASES = {
 
 
 class TestAgainstOneByOne(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("case", CASES)
     def test_the_same_bits(self, case):
         settings, layerwise = CASES[case]
@@ -108,8 +106,7 @@ class TestAgainstOneByOne(DistributedTest):
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio}
         hosted = start(Layers(), config)
         assert most_buckets(plain) > 1 == most_buckets(hosted)
-        for engine in (plain, hosted):
-            train_engine(engine, STEPS)
+        train_engines((plain, hosted), STEPS)
         assert torch.equal(weights(plain.module), weights(hosted.module))
 
     def test_remainders_are_opened_a_bucket_at_a_time(self):
@@ -124,8 +121,6 @@ class TestAgainstOneByOne(DistributedTest):
 
 
 class TestInterrupted(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("calls", [0, 1])
     def test_an_update_that_ended_among_several_buckets_leaves_nothing_behind(self, calls, tmp_path, monkeypatch):
         config = ds_config(bucket_numel=700, clip=5.0, bf16={"enabled": True})
@@ -149,8 +144,6 @@ class TestInterrupted(DistributedTest):
 
 
 class TestParts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "blockwise"])
     def test_peers_make_the_same_batches(self, tp_mode):
         """Otherwise they would wait for each other in different products."""

@@ -15,11 +15,12 @@ from ds_layerwise.checkpoint import record
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, train_engine
+from tests.support.training import Net, ds_config, train_engine, train_engines
 
 pytestmark = rooms("client_groups", "client_recipe", "client_object", "probe", "engine_hooks")
 
@@ -86,10 +87,6 @@ def start_kind(kind, module, given=None, **kwargs):
     return start(module, made(kind)(module), given, **kwargs)
 
 
-def averaged(name, shape, step, ranks):
-    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(ranks)) / ranks
-
-
 def in_one_process(make, steps, ranks, *, before_step=lambda optimizer, step: None, after=lambda optimizer: None,
                    clip=None):
     """The weights that the object makes by itself, without engine or ranks."""
@@ -99,7 +96,7 @@ def in_one_process(make, steps, ranks, *, before_step=lambda optimizer, step: No
     for step in range(steps):
         before_step(optimizer, step)
         for name, param in trainable(module).items():
-            param.grad = averaged(name, param.shape, step, ranks)
+            param.grad = mean_gradient(name, param.shape, step, ranks)
         optimizer.step()
         if schedule is not None:
             schedule.step()
@@ -113,8 +110,6 @@ def assert_close(found, expected, rtol=1e-5, atol=1e-6):
 
 
 class TestAgainstOneProcess(DistributedTest):
-    world_size = 2
-
     @pytest.mark.world_size([2, 3])
     @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in ALWAYS))
                                       for kind in MADE])
@@ -128,8 +123,7 @@ class TestAgainstOneProcess(DistributedTest):
         assert found <= planned <= 1.02 * found + 4 * len(internals.states(engine))
         engine.save_checkpoint(tmp_path)
         other = Net()
-        resumed = start_kind(kind, other, config(stage=2, bucket_numel=10**6))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start_kind(kind, other, config(stage=2, bucket_numel=10**6)), tmp_path)
         assert_equal_states(whole_states(resumed), whole_states(engine))
         expected = in_one_process(made(kind), STEPS, dist.get_world_size())
         for each in (engine, resumed):
@@ -205,8 +199,7 @@ class TestAgainstOneProcess(DistributedTest):
         module, plain = Net(), Net()
         engine = start_kind("SOAP", module, config(**changes))
         other = start_kind("SOAP", plain, config(**({"bf16": changes["bf16"]} if "bf16" in changes else {})))
-        for each in (engine, other):
-            train_engine(each, STEPS)
+        train_engines((engine, other), STEPS)
         assert_equal_states(whole_states(engine), whole_states(other))
         assert all(value.dtype == torch.float32 for value in masters(engine).values())
 
@@ -236,8 +229,7 @@ class TestAgainstOneProcess(DistributedTest):
     def test_a_checkpoint_of_the_class_by_name_goes_on(self, tmp_path):
         """States belong to the class, however it was given."""
         module = Net()
-        engine = start(module, Adafactor(module.parameters(), lr=0.02))
-        train_engine(engine, 2)
+        engine = train_engine(start(module, Adafactor(module.parameters(), lr=0.02)), 2)
         engine.save_checkpoint(tmp_path)
         again = Net()
         changed = start(again, Adafactor(again.parameters(), lr=0.01), config(
@@ -246,8 +238,7 @@ class TestAgainstOneProcess(DistributedTest):
         assert changed.optimizer.param_groups[0]["lr"] == 0.01 and changed.optimizer.step_count == 2
         assert_equal_states(whole_states(changed), whole_states(engine))
         third = Net()
-        kept = start(third, Adafactor(third.parameters(), lr=0.01))
-        kept.load_checkpoint(tmp_path)
+        kept = loaded(start(third, Adafactor(third.parameters(), lr=0.01)), tmp_path)
         assert kept.optimizer.param_groups[0]["lr"] == 0.02
 
 
@@ -363,8 +354,6 @@ REFUSED = {
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     def test_what_cannot_be_right_is_refused(self):
         for what, (make, changes, message) in REFUSED.items():
             module, given = Net(), {**config(**{k: v for k, v in changes.items() if k != "optimizer"})}
@@ -390,13 +379,11 @@ class TestRefusals(DistributedTest):
 
     def test_groups_of_another_class_do_not_go_on(self, tmp_path, capsys):
         module, again = Net(), Net()
-        engine = start(module, AdamW(module.parameters(), lr=0.02))
-        train_engine(engine, 2)
+        engine = train_engine(start(module, AdamW(module.parameters(), lr=0.02)), 2)
         engine.save_checkpoint(tmp_path)
         momentum = SGD(again.parameters(), lr=0.005, momentum=0.9)
         said = {key: value for key, value in momentum.param_groups[0].items() if key != "params"}
-        changed = start(again, momentum, config(layerwise={"on_optimizer_change": "reset"}))
-        changed.load_checkpoint(tmp_path)
+        _changed = loaded(start(again, momentum, config(layerwise={"on_optimizer_change": "reset"})), tmp_path)
         assert {key: value for key, value in momentum.param_groups[0].items() if key != "params"} == said
         if dist.get_rank() == 0:
             assert "was saved by a run with torch.optim:AdamW (states exp_avg, exp_avg_sq, step); the values of this " \

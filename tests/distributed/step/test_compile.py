@@ -11,6 +11,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import nn
 
 from tests.support import internals
+from tests.support.checkpoints import loaded
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import arrive_late, assert_same_on_all_ranks, ds_config, start, weights
@@ -61,8 +62,6 @@ def train(engine, *, gas=1, direct=False, steps=STEPS, wait=True):
 
 
 class TestCompiled(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("who, stage, gas, overlap, late", [
         ("engine", 1, 1, True, False), ("module", 2, 2, False, True), ("user", 1, 2, True, True)])
     def test_it_changes_no_bit(self, who, stage, gas, overlap, late):
@@ -100,8 +99,7 @@ class TestCompiled(DistributedTest):
         train(engine)
         engine.save_checkpoint(str(class_tmpdir))
         for rename, module in (({}, torch.compile(Layers(), backend="eager")), ({"_orig_mod.*": "*"}, Layers())):
-            other = start(module, {**config, "layerwise": {"rename": rename}})
-            other.load_checkpoint(str(class_tmpdir))
+            other = loaded(start(module, {**config, "layerwise": {"rename": rename}}), str(class_tmpdir))
             assert torch.equal(weights(other.module), weights(engine.module))
             assert not other.optimizer.fresh_states
         assert torch.equal(train(other), train(engine))

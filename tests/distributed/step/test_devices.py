@@ -19,10 +19,10 @@ from torch.distributed import distributed_c10d
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, LayoutError
 from ds_layerwise.ranks.comm import comm
+from tests.support.expected import by_the_oracle
 from tests.support.harness import DistributedTest
-from tests.support.reference import train
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
+from tests.support.training import Net, ds_config, relative_error, start, train_engine
 
 pytestmark = rooms("devices", "object_gather", "engine_hooks")
 
@@ -88,7 +88,6 @@ def uses(monkeypatch):
 
 
 class TestDevices(DistributedTest):
-    world_size = 2
     init_distributed = False
 
     @pytest.mark.parametrize("config", [{}, {"stage": 2, "bf16": {"enabled": True}},
@@ -128,9 +127,8 @@ class TestDevices(DistributedTest):
 
     def test_training_is_what_it_is_over_gloo(self, tmp_path):
         join(tmp_path / "store")
-        engine = start(Net(), ds_config())
-        train_engine(engine, 2)
-        expected = train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net()), 2)
+        engine = train_engine(start(Net(), ds_config()), 2)
+        expected = by_the_oracle(Net, 2)
         for name, param in engine.module.named_parameters():
             if param.requires_grad:
                 assert relative_error(param.detach(), expected.model_params[name]) < 1e-5, name

@@ -5,9 +5,10 @@ import torch
 
 from tests.support import internals
 from tests.support.checkpoints import masters
+from tests.support.expected import mean_gradient
 from tests.support.family import train
 from tests.support.harness import DistributedTest, made_once
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, relative_error, start, train_engine
 
@@ -44,8 +45,7 @@ def by_the_oracle(ranks_of_each_step):
         if name in RULES:
             rule, settings = RULES[name]
             seen = param.detach().view(5, 27) if name == "conv.weight" else param.detach()
-            grads = [sum(whole_number_gradients(name, param.shape, step, 0, rank) for rank in range(ranks)) / ranks
-                     for step, ranks in enumerate(ranks_of_each_step)]
+            grads = [mean_gradient(name, param.shape, step, ranks) for step, ranks in enumerate(ranks_of_each_step)]
             found[name] = train(rule, seen, [grad.view(seen.shape) for grad in grads], lr=LR, weight_decay=0.1,
                                 settings=settings).view(param.shape)
     return found
@@ -65,8 +65,7 @@ class TestFamily(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 2, 4], self.save)
 
     def save(self, folder):
-        engine = start(Net(), config())
-        train_engine(engine, HALF)
+        engine = train_engine(start(Net(), config()), HALF)
         engine.save_checkpoint(folder / str(engine.world_size), tag="half")
         train_engine(engine, HALF, first=HALF)
         assert_as_by_the_oracle(engine, [engine.world_size] * 2 * HALF)

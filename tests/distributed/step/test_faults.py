@@ -15,7 +15,8 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
 from ds_layerwise.ranks.sync import exchange
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, states
+from tests.support.checkpoints import assert_same_run, states
+from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest, free_port
 from tests.support.models import tiny_gpt, token_batch, token_loss
@@ -31,7 +32,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
-    weights,
+    train_engines,
 )
 from tests.support.ways import plan_in_cuts
 
@@ -80,8 +81,6 @@ def sick_config(precision, *, stage, gas, clip):
 
 
 class TestNotFinite(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.thorough)])
     @pytest.mark.parametrize("precision", PRECISIONS)
     def test_as_the_oracle_and_as_if_the_step_were_not_there(self, precision, stage):
@@ -112,8 +111,7 @@ class TestNotFinite(DistributedTest):
                 healthy = start(Net(), sick_config(precision, stage=stage, gas=gas, clip=clip), lr_scheduler=halves)
                 for step in (0, 2, 3):
                     train_engine(healthy, 1, gas=gas, first=step)
-                assert_equal_states(states(engine), states(healthy))
-                assert torch.equal(weights(engine.module), weights(healthy.module))
+                assert_same_run(engine, healthy, of=states)
                 assert_same_on_all_ranks(engine.module)
                 healthy.destroy()
             engine.destroy()
@@ -129,8 +127,7 @@ class TestNotFinite(DistributedTest):
                 del config["layerwise"]
                 config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": True}}
                 stock = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
-                for engine in (ours, stock):
-                    train_engine(engine, 2)
+                train_engines((ours, stock), 2)
                 for attribute in ("skipped_steps", "global_steps"):
                     assert getattr(ours, attribute) == getattr(stock, attribute), (precision, stage, attribute)
                 assert ours.optimizer.overflow == stock.optimizer.overflow == PRECISIONS[precision][2]
@@ -156,23 +153,14 @@ class TestUnusedOnOneRank(DistributedTest):
             of_rank_1 = {"tall.weight", "tall.bias", "embed.weight"}
             return whole_number_loss(self, place, {"square.weight"} if place[2] == 1 else of_rank_1)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_it_counts_as_zeros(self, stage):
         for gas, overlap in ((1, True), (2, True), (2, False)):
-            expected = train(self.OnlyRank1, lambda *place: place, lambda module, place: module(place),
-                             recipe_for(Net(), gas=gas, clip=5.0), 4)
+            expected = by_the_oracle(self.OnlyRank1, 4, gas=gas, clip=5.0)
             engine = start(self.OnlyRank1(), ds_config(gas=gas, clip=5.0, stage=stage, overlap=overlap,
                                                        bucket_numel=1 if overlap else 600))
 
-            def check(step, gradients):
-                for name, (first, values) in gradients.items():
-                    wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
-                    assert torch.equal(values, wanted), (step, name)
-
-            train_engine(engine, 4, gas=gas, check=check)
-            for name, param in trainable(engine.module).items():
-                assert relative_error(param.detach(), expected.model_params[name]) < 1e-5, name
-            assert_same_on_all_ranks(engine.module)
+            train_engine(engine, 4, gas=gas, check=compared_to(expected))
+            assert_trained_as(engine.module, expected)
             engine.destroy()
 
 
@@ -226,8 +214,7 @@ def train_until_it_ends(how, moment, folder):
     where their sums go from cuts to owners."""
     if moment == "sums":
         plan_in_cuts(pytest.MonkeyPatch())
-    engine = start(Net(), ds_config(bucket_numel=1, stage=2 if moment == "sums" else 1))
-    train_engine(engine, 2)
+    engine = train_engine(start(Net(), ds_config(bucket_numel=1, stage=2 if moment == "sums" else 1)), 2)
 
     def end(*_, **__):
         if how == "is killed":

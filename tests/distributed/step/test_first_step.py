@@ -21,11 +21,10 @@ from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
-from tests.support.training import Net, allow_fp16, ds_config, start, weights
+from tests.support.training import BF16, Net, allow_fp16, ds_config, start, weights
 
 pytestmark = rooms("first_step", "reference_step")
 
-BF16 = {"bf16": {"enabled": True}}
 VERIFY = {"verify_first_step": True}
 
 
@@ -97,8 +96,6 @@ RULES = [
 
 
 class TestRules(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("params", RULES, ids=[each["matrix_optimizer"] for each in RULES])
     def test_every_rule_passes(self, params, tmp_path):
         params = {"lr": 0.003, "weight_decay": 0.1, **params}
@@ -213,8 +210,6 @@ class TestWrong(DistributedTest):
 
 
 class TestWhen(DistributedTest):
-    world_size = 2
-
     def test_gradients_from_elsewhere_are_waited_for(self, monkeypatch):
         warned = []
         engine = start(Real(), ds_config(layerwise=VERIFY))
@@ -319,8 +314,6 @@ class TestWhen(DistributedTest):
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     def test_models_that_are_cut(self):
         with pytest.raises(ConfigError, match="layerwise.verify_first_step is true, and tensor or pipeline"):
             mpu = Mpu(2)

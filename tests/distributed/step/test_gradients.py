@@ -14,8 +14,6 @@ pytestmark = rooms("grad_sync", "step_progress", "bucket_scheduler")
 
 
 class TestOneAnswer(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
     def test_through_two_steps(self, stage, overlap):
         engine = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap))

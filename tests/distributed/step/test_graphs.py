@@ -2,6 +2,7 @@
 user's own. Every gradient is compared with plain autograd's, bit for bit."""
 
 import copy
+import functools
 from dataclasses import dataclass
 
 import deepspeed.comm as dist
@@ -77,17 +78,20 @@ def assert_gradients(engine, expected):
         assert torch.equal(value, expected[name].flatten()), name
 
 
-class Graphs(DistributedTest):
-    """Every test in here runs at both stages."""
+def engine_of(module, stage, *, gas=1, overlap=True, **changes):
+    return start(module, ds_config(stage=stage, gas=gas, overlap=overlap, bucket_numel=1, **changes))
 
-    world_size = 2
-    stage = 1
 
-    def engine(self, module, *, gas=1, overlap=True, **changes):
-        return start(module, ds_config(stage=self.stage, gas=gas, overlap=overlap, bucket_numel=1, **changes))
-
-    def expected(self, module, passes, *, gas=1):
-        return plain_gradients(module, passes, stage=self.stage, gas=gas)
+def compare(engine, loss, begin, *, stage, gas, steps=STEPS):
+    """Steps of ``gas`` micro-batches, each with a graph of its own: the gradients are plain autograd's."""
+    for step in range(steps):
+        expected = plain_gradients(engine.module, lambda rank: [
+            (batch(step, micro, rank), loss) for micro in range(gas)], stage=stage, gas=gas)
+        for micro in range(gas):
+            begin(engine, loss(engine(batch(step, micro, dist.get_rank()))))
+            if micro == gas - 1:
+                assert_gradients(engine, expected)
+            engine.step()
 
 
 def first(outputs):
@@ -106,44 +110,34 @@ def backward(engine, loss, *, direct, again=False):
     loss.backward(retain_graph=again) if direct else engine.backward(loss, retain_graph=again)
 
 
-class TestOneGraphTwice(Graphs):
-
+class TestOneGraphTwice(DistributedTest):
     @pytest.mark.parametrize("losses", [(first, first), (first, second)])
-    def test_as_two_micro_batches(self, losses):
+    @pytest.mark.parametrize("by_hand", [False, True], ids=["two micro-batches", "a boundary set by hand"])
+    def test_each_pass_counts_once(self, stage, losses, by_hand):
+        gas = 1 if by_hand else 2
         for overlap, direct in WAYS:
-            engine = self.engine(Twice(), gas=2, overlap=overlap)
+            engine = engine_of(Twice(), stage, gas=gas, overlap=overlap)
             for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [(batch(step, 0, rank), f) for f in losses], gas=2)
+                expected = plain_gradients(engine.module, lambda rank: [(batch(step, 0, rank), f) for f in losses],
+                                           stage=stage, gas=gas)
                 outputs = engine(batch(step, 0, dist.get_rank()))
-                backward(engine, losses[0](outputs), direct=direct, again=True)
-                engine.step()
-                backward(engine, losses[1](outputs), direct=direct)
-                assert_gradients(engine, expected)
-                engine.step()
+                for micro in range(2):
+                    if by_hand:
+                        engine.set_gradient_accumulation_boundary(micro == 1)
+                    backward(engine, losses[micro](outputs), direct=direct, again=micro == 0)
+                    if micro:
+                        assert_gradients(engine, expected)
+                    if micro or not by_hand:
+                        engine.step()
             assert_same_on_all_ranks(engine.module)
             engine.destroy()
 
-    def test_with_a_boundary_set_by_hand(self):
-        for overlap, direct in WAYS:
-            engine = self.engine(Twice(), overlap=overlap)
-            for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [(batch(step, 0, rank), f)
-                                                                      for f in (first, second)])
-                outputs = engine(batch(step, 0, dist.get_rank()))
-                engine.set_gradient_accumulation_boundary(False)
-                backward(engine, outputs[0], direct=direct, again=True)
-                engine.set_gradient_accumulation_boundary(True)
-                backward(engine, outputs[1], direct=direct)
-                assert_gradients(engine, expected)
-                engine.step()
-            engine.destroy()
-
-    def test_both_losses_at_once(self):
+    def test_both_losses_at_once(self, stage):
         for gas in (1, 2):
-            engine = self.engine(Twice(), gas=gas)
+            engine = engine_of(Twice(), stage, gas=gas)
             for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [
-                    (batch(step, micro, rank), lambda outputs: sum(outputs)) for micro in range(gas)], gas=gas)
+                expected = plain_gradients(engine.module, lambda rank: [
+                    (batch(step, micro, rank), sum) for micro in range(gas)], stage=stage, gas=gas)
                 for micro in range(gas):
                     torch.autograd.backward(engine(batch(step, micro, dist.get_rank())))
                     if micro == gas - 1:
@@ -151,47 +145,28 @@ class TestOneGraphTwice(Graphs):
                     engine.step()
             engine.destroy()
 
-    def test_twice_at_the_boundary(self):
+    def test_twice_at_the_boundary(self, stage):
         """Stage 1 reduces once a step."""
-        engine = self.engine(Twice())
+        engine = engine_of(Twice(), stage)
+        expected = plain_gradients(engine.module, lambda rank: [(batch(0, 0, rank), f) for f in (first, second)],
+                                   stage=stage, gas=1)
         outputs = engine(batch(0, 0, dist.get_rank()))
         engine.backward(outputs[0], retain_graph=True)
         engine.backward(outputs[1])
-        with pytest.raises(StepError, match="got a gradient after its bucket . was reduced"):
-            engine.step()
+        if stage == 2:
+            assert_gradients(engine, expected)
+        else:
+            with pytest.raises(StepError, match="got a gradient after its bucket . was reduced"):
+                engine.step()
 
 
-class TestOneGraphTwiceAtStage2(TestOneGraphTwice):
-    stage = 2
-
-    def test_twice_at_the_boundary(self):
-        engine = self.engine(Twice())
-        expected = self.expected(engine.module, lambda rank: [(batch(0, 0, rank), f) for f in (first, second)])
-        outputs = engine(batch(0, 0, dist.get_rank()))
-        engine.backward(outputs[0], retain_graph=True)
-        engine.backward(outputs[1])
-        assert_gradients(engine, expected)
-
-
-class TestUsedTwice(Graphs):
-
-    @pytest.mark.parametrize("gas, overlap", [(1, False), (2, True)])
-    def test_also_under_checkpointing(self, gas, overlap):
-        for reentrant, direct in ((None, True), (None, False), (True, True), (True, False), (False, True)):
-            engine = self.engine(Twice(reentrant=reentrant), gas=gas, overlap=overlap)
-            for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [
-                    (batch(step, micro, rank), first) for micro in range(gas)], gas=gas)
-                for micro in range(gas):
-                    backward(engine, first(engine(batch(step, micro, dist.get_rank()))), direct=direct)
-                    if micro == gas - 1:
-                        assert_gradients(engine, expected)
-                    engine.step()
-            engine.destroy()
-
-
-class TestUsedTwiceAtStage2(TestUsedTwice):
-    stage = 2
+class TestUsedTwice(DistributedTest):
+    def test_also_under_checkpointing(self, stage):
+        for gas, overlap in ((1, False), (2, True)):
+            for reentrant, direct in ((None, True), (None, False), (True, True), (True, False), (False, True)):
+                engine = engine_of(Twice(reentrant=reentrant), stage, gas=gas, overlap=overlap)
+                compare(engine, first, functools.partial(backward, direct=direct), stage=stage, gas=gas)
+                engine.destroy()
 
 
 @dataclass
@@ -210,59 +185,43 @@ class Plain:
     other: torch.Tensor
 
 
-class TestOutputs(Graphs):
+def its_loss(outputs):
+    return outputs.loss
 
-    def test_a_model_output(self):
+
+class TestOutputs(DistributedTest):
+    def test_a_model_output(self, stage):
         for gas, direct in ((1, True), (2, True), (2, False)):
-            engine = self.engine(Twice(kind=Output), gas=gas)
-            for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [
-                    (batch(step, micro, rank), lambda outputs: outputs.loss) for micro in range(gas)], gas=gas)
-                for micro in range(gas):
-                    backward(engine, engine(batch(step, micro, dist.get_rank())).loss, direct=direct)
-                    if micro == gas - 1:
-                        assert_gradients(engine, expected)
-                    engine.step()
+            engine = engine_of(Twice(kind=Output), stage, gas=gas)
+            compare(engine, its_loss, functools.partial(backward, direct=direct), stage=stage, gas=gas)
             engine.destroy()
 
-    def test_a_dataclass_needs_the_engines_backward(self):
+    def test_a_dataclass_needs_the_engines_backward(self, stage):
         for gas, overlap in ((1, True), (2, False), (2, True)):
-            engine = self.engine(Twice(kind=Plain), gas=gas, overlap=overlap)
-            for step in range(STEPS):
-                expected = self.expected(engine.module, lambda rank: [
-                    (batch(step, micro, rank), lambda outputs: outputs.loss) for micro in range(gas)], gas=gas)
-                for micro in range(gas):
-                    engine.backward(engine(batch(step, micro, dist.get_rank())).loss)
-                    if micro == gas - 1:
-                        assert_gradients(engine, expected)
-                    engine.step()
+            engine = engine_of(Twice(kind=Plain), stage, gas=gas, overlap=overlap)
+            compare(engine, its_loss, functools.partial(backward, direct=False), stage=stage, gas=gas)
             with pytest.raises(StepError, match="before the gradients were reduced"):
                 for micro in range(gas):
                     engine(batch(0, micro, dist.get_rank())).loss.backward()
                     engine.step()
             engine.destroy()
 
-    def test_a_loss_that_is_computed_outside(self):
+    def test_a_loss_that_is_computed_outside(self, stage):
         """Of outputs that are no scalars, in every way to begin a backward pass from them."""
-        ways = {"engine.backward": lambda engine, out: engine.backward(out.square().sum()),
-                "backward": lambda engine, out: out.square().sum().backward(),
-                "backward of the output": lambda engine, out: out.backward(2 * out.detach()),
-                "engine.scale": lambda engine, out: engine.scale(out.square().sum()).backward(),
-                "undivided": lambda engine, out: engine.backward(out.square().sum() / 2, scale_wrt_gas=False)}
-        for begin in ways.values():
-            engine = self.engine(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), gas=2)
-            expected = self.expected(engine.module, lambda rank: [
-                (batch(0, micro, rank), lambda out: out.square().sum()) for micro in range(2)], gas=2)
+        for begin in (lambda engine, out: engine.backward(out.square().sum()),
+                      lambda engine, out: out.square().sum().backward(),
+                      lambda engine, out: out.backward(2 * out.detach()),
+                      lambda engine, out: engine.scale(out.square().sum()).backward(),
+                      lambda engine, out: engine.backward(out.square().sum() / 2, scale_wrt_gas=False)):
+            engine = engine_of(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4)), stage, gas=2)
+            expected = plain_gradients(engine.module, lambda rank: [
+                (batch(0, micro, rank), lambda out: out.square().sum()) for micro in range(2)], stage=stage, gas=2)
             for micro in range(2):
                 begin(engine, engine(batch(0, micro, dist.get_rank())))
                 if micro:
                     assert_gradients(engine, expected)
                 engine.step()
             engine.destroy()
-
-
-class TestOutputsAtStage2(TestOutputs):
-    stage = 2
 
 
 class Layers(nn.Module):
@@ -312,19 +271,19 @@ BEGINS = {"by hand": lambda engine, loss: loss.backward(),
           "engine": lambda engine, loss: engine.backward(loss)}
 
 
-class TestSeveralOutputs(Graphs):
+class TestSeveralOutputs(DistributedTest):
     """A gradient is divided by the number of micro-batches once, whatever it passes on its way."""
 
-    def check(self, kind, loss, begin, *, gas=4, dtype=torch.float32, scale=1, **changes):
+    def check(self, stage, kind, loss, begin, *, gas=4, dtype=torch.float32, scale=1, **changes):
         make, outputs_of = KINDS[kind]
 
         def loss_of(module, outputs):
             return LOSSES[loss](module, *outputs_of(outputs))
 
-        engine = self.engine(Layers(make, dtype), gas=gas, **changes)
+        engine = engine_of(Layers(make, dtype), stage, gas=gas, **changes)
         expected = plain_gradients(engine.module, lambda rank: [
             (batch(0, micro, rank), lambda module, outputs: scale * loss_of(module, outputs)) for micro in range(gas)],
-            stage=self.stage, gas=gas, with_module=True)
+            stage=stage, gas=gas, with_module=True)
         for micro in range(gas):
             BEGINS[begin](engine, loss_of(engine.module, engine(batch(0, micro, dist.get_rank()))))
             if micro == gas - 1:
@@ -332,25 +291,25 @@ class TestSeveralOutputs(Graphs):
             engine.step()
         engine.destroy()
 
-    def test_in_whatever_the_model_returns(self):
+    def test_in_whatever_the_model_returns(self, stage):
         for kind in KINDS:
-            self.check(kind, "its own", "by hand")
+            self.check(stage, kind, "its own", "by hand")
 
-    def test_of_whatever_loss(self):
+    def test_of_whatever_loss(self, stage):
         for loss in LOSSES:
             for begin in BEGINS:
-                self.check("ModelOutput", loss, begin, gas=2)
+                self.check(stage, "ModelOutput", loss, begin, gas=2)
 
-    def test_in_bf16_and_with_a_scaled_loss(self):
+    def test_in_bf16_and_with_a_scaled_loss(self, stage):
         allow_fp16()
         for begin in ("by hand", "engine"):
-            self.check("ModelOutput", "several outputs", begin, dtype=torch.bfloat16, bf16={"enabled": True})
+            self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.bfloat16, bf16={"enabled": True})
         for begin in ("scaled", "engine"):
-            self.check("ModelOutput", "several outputs", begin, dtype=torch.float16, scale=2**6, fp16={
+            self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.float16, scale=2**6, fp16={
                 "enabled": True, "initial_scale_power": 6})
 
-    def test_what_somebody_asks_autograd_for_is_not_divided(self):
-        engine = self.engine(Layers(LayersOutput), gas=4)
+    def test_what_somebody_asks_autograd_for_is_not_divided(self, stage):
+        engine = engine_of(Layers(LayersOutput), stage, gas=4)
         outputs = engine(batch(0, 0, 0))
         wanted = [engine.module.layers[0].weight, outputs.hidden_states[0]]
         got = torch.autograd.grad(outputs.loss, wanted, retain_graph=True)
@@ -359,12 +318,12 @@ class TestSeveralOutputs(Graphs):
         expected = torch.autograd.grad(outputs.loss, [plain.layers[0].weight, outputs.hidden_states[0]])
         assert all(torch.equal(one, other) for one, other in zip(got, expected, strict=True))
 
-    def test_together_and_with_another_number_of_micro_batches(self):
+    def test_together_and_with_another_number_of_micro_batches(self, stage):
         """Gradients that stay on parameters are not divided again."""
-        engine = self.engine(Layers(LayersOutput))
+        engine = engine_of(Layers(LayersOutput), stage)
         engine.set_train_batch_size(4 * dist.get_world_size())
-        expected = self.expected(engine.module, lambda rank: [
-            (batch(0, micro, rank), lambda outputs: outputs.loss) for micro in range(4)], gas=4)
+        expected = plain_gradients(engine.module, lambda rank: [
+            (batch(0, micro, rank), lambda outputs: outputs.loss) for micro in range(4)], gas=4, stage=stage)
         with engine.coalesce_grad_reduction():
             for micro in range(4):
                 backward(engine, engine(batch(0, micro, dist.get_rank())).loss, direct=micro % 2 == 0)
@@ -372,14 +331,10 @@ class TestSeveralOutputs(Graphs):
             torch.testing.assert_close(value, expected[name].flatten(), msg=name)
 
 
-class TestSeveralOutputsAtStage2(TestSeveralOutputs):
-    stage = 2
-
-
-class TestHooks(Graphs):
+class TestHooks(DistributedTest):
     """Hooks of the user's own."""
 
-    def test_one_on_a_parameter_changes_its_gradient(self):
+    def test_one_on_a_parameter_changes_its_gradient(self, stage):
         for gas, overlap in ((1, False), (2, True)):
             module, seen = Twice(), []
 
@@ -388,11 +343,11 @@ class TestHooks(Graphs):
                 return 2 * grad
 
             module.shared.weight.register_hook(double)
-            engine = self.engine(module, gas=gas, overlap=overlap)
+            engine = engine_of(module, stage, gas=gas, overlap=overlap)
             module.first.weight.register_hook(lambda grad: torch.zeros_like(grad))
             plain = Twice()
-            expected = self.expected(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(gas)],
-                                     gas=gas)
+            expected = plain_gradients(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(gas)],
+                                     gas=gas, stage=stage)
             for micro in range(gas):
                 engine.backward(first(engine(batch(0, micro, dist.get_rank()))))
                 plain.zero_grad()
@@ -406,7 +361,7 @@ class TestHooks(Graphs):
             assert len(seen) == gas
             engine.destroy()
 
-    def test_one_after_accumulation(self):
+    def test_one_after_accumulation(self, stage):
         """One that was there first sees, and may change, the gradient of this rank and micro-batch."""
         module, plain, before, after = Twice(), Twice(), [], []
 
@@ -415,9 +370,10 @@ class TestHooks(Graphs):
             p.grad.mul_(0.5)
 
         module.shared.weight.register_post_accumulate_grad_hook(halve)
-        engine = self.engine(module, gas=2)
+        engine = engine_of(module, stage, gas=2)
         module.shared.weight.register_post_accumulate_grad_hook(lambda p: after.append(p.grad))
-        expected = self.expected(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(2)], gas=2)
+        expected = plain_gradients(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(2)], gas=2,
+                                   stage=stage)
         expected["shared.weight"] = expected["shared.weight"] / 2
         for micro in range(2):
             engine.backward(first(engine(batch(0, micro, dist.get_rank()))))
@@ -427,11 +383,11 @@ class TestHooks(Graphs):
             if micro == 1:
                 assert_gradients(engine, expected)
             engine.step()
-        if self.stage == 1:  # at stage 2 it is there until its bucket is complete
+        if stage == 1:  # at stage 2 it is there until its bucket is complete
             assert after == [None, None]
 
-    def test_hooks_of_modules(self):
-        engine, seen = self.engine(Twice()), []
+    def test_hooks_of_modules(self, stage):
+        engine, seen = engine_of(Twice(), stage), []
         plain = Twice()
         for module, notes in ((engine.module, seen), (plain, plain_seen := [])):
             def triple(_, into, out, notes=notes):
@@ -439,13 +395,9 @@ class TestHooks(Graphs):
                 return tuple(3 * grad for grad in into)
 
             module.shared.register_full_backward_hook(triple)
-        expected = self.expected(plain, lambda rank: [(batch(0, 0, rank), first)])
+        expected = plain_gradients(plain, lambda rank: [(batch(0, 0, rank), first)], stage=stage, gas=1)
         plain_seen.clear()
         engine.backward(first(engine(batch(0, 0, dist.get_rank()))))
         first(plain(batch(0, 0, dist.get_rank()))).backward()
         assert_gradients(engine, expected)
         assert len(seen) == 2 and all(map(torch.equal, seen, plain_seen))
-
-
-class TestHooksAtStage2(TestHooks):
-    stage = 2

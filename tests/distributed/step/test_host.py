@@ -19,27 +19,28 @@ import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.costs import memory_bytes, pieces_on_host
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
-from tests.support.reference import train
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     MATRICES,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     relative_error,
     start,
     train_engine,
+    train_engines,
     weights,
 )
 
 pytestmark = rooms("host_memory", "owned", "cost")
 
-PRECISIONS = {"fp32": {}, "bf16": {"bf16": {"enabled": True}},
+PRECISIONS = {"fp32": {}, "bf16": BF16,
               "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}}
 
 
@@ -127,8 +128,7 @@ class TestAgainstNone(DistributedTest):
                 for name, (first, values) in wanted.items():
                     assert found[name][0] == first
                     torch.testing.assert_close(found[name][1], values, rtol=0, atol=0, equal_nan=True)
-            assert_equal_states(whole_states(engine), whole_states(plain), ratio)
-            assert torch.equal(weights(engine.module), weights(plain.module)), ratio
+            assert_same_run(engine, plain, ratio)
             assert_weights_are_masters(engine)
             steps, sizes = engine.optimizer.step_count, list(on_host(engine).values())
             assert sum(sizes) == predicted(engine).host and (sum(sizes) > 0) == (ratio > 0)
@@ -139,8 +139,6 @@ class TestAgainstNone(DistributedTest):
             engine.destroy()
         return plain
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_the_same_bits(self, stage, precision, copies):
         self.compare(stage, precision, copies, gas=stage)
 
@@ -152,15 +150,10 @@ class TestAgainstNone(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_against_the_oracle(self):
-        expected = train(Net, lambda *place: place, lambda module, place: module(place),
-                         recipe_for(Net(), clip=5.0, param_dtype=torch.bfloat16), 10)
+        expected = by_the_oracle(Net, 10, clip=5.0, param_dtype=torch.bfloat16)
         engine = start(Net(), config(0.5))
 
-        def check(step, gradients):
-            for name, (first, values) in gradients.items():
-                assert torch.equal(values, expected.steps[step].grads[name].flatten()[first:first + values.numel()])
-
-        train_engine(engine, 10, check=check)
+        train_engine(engine, 10, check=compared_to(expected))
         for (name, key), value in whole_states(engine).items():
             wanted = expected.params[name] if key == "fp32" else expected.state[name].get(key)
             assert key == "step" or relative_error(value, wanted.flatten()) < 1e-5, (name, key)
@@ -168,10 +161,6 @@ class TestAgainstNone(DistributedTest):
 
 
 class TestMemory(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_it_is_where_and_as_much_as_the_table_says(self, stage, precision):
         for ratio in (0.3, 1):
             engine = start(Net(odd=True), config(ratio, stage=stage, precision=precision, bucket_numel=400))
@@ -237,8 +226,7 @@ class TestMemory(DistributedTest):
                 start(Net(), config(1, pin_memory=True))
             engine = start(Net(), config(1, pin_memory=False))
         plain = start(Net(), config())
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         assert torch.equal(weights(engine.module), weights(plain.module))
 
     def test_what_may_stand_beside_it(self):
@@ -259,13 +247,10 @@ class TestMemory(DistributedTest):
                 storages(t for state in internals.states(plain).values() for t in state.values() if t.dim()).values()
             ) + sum(4 * piece.numel for piece in internals.pieces(plain))
             train_engine(engine, 2)
-            assert torch.equal(weights(engine.module), weights(plain.module))
-            assert_equal_states(whole_states(engine), whole_states(plain))
+            assert_same_run(engine, plain)
 
 
 class TestCheckpoints(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("saving, loading, precision", [(1, None, "bf16"), (None, 0.4, "bf16"), (0.4, 1, "fp32")])
     def test_from_the_host_and_to_it(self, saving, loading, precision, tmp_path, copies):
         stage = 2 if saving else 1
@@ -281,8 +266,7 @@ class TestCheckpoints(DistributedTest):
             engine.load_checkpoint(tmp_path, tag=tag)
             assert_equal_states(whole_states(engine), states, tag)
             train_engine(engine, 3, first=3)
-            assert_equal_states(whole_states(engine), whole_states(saved), tag)
-            assert torch.equal(weights(engine.module), weights(saved.module))
+            assert_same_run(engine, saved, tag)
         # The weights alone: masters on the host follow the model.
         engine.load_checkpoint(tmp_path, tag="here", load_module_only=True)
         engine.optimizer.refresh_fp32_params()
@@ -291,14 +275,11 @@ class TestCheckpoints(DistributedTest):
 
 
 class TestAccess(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("precision, include", [("fp32", None), ("bf16", [Kind.hp_params, Kind.optim_states])])
     def test_what_is_read_and_set_and_away_besides(self, precision, include, copies):
         engine, plain = (start(Net(), config(ratio, precision=precision)) for ratio in (0.5, None))
         g = torch.Generator().manual_seed(3)
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         for name, p in engine.module.named_parameters():
             twin, key = plain.module.get_parameter(name), "momentum_buffer" if name in MATRICES else "exp_avg"
             assert torch.equal(safe_get_full_fp32_param(p), safe_get_full_fp32_param(twin)), name
@@ -323,7 +304,5 @@ class TestAccess(DistributedTest):
         self.compare(engine, plain, first=4)
 
     def compare(self, engine, plain, first):
-        for each in (engine, plain):
-            train_engine(each, 2, first=first)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        train_engines((engine, plain), 2, first=first)
+        assert_same_run(engine, plain)

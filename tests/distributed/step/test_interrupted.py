@@ -16,10 +16,10 @@ from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.sync import exchange
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from tests.support.checkpoints import assert_equal_states, states
+from tests.support.checkpoints import assert_same_run, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("interrupted", "observer", "update")
@@ -65,8 +65,6 @@ def hooked(where, monkeypatch):
 
 
 class TestInterrupted(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("case", CASES)
     def test_all_ranks_refuse_until_a_checkpoint_is_loaded(self, case, tmp_path, monkeypatch):
         settings, where, calls = CASES[case]
@@ -105,8 +103,7 @@ class TestInterrupted(DistributedTest):
         train_engine(engine, 2, first=2)
         for each in (engine, healthy):
             each.optimizer.wait_for_params()
-        assert_equal_states(states(engine), states(healthy))
-        assert torch.equal(weights(engine.module), weights(healthy.module))
+        assert_same_run(engine, healthy, of=states)
         assert_same_on_all_ranks(engine.module)
         engine.save_checkpoint(str(tmp_path), tag="whole")
 

@@ -9,15 +9,24 @@ from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimiz
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support import internals
-from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
+from tests.support.expected import by_its_rule
 from tests.support.harness import DistributedTest, made_once
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import (
+    MATRICES,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    start,
+    train_engine,
+    train_engines,
+    weights,
+)
 from tests.support.universal import convert
 from tests.unit.test_kept import by_chance
 
@@ -58,26 +67,21 @@ def started(kind=None, **changes):
     return start(Large(), config(kind, **changes))
 
 
-def by_the_oracle(kind, steps, seed=0):
+def by_the_rules(kind, steps, seed=0):
     """Masters after ``steps``: every rule gets its states in float32, and they are rounded after it, by hand."""
-    ranks, found = dist.get_world_size(), {}
-    settings = ALL[kind]
+    found, settings = {}, ALL[kind]
     common = {"weight_decay_method": "decoupled"}
     for name, param in trainable(Large()).items():
-        matrix = MATRICES.get(name)
+        matrix = name in MATRICES
         recipe = Muon(ns_method="standard", ns_dtype="fp32", **common) if matrix else AdamW(**common)
-        rule = rule_of(recipe)
-        value = param.detach().clone().view(matrix[1:] if matrix and matrix[0] == 1 else matrix or -1)
-        state = rule.init_state(value)
         hyper = Hyper(lr=0.02 if matrix else 0.003, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-10)
-        for step in range(steps):
-            grad = sum(whole_number_gradients(name, param.shape, step, 0, rank) for rank in range(ranks)) / ranks
-            rule.update_([value], [grad.view(value.shape)], [state], hyper)
-            for key, kept in (("momentum_buffer", settings["momentum_dtype"]), ("exp_avg", settings["exp_avg_dtype"]),
-                              ("exp_avg_sq", settings["exp_avg_sq_dtype"])):
-                if key in state and kept == "bfloat16":
-                    state[key].copy_(rounded(state[key], (seed, step + 1, name, key), settings))
-        found[name] = value.view(param.shape)
+
+        def after(step, state, name=name):
+            for key, value in state.items():
+                if settings.get(f"{key.removesuffix('_buffer')}_dtype") == "bfloat16":
+                    value.copy_(rounded(value, (seed, step + 1, name, key), settings))
+
+        found[name] = by_its_rule(recipe, name, param, [dist.get_world_size()] * steps, lambda _, now=hyper: now, after)
     return found
 
 
@@ -96,7 +100,7 @@ class TestAgainstTheOracle(DistributedTest):
     def test_masters(self, kind, stage):
         engine = started(kind, stage=stage, layerwise={"rounding_seed": 5} if kind == "chance" else {})
         train_engine(engine, 4)
-        expected = by_the_oracle(kind, 4, seed=5)
+        expected = by_the_rules(kind, 4, seed=5)
         for name, value in masters(engine).items():
             if not name.startswith("unused"):
                 torch.testing.assert_close(value, expected[name], rtol=2e-6, atol=2e-7, msg=name)
@@ -214,20 +218,16 @@ class TestMemory(DistributedTest):
         train_engine(engine, 1, first=1)
         twin = started(kind, **changes)
         train_engine(twin, 2)
-        assert_equal_states(whole_states(engine), whole_states(twin))
-        assert torch.equal(weights(engine.module), weights(twin.module))
+        assert_same_run(engine, twin)
         assert not torch.equal(weights(engine.module), before)
 
 
 class TestBeside(DistributedTest):
-    world_size = 2
-
     def test_on_the_host(self, kind="chance"):
         plain, hosted = started(kind), config(kind)
         hosted["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
         engine = start(Large(), hosted)
-        for each in (plain, engine):
-            train_engine(each, 4)
+        train_engines((plain, engine), 4)
         assert_equal_states(whole_states(engine), whole_states(plain))
         found = sum(t.untyped_storage().nbytes() for t in internals.host_tensors(engine))
         assert found == engine.optimizer.forecast().memory[dist.get_rank()].host > 0
@@ -263,8 +263,7 @@ class TestBeside(DistributedTest):
         for host in ({}, {"offload_optimizer": {"device": "cpu", "ratio": ratio}}):
             hosted = config("chance")
             hosted["zero_optimization"].update(host)
-            engine = start(Large(), hosted)
-            train_engine(engine, 2)
+            engine = train_engine(start(Large(), hosted), 2)
             for p in engine.module.parameters():
                 p.requires_grad_(p is engine.module.tall.weight)
             engine.backward(engine((2, 0, dist.get_rank())))

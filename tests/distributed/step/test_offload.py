@@ -9,10 +9,20 @@ from deepspeed.utils import safe_get_full_fp32_param
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import (
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    raises_on_rank_1,
+    start,
+    train_engine,
+    train_engines,
+    weights,
+)
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("host_memory", "offloading")
@@ -32,35 +42,29 @@ class TestOffload(DistributedTest):
     world_size = [1, 2]
     thorough_on = (1,)
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-    @pytest.mark.parametrize("include", [None, [Kind.optim_states], [Kind.hp_params, Kind.lp_params],
-                                         [Kind.lp_grads, Kind.contiguous_grad_buffer]])
-    def test_away_and_back_changes_nothing(self, stage, precision, include):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine, plain = (start(Net(odd=True), ds_config(stage=stage, clip=5.0, **sections)) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 2)
-        before, kinds = memory(engine), list(Kind) if include is None else include
+    def test_away_and_back_changes_nothing(self, stage, precision):
+        config = ds_config(stage=stage, clip=5.0, **PRECISIONS[precision])
+        engine, plain = (start(Net(odd=True), config) for _ in range(2))
+        train_engines((engine, plain), 2)
+        before = memory(engine)
         shared = {Kind.hp_params} if precision == "fp32" else set()
         shared |= {Kind.contiguous_grad_buffer} if stage == 2 else {Kind.lp_grads} if precision == "fp32" else set()
         assert {kind for kind, size in before.items() if not size} == shared
-        for _ in range(2):
-            engine.offload_states(include=include)
-            assert memory(engine) == {kind: 0 if kind in kinds else size for kind, size in before.items()}
-            assert weights(engine.module).numel() == 0 or Kind.lp_params not in kinds
-            engine.reload_states()
-            assert memory(engine) == before
-            assert_equal_states(whole_states(engine), whole_states(plain))
-            assert torch.equal(weights(engine.module), weights(plain.module))
-        for each in (engine, plain):
-            train_engine(each, 2, first=2)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
-        assert_same_on_all_ranks(engine.module)
+        for step, include in enumerate((None, [Kind.optim_states], [Kind.hp_params, Kind.lp_params],
+                                        [Kind.lp_grads, Kind.contiguous_grad_buffer])):
+            kinds = list(Kind) if include is None else include
+            for _ in range(2):
+                engine.offload_states(include=include)
+                assert memory(engine) == {kind: 0 if kind in kinds else size for kind, size in before.items()}
+                assert weights(engine.module).numel() == 0 or Kind.lp_params not in kinds
+                engine.reload_states()
+                assert memory(engine) == before
+                assert_same_run(engine, plain)
+            train_engines((engine, plain), 2, first=2 + 2 * step)
+            assert_same_run(engine, plain)
+            assert_same_on_all_ranks(engine.module)
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_cuts_are_gradients_and_go_with_them(self, stage, monkeypatch):
         plan_in_cuts(monkeypatch)
         engine, plain = (start(Net(), ds_config(stage=stage, gas=2, bf16={"enabled": True})) for _ in range(2))
@@ -80,8 +84,7 @@ class TestOffload(DistributedTest):
         assert_equal_states(whole_states(engine), whole_states(plain))
 
     def test_what_needs_it_says_so(self):
-        engine = start(Net(), ds_config(bf16={"enabled": True}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 1)
         engine.offload_states(include=[Kind.hp_params])
         for use in (engine.optimizer.step, engine.optimizer.state_dict,
                     lambda: safe_get_full_fp32_param(engine.module.experts)):
@@ -92,18 +95,15 @@ class TestOffload(DistributedTest):
 
     def test_saving_and_loading_bring_it_back(self, tmp_path):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 2)
+        train_engines((engine, plain), 2)
         engine.offload_states()
         engine.save_checkpoint(tmp_path)
         assert_equal_states(whole_states(engine), whole_states(plain))
         train_engine(engine, 1, first=2)
         engine.offload_states()
         engine.load_checkpoint(tmp_path)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
-        for each in (engine, plain):
-            train_engine(each, 1, first=2)
+        assert_same_run(engine, plain)
+        train_engines((engine, plain), 1, first=2)
         assert_equal_states(whole_states(engine), whole_states(plain))
 
     @pytest.mark.parametrize("include", [None, [Kind.lp_params], [Kind.hp_params]])
@@ -126,12 +126,9 @@ class TestOffload(DistributedTest):
         assert engine.save_16bit_model(str(tmp_path))
 
     @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_a_host_without_memory_on_one_rank_leaves_all_where_it_was(self, precision, monkeypatch):
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
-        engine, plain = (start(Net(), ds_config(**sections)) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 1)
+        engine, plain = (start(Net(), ds_config(**PRECISIONS[precision])) for _ in range(2))
+        train_engines((engine, plain), 1)
         before, had = memory(engine), []
 
         def last_one_is_refused(numel, dtype, *, pin_memory):
@@ -143,20 +140,16 @@ class TestOffload(DistributedTest):
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(host_memory, "host_memory", last_one_is_refused)
-            with pytest.raises(LayerWiseError, match="^no host memory" if dist.get_rank() else
-                               "rank 1 failed: LayerWiseError: no host memory"):
+            with raises_on_rank_1(LayerWiseError, "no host memory"):
                 engine.offload_states()
         assert memory(engine) == before and not engine.optimizer.offloading.parking.kinds
-        for each in (engine, plain):
-            train_engine(each, 1, first=1)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        train_engines((engine, plain), 1, first=1)
+        assert_same_run(engine, plain)
 
     @pytest.mark.world_size(2)
     def test_a_device_without_memory_on_one_rank_can_go_on_later(self, monkeypatch):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
-        for each in (engine, plain):
-            train_engine(each, 1)
+        train_engines((engine, plain), 1)
         before, filled, fill = memory(engine), [], host_memory._bytes
         engine.offload_states()
 
@@ -173,7 +166,5 @@ class TestOffload(DistributedTest):
                 engine.reload_states()
         engine.reload_states()
         assert memory(engine) == before
-        for each in (engine, plain):
-            train_engine(each, 1, first=1)
-        assert_equal_states(whole_states(engine), whole_states(plain))
-        assert torch.equal(weights(engine.module), weights(plain.module))
+        train_engines((engine, plain), 1, first=1)
+        assert_same_run(engine, plain)

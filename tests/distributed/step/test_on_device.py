@@ -9,17 +9,17 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.plan.layout.layout import Bucket, Slot
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
-from tests.support.reference import train
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     relative_error,
     start,
     train_engine,
+    train_engines,
     weights,
 )
 from tests.support.ways import plan_in_cuts
@@ -62,8 +62,7 @@ class TestTraining(DistributedTest):
         config = ds_config(gas=2, clip=5.0, bf16={"enabled": True}, **config)
         if offload is not None:
             config["zero_optimization"]["offload_optimizer"] = offload
-        engine = start(Net(), config)
-        train_engine(engine, 3, gas=2)
+        engine = train_engine(start(Net(), config), 3, gas=2)
         engine.optimizer.wait_for_params()
         found = weights(engine.module).cpu()
         assert_same_on_all_ranks(engine.module)
@@ -71,23 +70,16 @@ class TestTraining(DistributedTest):
         return found
 
     @pytest.mark.parametrize("reduction", REDUCTIONS)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_are_exact_and_weights_the_oracles(self, stage, reduction):
-        expected = train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net(), gas=2), 3)
+        expected = by_the_oracle(Net, 3, gas=2)
         engine = start(Net(), ds_config(gas=2, stage=stage, layerwise={"reduction": reduction}))
 
-        def check(step, gradients):
-            for name, (first, values) in gradients.items():
-                wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
-                assert torch.equal(values.cpu(), wanted), name
-
-        train_engine(engine, 3, gas=2, check=check)
+        train_engine(engine, 3, gas=2, check=compared_to(expected))
         assert_same_on_all_ranks(engine.module)
         for name, p in engine.module.named_parameters():
             assert relative_error(p.detach().cpu(), expected.params[name]) < 1e-4, name
 
     @pytest.mark.parametrize("reduction", REDUCTIONS)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_overlap_changes_no_bit(self, stage, reduction, monkeypatch):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2)
         both = [self.trained(stage=stage, overlap=overlap, layerwise={
@@ -107,8 +99,7 @@ class TestTraining(DistributedTest):
         train_engine(engine, 2)
         engine.save_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
         other.load_checkpoint(str(class_tmpdir / str(dist.get_world_size())))
-        for each in (engine, other):
-            train_engine(each, 2, first=2)
+        train_engines((engine, other), 2, first=2)
         assert torch.equal(weights(engine.module), weights(other.module))
 
 

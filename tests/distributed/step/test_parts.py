@@ -113,8 +113,6 @@ class TestParts(DistributedTest):
 
 
 class TestWithoutThem(DistributedTest):
-    world_size = 2
-
     def test_whole_matrices_are_something_else(self):
         split, whole = trained(), start(Fused(), ds_config(bucket_numel=200))
         train_engine(whole, STEPS)

@@ -8,15 +8,16 @@ import torch
 
 from ds_layerwise import LayerWiseZeroOptimizer
 from tests.support import internals
+from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
-from tests.support.reference import LossScale, train, trainable
+from tests.support.reference import LossScale, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
     ds_config,
-    recipe_for,
     reduced_gradients,
     relative_error,
     start,
@@ -31,7 +32,7 @@ STEPS = 8
 
 #: The oracle's arguments and the config's sections.
 DTYPES = {
-    "bf16": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16}, {"bf16": {"enabled": True}}),
+    "bf16": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16}, BF16),
     "bf16, fp32 accumulation": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.float32},
                                 {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}),
     "bf16, fp32 on the wire": ({"param_dtype": torch.bfloat16, "accum_dtype": torch.bfloat16},
@@ -52,8 +53,7 @@ class TestPrecision(DistributedTest):
         allow_fp16()
         of_oracle, sections = DTYPES[case]
         for gas in (1, 4):
-            expected = train(Net, lambda *place: place, lambda module, place: module(place),
-                             recipe_for(Net(), gas=gas, clip=5.0, **of_oracle), STEPS)
+            expected = by_the_oracle(Net, STEPS, gas=gas, clip=5.0, **of_oracle)
             module = Net()
             engine = start(module, ds_config(gas=gas, clip=5.0, stage=stage, **sections))
             assert type(engine.optimizer) is LayerWiseZeroOptimizer
@@ -78,8 +78,6 @@ class TestPrecision(DistributedTest):
 
 
 class TestOverflow(DistributedTest):
-    world_size = 2
-
     def test_the_scale_follows_the_oracle_over_overflows(self):
         allow_fp16()
         engine = start(Net(), ds_config(clip=0.0, fp16={
@@ -95,8 +93,6 @@ class TestOverflow(DistributedTest):
 
 
 class TestLossScale(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("clip", [0.0, 5.0])
     def test_the_update_does_not_see_it(self, clip):
         """With SGD for vectors: Muon and Adam forget the scale of a gradient."""
@@ -112,7 +108,6 @@ class TestLossScale(DistributedTest):
         for name, value in results[0].items():
             assert relative_error(results[1][name], value) < 1e-6, name
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("cuts", [False, True], ids=["to owners", "in cuts"])
     def test_sums_of_the_backend_leave_it_as_much_room(self, cuts, stage, monkeypatch):
         """Gradients of 40,000 on both ranks, of which the sum is no float16."""
@@ -137,8 +132,6 @@ class TestLossScale(DistributedTest):
 
 
 class TestNorm(DistributedTest):
-    world_size = 2
-
     def test_a_norm_as_small_as_the_bound_is_hardly_clipped(self):
         """As torch.nn.utils.clip_grad_norm_ does: 1e-6 more in the denominator."""
         engine = start(Net(), ds_config(clip=1e-6))
@@ -147,8 +140,7 @@ class TestNorm(DistributedTest):
         assert decision.norm < 1e-5 and decision.factor == pytest.approx(1e-6 / (decision.norm + 1e-6))
 
     def test_it_is_a_tensor_as_stock_has_it(self):
-        engine = start(Net(), ds_config(clip=1.0))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(clip=1.0)), 1)
         norm = engine.get_global_grad_norm()
         assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, device().type)
 
@@ -161,20 +153,14 @@ class TestNorm(DistributedTest):
     def test_it_need_not_be_computed(self):
         config = ds_config(clip=0.0)
         config["zero_optimization"]["compute_grad_norm"] = False
-        engine = start(Net(), config)
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), config), 1)
         assert engine.get_global_grad_norm() is None
 
     def test_sums_instead_of_means(self):
-        expected = train(Net, lambda *place: place, lambda module, place: module(place), recipe_for(Net()), 1)
+        expected = by_the_oracle(Net, 1)
         engine = start(Net(), ds_config(gradient_allreduce_op="sum"))
 
-        def check(step, gradients):
-            for name, (first, values) in gradients.items():
-                wanted = expected.steps[step].grads[name].flatten()[first:first + values.numel()]
-                assert torch.equal(values, wanted * dist.get_world_size()), name
-
-        train_engine(engine, 1, check=check)
+        train_engine(engine, 1, check=compared_to(expected, factor=dist.get_world_size()))
 
 
 class Sum(torch.nn.Module):
@@ -191,10 +177,8 @@ class Sum(torch.nn.Module):
 class TestRounding(DistributedTest):
     """257 is no bf16, and rounds to 256: what two micro-batches of 256 and 1 give says what they were added up in."""
 
-    world_size = 2
-
     @pytest.mark.parametrize("sections, expected", [
-        ({"bf16": {"enabled": True}}, 256),
+        (BF16, 256),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, 257),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16"},
          256),
@@ -211,7 +195,6 @@ class TestRounding(DistributedTest):
         for piece in (piece for pieces in reduced.pieces for piece in pieces):
             assert reduced.piece(piece.name).unique().tolist() == [expected]
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_travel_in_the_dtype_of_communication(self, stage):
         # 2049 is no fp16, 257 no bf16; both are float32.
         for dtype, expected in (("fp32", (2049, 257)), ("fp16", (2048, 257)), ("bf16", (2048, 256))):
@@ -223,7 +206,7 @@ class TestRounding(DistributedTest):
                 engine.destroy()
             assert found == list(expected), dtype
 
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     def test_owners_add_up_in_float32_at_stage_2(self, sections):
         engine = start(Sum(), ds_config(stage=2, **sections))
         for factor in (256.0, 1.0):

@@ -7,16 +7,16 @@ import torch
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import LayerWiseError, RoutingError, StepError
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.plan.routes.routes import recipe_named
 from tests.support import internals, preconditioned
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.expected import by_its_rule, mean_gradient
 from tests.support.harness import DistributedTest, made_once
-from tests.support.reference import trainable, whole_number_gradients
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, start, train_engine
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "owned",
@@ -38,10 +38,6 @@ def config(overrides=OVERRIDES, params=PARAMS, layerwise=None, **changes):
                      layerwise={"overrides": overrides, **(layerwise or {})}, **changes)
 
 
-def mean_gradient(name, shape, step, num_ranks):
-    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)) / num_ranks
-
-
 def by_the_rules(ranks_of_step):
     """Matrices after all steps, each by its rule alone, in one process without buffers."""
     recipes = OptimizerConfig.from_section(config()["optimizer"]).recipes
@@ -52,14 +48,9 @@ def by_the_rules(ranks_of_step):
         mine = next((entry for entry in OVERRIDES if entry["name"] == name), {})
         settings = {key: value for key, value in mine.items() if key not in ("name", "optimizer", "lr_scale")}
         recipe = recipe_named(mine.get("optimizer", "matrix"), recipes, {})
-        rule = rule_of(type(recipe)(**{**recipe.settings(), **settings}))
-        batch, rows, cols = MATRICES[name]
-        value = param.detach().clone().view((batch, rows, cols) if batch > 1 else (rows, cols))
-        state = rule.init_state(value)
         hyper = Hyper(lr=0.01 * mine.get("lr_scale", 1), weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-6)
-        for step, num_ranks in enumerate(ranks_of_step):
-            rule.update_([value], [mean_gradient(name, param.shape, step, num_ranks).view_as(value)], [state], hyper)
-        found[name] = value.view(param.shape)
+        found[name] = by_its_rule(type(recipe)(**{**recipe.settings(), **settings}), name, param, ranks_of_step,
+                                  lambda _, now=hyper: now)
     return found
 
 
@@ -83,8 +74,7 @@ class TestPreconditioned(DistributedTest):
         return made_once(class_tmpdir / "runs", [1, 2, 4], self.save)
 
     def save(self, folder):
-        engine = start(Net(), config(layerwise={"save_universal": True}))
-        train_engine(engine, STEPS // 2)
+        engine = train_engine(start(Net(), config(layerwise={"save_universal": True})), STEPS // 2)
         folder = folder / str(engine.world_size)
         engine.save_checkpoint(folder, tag="regular")
         expected = whole_states(engine)
@@ -125,8 +115,7 @@ class TestPreconditioned(DistributedTest):
             value.nbytes for state in internals.states(plain).values() for key, value in state.items() if key != "step")
         there = hosted.optimizer.forecast().memory[hosted.global_rank].host
         assert sum(t.nbytes for t in internals.host_tensors(hosted)) == there > 0
-        for engine in (plain, hosted):
-            train_engine(engine, 5)
+        train_engines((plain, hosted), 5)
         assert_equal_states(whole_states(hosted), whole_states(plain))
 
     @pytest.mark.world_size(2)
@@ -142,8 +131,7 @@ class TestPreconditioned(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_what_has_no_eigenvectors_is_named_on_all_ranks(self, monkeypatch, tmp_path):
-        engine = start(Net(), config([], {**PARAMS, "precondition_frequency": 1}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), config([], {**PARAMS, "precondition_frequency": 1})), 1)
         engine.save_checkpoint(tmp_path)
         mine = {piece.name for piece in internals.pieces(engine)} & MATRICES.keys()
 

@@ -25,14 +25,11 @@ def measured(monkeypatch, *speeds):
 
 
 def trained(ns_dtype):
-    engine = start(Net(), ds_config(params={"ns_dtype": ns_dtype}))
-    train_engine(engine, 2)
+    engine = train_engine(start(Net(), ds_config(params={"ns_dtype": ns_dtype})), 2)
     return engine
 
 
 class TestProducts(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("speeds, taken, told", [
         ((3.4, 1.9), "bf16", f"matrix products in {BF16} (measured)"),
         ((1.1, 0.1), "fp32", f"matrix products in {FP32} (measured)"),

@@ -16,8 +16,6 @@ RANGES = ("ds_layerwise.reduce", "ds_layerwise.update", "ds_layerwise.gather")
 
 
 class TestRanges(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("stage, overlap, late", [(1, True, False), (1, False, True), (2, True, True)])
     def test_one_for_each_bucket(self, stage, overlap, late):
         gas = 2

@@ -109,7 +109,6 @@ CHANGES = [{"stage": 2}, {"layerwise": BY_ADAM}, {"layerwise": {"overlap_param_g
 
 
 class TestHow(DistributedTest):
-    world_size = 2
     kind = "grouped, with biases"
 
     def test_all_ways_give_what_the_plain_one_does(self):
@@ -217,8 +216,6 @@ def step_of(engine, *noted, number=0):
 
 
 class TestGiven(DistributedTest):
-    world_size = 2
-
     def test_the_largest_of_all_ranks_and_passes_counts(self):
         engine = start_own()
         found = step_of(engine, [1.0, 3.0], torch.tensor([8.0, 1.0], dtype=torch.float64))
@@ -272,7 +269,6 @@ class TestGiven(DistributedTest):
         engine.load_checkpoint(str(tmp_path), **options)
         assert step_of(engine, [1.0, 4.0], number=1)["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_step_that_is_repeated_has_what_its_own_passes_noted(self, stage, tmp_path):
         found = []
         for resumes in (False, True):
@@ -345,8 +341,6 @@ def written(folder):
 
 
 class TestReported(DistributedTest):
-    world_size = 2
-
     def monitor(self, folder):
         return {"csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "job"}}
 
@@ -446,8 +440,6 @@ class Noting(Block):
 
 
 class TestAutoTp(DistributedTest):
-    world_size = 2
-
     def test_heads_that_deepspeed_deals_out(self):
         """Each rank has two heads of queries and one of keys; the logits of both are those of the whole model."""
         kind = "grouped, with biases"

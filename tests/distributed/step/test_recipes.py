@@ -8,11 +8,21 @@ import torch
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
+from tests.support.expected import each_alone, mean_gradient
 from tests.support.harness import DistributedTest
-from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
+from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import MUON, Net, ds_config, recipe_for, relative_error, start, train_engine
+from tests.support.training import (
+    BF16,
+    MUON,
+    Net,
+    ds_config,
+    relative_error,
+    start,
+    train_engine,
+    train_engines,
+)
 
 pytestmark = rooms("recipe", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "routes",
                    "recipe_registry", "rule_registry")
@@ -39,24 +49,11 @@ OWN = {
 }
 
 
-def gradients(name, shape, step):
-    return [[{name: whole_number_gradients(name, shape, step, 0, rank)}] for rank in range(RANKS)]
-
-
 def by_the_oracle(module):
     """Masters after all steps, each parameter trained on its own."""
-    found = {}
-    for name, param in trainable(module).items():
-        if name in ("head.weight", "flat.weight", "flat.bias"):
-            found[name] = by_hand(name, param)
-            continue
-        whole = recipe_for(module)
-        matrices = {name: whole.matrices[name]} if name in whole.matrices else {}
-        oracle = Reference({name: param}, replace(whole, matrices=matrices, **OWN.get(name, {})))
-        for step in range(STEPS):
-            oracle.step(gradients(name, param.shape, step))
-        found[name] = oracle.params[name]
-    return found
+    found = each_alone(module, lambda name, recipe: replace(recipe, **OWN.get(name, {})), STEPS, RANKS)
+    return found | {name: by_hand(name, p) for name, p in trainable(module).items()
+                    if name in ("head.weight", "flat.weight", "flat.bias")}
 
 
 def by_hand(name, param):
@@ -65,7 +62,7 @@ def by_hand(name, param):
     sgd = torch.optim.SGD([value], lr=0.003, momentum=0.75, weight_decay=0.1)
     average, (beta1, beta2) = torch.zeros_like(value), (0.5, 0.75) if name == "flat.bias" else (0.9, 0.95)
     for step in range(STEPS):
-        grad = sum(of_rank[0][name] for of_rank in gradients(name, param.shape, step)) / RANKS
+        grad = mean_gradient(name, param.shape, step, RANKS)
         if name == "head.weight":
             value.grad = grad
             sgd.step()
@@ -80,21 +77,17 @@ def by_hand(name, param):
 class TestOverrides(DistributedTest):
     world_size = RANKS
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_each_parameter_trains_as_its_recipe_says(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"overrides": OVERRIDES})
         expected = by_the_oracle(Net())
-        engine = start(Net(), config)
-        train_engine(engine, STEPS)
+        engine = train_engine(start(Net(), config), STEPS)
         for name, value in masters(engine).items():
             torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
         # A checkpoint has states of four families, and goes on.
         engine.save_checkpoint(tmp_path)
-        other = start(Net(), config)
-        other.load_checkpoint(tmp_path)
+        other = loaded(start(Net(), config), tmp_path)
         assert_equal_states(whole_states(other), whole_states(engine))
-        for each in (engine, other):
-            train_engine(each, 2, first=STEPS)
+        train_engines((engine, other), 2, first=STEPS)
         assert_equal_states(whole_states(other), whole_states(engine))
 
     def test_the_table_names_each(self):
@@ -105,7 +98,7 @@ class TestOverrides(DistributedTest):
                      "lion: betas [0.5, 0.75] and [0.9, 0.95]"):
             assert line in " ".join(text.split()), (line, text)
 
-    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, {"bf16": {"enabled": True}}, {"zero_optimization": {
+    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, BF16, {"zero_optimization": {
         "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}],
         ids=["stage1", "stage2", "bf16", "host"])
     def test_the_table_has_the_memory_that_each_takes(self, changes):
@@ -124,19 +117,20 @@ class TestOverrides(DistributedTest):
                     for each, sign in ((plain, 1), (engine, -1)))
         assert saved == 4 * (17 * 12 + 12)
 
-    @pytest.mark.parametrize("entry, message", [
-        ({"name": "embed.weight", "ns_steps": 3},
-         r"sets ns_steps for embed.weight, which goes to adamw \(embedding\) and takes .*betas, eps, weight_decay"),
-        ({"name": "square.weight", "betas": [0.5, 0.5]},
-         r"sets betas for square.weight, which goes to muon \(matrix\) and takes .*nesterov.*; narrow the pattern"),
-        ({"name": "square.weight", "scale_mode": "match_rms_adamw"},
-         r"sets scale_mode for square.weight, which takes a learning rate of another size.* give the entry lr_scale"),
-        ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3}, r"sets eps for head.weight, which goes to lion"),
-        ({"name": "norm.weight", "optimizer": "muon"}, r"norm.weight \(12,\) was sent to the matrix optimizer"),
-    ])
-    def test_what_a_recipe_does_not_take(self, entry, message):
-        with pytest.raises(RoutingError, match=message):
-            start(Net(), ds_config(layerwise={"overrides": [entry]}))
+    def test_what_a_recipe_does_not_take(self):
+        for entry, message in (
+                ({"name": "embed.weight", "ns_steps": 3}, r"sets ns_steps for embed.weight, which goes to adamw "
+                 r"\(embedding\) and takes .*betas, eps, weight_decay"),
+                ({"name": "square.weight", "betas": [0.5, 0.5]}, r"sets betas for square.weight, which goes to muon "
+                 r"\(matrix\) and takes .*nesterov.*; narrow the pattern"),
+                ({"name": "square.weight", "scale_mode": "match_rms_adamw"}, "sets scale_mode for square.weight, which "
+                 "takes a learning rate of another size.* give the entry lr_scale"),
+                ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3},
+                 "sets eps for head.weight, which goes to lion"),
+                ({"name": "norm.weight", "optimizer": "muon"},
+                 r"norm.weight \(12,\) was sent to the matrix optimizer")):
+            with pytest.raises(RoutingError, match=message):
+                start(Net(), ds_config(layerwise={"overrides": [entry]}))
 
 
 class TestOneForEverything(DistributedTest):

@@ -10,7 +10,7 @@ from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine, weights
+from tests.support.training import Net, ds_config, start, train_engine, train_engines, weights
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("pre_step", "grad_sync")
@@ -65,29 +65,27 @@ REFUSALS = [refuse_for_offload, refuse_for_everything_away, refuse_for_replaced_
 
 
 class TestRefusedSteps(DistributedTest):
-    world_size = 2
+    @WAYS
+    def test_gradients_can_be_read_and_written(self, stage, in_cuts, monkeypatch):
+        for refuse in REFUSALS:
+            refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
+            param, other = (engine.module.get_parameter(NAME) for engine in engines)
+            assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other))
+            mine = torch.arange(1.0, param.numel() + 1).view(param.shape)
+            for engine in engines:
+                safe_set_full_grad(engine.module.get_parameter(NAME), mine)
+                assert torch.equal(safe_get_full_grad(engine.module.get_parameter(NAME)), mine)
+                engine.step()
+            assert torch.equal(weights(refused.module), weights(plain.module))
 
     @WAYS
-    @pytest.mark.parametrize("refuse", REFUSALS)
-    def test_gradients_can_be_read_and_written(self, stage, in_cuts, refuse, monkeypatch):
-        refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
-        param, other = (engine.module.get_parameter(NAME) for engine in engines)
-        assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other))
-        mine = torch.arange(1.0, param.numel() + 1).view(param.shape)
-        for engine in engines:
-            safe_set_full_grad(engine.module.get_parameter(NAME), mine)
-            assert torch.equal(safe_get_full_grad(engine.module.get_parameter(NAME)), mine)
-            engine.step()
-        assert torch.equal(weights(refused.module), weights(plain.module))
-
-    @WAYS
-    @pytest.mark.parametrize("refuse", REFUSALS)
-    def test_the_same_step_once_more(self, stage, in_cuts, refuse, monkeypatch):
-        refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
-        for engine in engines:
-            engine.step()
-            train_engine(engine, 1, first=2)
-        assert torch.equal(weights(refused.module), weights(plain.module))
+    def test_the_same_step_once_more(self, stage, in_cuts, monkeypatch):
+        for refuse in REFUSALS:
+            refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
+            for engine in engines:
+                engine.step()
+                train_engine(engine, 1, first=2)
+            assert torch.equal(weights(refused.module), weights(plain.module))
 
     @pytest.mark.parametrize("in_cuts", [False, True])
     def test_a_save_leaves_the_gradients(self, in_cuts, monkeypatch, tmp_path):
@@ -129,8 +127,7 @@ class TestRefusedSteps(DistributedTest):
             with pytest.raises(StepError, match="got a gradient after its bucket"):
                 refused.step()
             refused.zero_grad()
-            for engine in engines:
-                train_engine(engine, 2)
+            train_engines(engines, 2)
             assert torch.equal(weights(refused.module), weights(plain.module))
         else:
             # The gradients are whole numbers, and there are two ranks: every sum, and half of it, is exact.
@@ -138,7 +135,6 @@ class TestRefusedSteps(DistributedTest):
             refused.step()
 
     @pytest.mark.parametrize("managed", [True, False])
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_step_of_nothing(self, stage, managed):
         engine = start(Net(), ds_config(stage=stage, overlap=False, managed_gradient_accumulation=managed))
         train_engine(engine, 1)

@@ -7,10 +7,10 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
 from ds_layerwise.errors import ConfigError, StepError
-from tests.support.checkpoints import ONE_FILE, assert_equal_states, go_on_from, masters, whole_states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("split_master_store", "split_masters", "owned", "low_bit_checks", "low_bit_settings", "dtypes",
@@ -38,8 +38,7 @@ def assert_same_runs(engine, plain, where=""):
     """The same masters, states and weights, bit for bit; weights on all ranks."""
     for each in (engine, plain):
         each.optimizer.wait_for_params()
-    assert_equal_states(whole_states(engine), whole_states(plain), where)
-    assert torch.equal(weights(engine.module), weights(plain.module)), where
+    assert_same_run(engine, plain, where)
     assert_same_on_all_ranks(engine.module)
 
 
@@ -52,13 +51,11 @@ def sizes(engine):
 class TestSameBits(DistributedTest):
     world_size = [1, 2, 3]
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_over_twenty_steps(self, stage):
         engine, plain = (started(kept, stage=stage, gas=stage, layerwise={"overlap_param_gather": stage == 1 and kept})
                          for kept in (True, False))
         for step in range(0, 20, 5):
-            for each in (engine, plain):
-                train_engine(each, 5, first=step, gas=stage)
+            train_engines((engine, plain), 5, first=step, gas=stage)
             assert_same_runs(engine, plain, step)
         # Something is in the remainders: masters are no rounded numbers.
         found = torch.cat([value for (_, key), value in whole_states(engine).items() if key == "fp32"])
@@ -89,12 +86,9 @@ class TestSameBits(DistributedTest):
 class TestWritten(DistributedTest):
     """Weights that somebody else writes: their masters follow, by blocks of 64 where others do so one by one."""
 
-    world_size = 2
-
     def both(self, steps=3):
         engine, plain = started(), started(False)
-        for each in (engine, plain):
-            train_engine(each, steps)
+        train_engines((engine, plain), steps)
         return engine, plain
 
     def test_all_of_them(self, capsys):
@@ -168,8 +162,7 @@ class TestWritten(DistributedTest):
             for each in (p, twin):
                 safe_set_full_fp32_param(each, value)
             assert torch.equal(safe_get_full_fp32_param(p), value) and torch.equal(p, twin), name
-        for each in (engine, plain):
-            train_engine(each, 2, first=3)
+        train_engines((engine, plain), 2, first=3)
         assert_same_runs(engine, plain)
 
     def test_away_and_back(self):
@@ -180,15 +173,12 @@ class TestWritten(DistributedTest):
                 safe_get_full_fp32_param(engine.module.square.weight)
             engine.reload_states()
             assert_same_runs(engine, plain)
-        for each in (engine, plain):
-            train_engine(each, 2, first=3)
+        train_engines((engine, plain), 2, first=3)
         assert_same_runs(engine, plain)
 
 
 class TestCheckpoints(DistributedTest):
     """What is saved are float32 masters: a run with remainders and one without go on from each other."""
-
-    world_size = 2
 
     @pytest.mark.parametrize("saving, loading, stage", [
         (True, True, 1), (True, False, 2), (False, True, 1),
@@ -276,8 +266,6 @@ class TestAnotherSize(DistributedTest):
 
 
 class TestRefused(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("changes, message", [
         ({"bf16": {"enabled": False}}, "parameters are float32: a float32 weight is its own master"),
         ({"layerwise": {"alignment": 32}}, "layerwise.alignment is 32: .* set it to a multiple of 64"),

@@ -19,12 +19,14 @@ from tests.distributed.parallel.test_pipeline import oracle as pipeline_oracle
 from tests.distributed.parallel.test_pipeline import pipeline, train_pipeline
 from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
 from tests.support import internals
+from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.training import (
+    BF16,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
@@ -39,7 +41,6 @@ from tests.support.training import (
 pytestmark = rooms("monitor", "metrics", "clip", "update_stats", "reductions", "norm_groups", "skipped_steps",
                    "step_agreement")
 
-BF16 = {"bf16": {"enabled": True}}
 
 
 def averages(step, num_ranks, gas=1, module=None):
@@ -98,8 +99,6 @@ class TestGroups(DistributedTest):
 
 
 class TestRefusals(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("groups, told", [
         ({"a": {"name": "tall.*"}, "b": {"ndim": 2}}, "tall.weight is in layerwise.norm_groups.a and in layerwise."
          "norm_groups.b, and counts in the norm of one; narrow one of the two"),
@@ -129,8 +128,6 @@ class Loud(Net):
 
 
 class TestThreshold(DistributedTest):
-    world_size = 2
-
     def train(self, engine, steps, loudness, first=0):
         engine.module.loudness = loudness
         train_engine(engine, steps, first=first)
@@ -180,8 +177,7 @@ class TestThreshold(DistributedTest):
 
     def test_exactly_at_it_is_not_above(self):
         norm = norm_of(averages(0, 2))
-        engine = start(Net(), ds_config(layerwise={"grad_norm_skip_threshold": norm}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"grad_norm_skip_threshold": norm})), 1)
         assert engine.skipped_steps == 0
 
 
@@ -252,8 +248,7 @@ class TestUpdates(DistributedTest):
         assert {key: found[key] for key in expected} == pytest.approx(expected, rel=1e-4)
 
     def test_an_update_that_fails_on_one_rank_leaves_nobody_waiting(self):
-        engine = start(Net(), ds_config(layerwise={"monitor": {"update_rms": True}}))
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config(layerwise={"monitor": {"update_rms": True}})), 1)
         before, last = engine.optimizer.report(), dist.get_world_size() - 1
         if dist.get_rank() == last:
             def fail(*_args, **_more):
@@ -270,8 +265,6 @@ class TestUpdates(DistributedTest):
 
 
 class TestMonitor(DistributedTest):
-    world_size = 2
-
     def test_all_of_it_with_the_samples_of_the_engine(self, class_tmpdir):
         threshold = 1.5 * norm_of(averages(0, 2))
         schedule = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 4,
@@ -310,8 +303,7 @@ class TestMonitor(DistributedTest):
                       "monitor": {"update_rms": True, "momentum_norm": True}, "grad_norm_skip_threshold": 1e9}
         for layerwise in ({}, {"monitor": {"update_rms": True, "momentum_norm": True, "every": 50},
                                "grad_norm_skip_threshold": 1e9}, everything):
-            engine = start(Net(), ds_config(clip=3.0, layerwise=layerwise))
-            train_engine(engine, 1)
+            engine = train_engine(start(Net(), ds_config(clip=3.0, layerwise=layerwise)), 1)
             engine.backward(engine((1, 0, dist.get_rank())))
             with Counting() as counting:
                 engine.step()
@@ -342,8 +334,7 @@ class TestTensorParallel(DistributedTest):
             "norm_groups": {"cut": {**cut, "name": "tall_rows.*", "gradient_clipping": 2.0}, "vectors": {"ndim": 1}},
             "log_num_zeros_in_grad": True, "monitor": {"update_rms": True, "momentum_norm": True}}), mpu=mpu)
         whole = {name: p.shape for name, p in CutNet().named_parameters()}
-        mean = {name: sum(whole_number_gradients(name, shape, 0, 0, rank) for rank in range(2)) / 2
-                for name, shape in whole.items()}
+        mean = {name: mean_gradient(name, shape, 0, 2) for name, shape in whole.items()}
         engine.backward(engine((whole, mpu, (0, 0, mpu.get_data_parallel_rank()))))
         engine.step()
         told = engine.optimizer.report()
@@ -380,8 +371,6 @@ class TestPipeline(DistributedTest):
 
 
 class TestExperts(DistributedTest):
-    world_size = 2
-
     def test_experts_count_wherever_they_are(self):
         groups = {"experts": {"name": "*deepspeed_experts*"}}
         engine = start(ExpertNet(2), ds_config(layerwise={"norm_groups": groups, "log_num_zeros_in_grad": True}))

@@ -1,14 +1,13 @@
 """Parameters without axes, such as CLIP's ``logit_scale``: in training, in checkpoints and in what reads those."""
 
 import deepspeed.comm as dist
-import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise.cli import main
-from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, train, whole_number_loss
 from tests.support.rooms import rooms
@@ -33,9 +32,6 @@ class Clip(nn.Module):
 
 
 class TestScalars(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_as_the_oracle(self, stage):
         expected = train(Clip, lambda *place: place, lambda module, place: module(place),
                          Recipe(matrices={"image.weight": (1, 6, 8), "text.weight": (1, 6, 12)},
@@ -54,18 +50,15 @@ class TestScalars(DistributedTest):
             assert_same_on_all_ranks(module)
             engine.destroy()
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_in_checkpoints(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True}, bf16={"enabled": True})
-        saved = start(Clip(), config)
-        train_engine(saved, 2)
+        saved = train_engine(start(Clip(), config), 2)
         saved.save_checkpoint(tmp_path, tag="saved")
         # DeepSpeed's converter joins the parts of a parameter along an axis, and knows none without.
         on_rank_0(lambda: main(["to-universal", str(tmp_path / "saved"), str(tmp_path / "converted")]))
         expected = whole_states(saved)
         for tag in ("saved", "saved_universal", "converted"):
-            engine = start(Clip(), config)
-            engine.load_checkpoint(tmp_path, tag=tag)
+            engine = loaded(start(Clip(), config), tmp_path, tag=tag)
             assert_equal_states(whole_states(engine), expected, tag)
             assert engine.module.logit_scale.shape == ()
             assert torch.equal(engine.module.logit_scale, saved.module.logit_scale)

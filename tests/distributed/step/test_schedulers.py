@@ -11,10 +11,12 @@ from deepspeed.runtime import lr_schedules
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError
+from tests.support.checkpoints import loaded
+from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, recipe_for, relative_error, start, train_engine
+from tests.support.training import Net, ds_config, recipe_for, start, train_engine
 
 pytestmark = rooms("param_groups", "schedule_rates", "schedules")
 
@@ -30,8 +32,6 @@ def used_learning_rates(engine):
 
 
 class TestSchedulers(DistributedTest):
-    world_size = 2
-
     def test_warmup_keeps_the_ratio(self):
         scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003, "warmup_num_steps": 4,
                                                     "warmup_type": "linear"}}
@@ -60,12 +60,10 @@ class TestSchedulers(DistributedTest):
                 lrs.append(engine.optimizer.param_groups[0]["lr"])
                 train_engine(engine, 1, first=step)
             assert len(set(lrs)) > 3
-        expected = train(Net, lambda *place: place, lambda module, place: module(place),
-                         recipe_for(Net(), schedule=factor), STEPS)
+        expected = by_the_oracle(Net, STEPS, schedule=factor)
         if kind == "torch":
             train_engine(engine, STEPS)
-        for name, p in trainable(engine.module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        assert_trained_as(engine.module, expected)
 
     @pytest.mark.parametrize("how", ["section", "of what it wraps"])
     def test_torchs_cosine_is_followed_as_the_oracle_does(self, how):
@@ -76,10 +74,8 @@ class TestSchedulers(DistributedTest):
             train_engine(engine, 1, first=step)
             if after:
                 after.step()
-        expected = train(Net, lambda *place: place, lambda module, place: module(place),
-                         recipe_for(Net(), schedule=lambda step: (1 + math.cos(math.pi * step / 6)) / 2), STEPS)
-        for name, p in trainable(engine.module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        expected = by_the_oracle(Net, STEPS, schedule=lambda step: (1 + math.cos(math.pi * step / 6)) / 2)
+        assert_trained_as(engine.module, expected)
 
     @pytest.mark.parametrize("make, said", [
         (lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.009, total_steps=10),
@@ -122,10 +118,8 @@ class TestSchedulers(DistributedTest):
         assert seen is engine.basic_optimizer.param_groups
         train_engine(engine, 2)
         assert [id(group) for group in engine.optimizer.param_groups] == identities
-        expected = train(Net, lambda *place: place, lambda m, place: m(place),
-                         recipe_for(Net(), wd={n: 0.0 for n, p in Net().named_parameters() if p.dim() < 2}), 2)
-        for name, p in trainable(module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        expected = by_the_oracle(Net, 2, wd={n: 0.0 for n, p in Net().named_parameters() if p.dim() < 2})
+        assert_trained_as(module, expected)
 
     def test_a_group_has_learning_rates_of_its_own(self):
         module = Net()
@@ -134,10 +128,8 @@ class TestSchedulers(DistributedTest):
         groups = [{"params": rest}, {"params": slow, "lr": 1e-4, "muon_lr": 1e-3}]
         engine, *_ = ds_layerwise.initialize(model=module, model_parameters=groups, config=ds_config())
         train_engine(engine, 3)
-        expected = train(Net, lambda *place: place, lambda m, place: m(place),
-                         recipe_for(Net(), lr={"square.weight": 1e-3, "square.bias": 1e-4}), 3)
-        for name, p in trainable(module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        expected = by_the_oracle(Net, 3, lr={"square.weight": 1e-3, "square.bias": 1e-4})
+        assert_trained_as(module, expected)
 
     def test_groups_that_say_which_optimizer_they_are_for(self):
         module = Net()
@@ -153,8 +145,7 @@ class TestSchedulers(DistributedTest):
                             wd={name: 0.25 if name in HIDDEN else 0.0 for name in names})
         recipe = replace(recipe, matrices={name: recipe.matrices[name] for name in HIDDEN})
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 3)
-        for name, p in trainable(module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        assert_trained_as(module, expected)
 
     def test_the_table_has_the_rates_of_each_group(self):
         module = Net()
@@ -171,7 +162,6 @@ class TestSchedulers(DistributedTest):
         assert found["matrix"] == ["0.02", "0.25"] and found["embedding"] == ["0.003", "0.25"]
         assert found["fewer than two axes"] == ["0.0625", "0"]
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_everything_under_the_scalar_optimizer(self, stage, tmp_path):
         layerwise = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
         engine = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
@@ -180,15 +170,12 @@ class TestSchedulers(DistributedTest):
         train_engine(engine, 2)
         engine.save_checkpoint(tmp_path)
         engine.destroy()
-        resumed = start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0))
-        resumed.load_checkpoint(tmp_path)
+        resumed = loaded(start(Net(), ds_config(stage=stage, layerwise=layerwise, clip=1.0)), tmp_path)
         train_engine(resumed, 2, first=2)
         recipe = replace(recipe_for(Net(), clip=1.0), matrices={})
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
-        for name, p in trainable(resumed.module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        assert_trained_as(resumed.module, expected)
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_peak_is_the_rate_where_no_other_optimizer_is_used(self, stage):
         # The peak is not lr, and nothing goes to Muon, whose rate would be multiplied.
         schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.03, "warmup_num_steps": 2,
@@ -202,18 +189,15 @@ class TestSchedulers(DistributedTest):
         assert rates[-1] == engine.get_lr()[0] == 0.03
         recipe = replace(recipe_for(Net()), matrices={}, schedule=lambda step: rates[step] / 0.003)
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
-        for name, p in trainable(engine.module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        assert_trained_as(engine.module, expected)
 
     def test_overrides_reach_the_update(self):
         layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
-        engine = start(Net(), ds_config(layerwise=layerwise))
-        train_engine(engine, 3)
+        engine = train_engine(start(Net(), ds_config(layerwise=layerwise)), 3)
         names = trainable(Net())
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe_for(
             Net(), wd={n: 0.0 for n in names if n.endswith(".bias")}, lr={"tall.weight": 0.01, "tall.bias": 0.0015}), 3)
-        for name, p in trainable(engine.module).items():
-            assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
+        assert_trained_as(engine.module, expected)
 
     def test_changing_the_learning_rate_by_hand(self):
         engine = start(Net(), ds_config())
@@ -244,8 +228,7 @@ class TestRegistration(DistributedTest):
         ds_layerwise.unregister()
         assert patched() == before
         ds_layerwise.unregister()
-        engine = start(Net(), ds_config())
-        train_engine(engine, 1)
+        engine = train_engine(start(Net(), ds_config()), 1)
         assert dist.get_world_size() == 1 and engine.global_steps == 1
 
     def test_other_optimizers_are_built_as_ever(self):

@@ -10,7 +10,7 @@ from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import BF16, Net, ds_config, start, train_engine
 
 pytestmark = rooms("buffers", "forecast", "start_report")
 
@@ -29,7 +29,7 @@ class TestStartUp(DistributedTest):
     world_size = 4
 
     @pytest.mark.parametrize("case, sections", [
-        ("float32", {}), ("bfloat16", {"bf16": {"enabled": True}}),
+        ("float32", {}), ("bfloat16", BF16),
         ("offloaded", {"bf16": {"enabled": True}, "offload": True})])
     def test_it_takes_what_the_plan_says(self, case, sections):
         """At stage 2, where a rank keeps little beside the parameters: two of them would be the most it ever has."""
@@ -49,8 +49,6 @@ class TestStartUp(DistributedTest):
 
 
 class TestZeros(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("hook, warns", [({"hyperball": "own"}, True), ({"relative_update": True}, True),
                                              ({"hyperball": 2.0}, False), ({"radial_brake": [0.5, 1]}, False)])
     def test_a_matrix_of_zeros_that_stays_one_is_told(self, hook, warns, monkeypatch):

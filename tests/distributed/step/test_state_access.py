@@ -20,7 +20,15 @@ from ds_layerwise.errors import StepError
 from tests.support.checkpoints import whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, ds_config, train_engine, whole_gradients
+from tests.support.training import (
+    MATRICES,
+    PRECISIONS,
+    Net,
+    assert_same_on_all_ranks,
+    ds_config,
+    train_engine,
+    whole_gradients,
+)
 
 pytestmark = rooms("state_access")
 
@@ -32,17 +40,15 @@ class TestStateAccess(DistributedTest):
     def engine(self, stage=1, precision="bf16", **changes):
         module = Net(odd=True)
         params = list(module.parameters())
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         # Two groups: DeepSpeed's own optimizers answer for the first one alone.
-        engine, *_ = ds_layerwise.initialize(model=module, config=ds_config(stage=stage, **sections, **changes),
-                                             model_parameters=[{"params": params[:5]}, {"params": params[5:]}])
+        engine, *_ = ds_layerwise.initialize(
+            model=module, config=ds_config(stage=stage, **PRECISIONS[precision], **changes),
+            model_parameters=[{"params": params[:5]}, {"params": params[5:]}])
         return engine
 
     def trained(self, engine):
         return {name: p for name, p in engine.module.named_parameters() if p.numel()}
 
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     def test_what_is_read_is_what_is_there(self, stage, precision):
         engine = self.engine(stage, precision)
         train_engine(engine, 3)
@@ -61,7 +67,6 @@ class TestStateAccess(DistributedTest):
                 with pytest.raises(StepError, match=f"{name} has no state 'exp_avg_sq'; its optimizer keeps momentum_"):
                     safe_get_full_optimizer_state(p, "exp_avg_sq")
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_gradients_between_backward_and_step(self, stage):
         engine = self.engine(stage)
         module = engine.module
@@ -77,13 +82,11 @@ class TestStateAccess(DistributedTest):
             safe_get_full_grad(module.experts)
 
     @pytest.mark.world_size(3)
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     @pytest.mark.parametrize("within", ["no_sync", "accumulation"])
     def test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock(self, within, precision):
         """On one rank alone, too: nothing is sent. What is set counts, also for a parameter without a gradient."""
-        sections = {"bf16": {"enabled": True}} if precision == "bf16" else {}
         engine = self.engine(1, precision, gas=1 if within == "no_sync" else 3)
-        config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **sections,
+        config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **PRECISIONS[precision],
                            optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
         del config["layerwise"]
         module = Net(odd=True)
@@ -109,7 +112,6 @@ class TestStateAccess(DistributedTest):
         for name, value in whole_gradients(engine).items():
             assert (value == sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()).all(), name
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("gas", [1, 2])
     def test_a_gradient_that_is_replaced_is_the_one_that_counts(self, stage, gas):
         engine, other = self.engine(stage, "fp32", gas=gas), self.engine(stage, "fp32", gas=gas)
@@ -128,7 +130,6 @@ class TestStateAccess(DistributedTest):
         for (name, p), q in zip(engine.module.named_parameters(), other.module.parameters(), strict=True):
             assert torch.equal(p, q), name
 
-    @pytest.mark.parametrize("precision", ["fp32", "bf16"])
     @pytest.mark.parametrize("overlap", [False, True])
     def test_what_is_set_is_there_on_all_ranks(self, precision, overlap):
         engine = self.engine(1, precision, layerwise={"overlap_param_gather": overlap})

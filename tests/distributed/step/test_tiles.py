@@ -1,7 +1,6 @@
 """DeepSpeed's tiled layers, whose parameters get a gradient for each tile inside one backward pass."""
 
 import deepspeed.comm as dist
-import pytest
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
 from torch import nn
@@ -48,10 +47,6 @@ class Model(nn.Module):
 
 
 class TestTiles(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("overlap", [True, False])
     def test_as_the_model_without_tiles(self, stage, overlap):
         inputs = torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(0))  # rank, micro-batch
         plain = Model()

@@ -15,12 +15,11 @@ from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
+from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
 pytestmark = rooms("owned", "update", "first_step", "attention_logits", "split_master_store", "low_bit_states", "dcp",
                    "whole_states", "client_groups", "client_recipe")
 
-BF16 = {"bf16": {"enabled": True}}
 REMAINDERS = {"master_dtype": "bfloat16+remainder"}
 NARROW = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16",
           "stochastic_rounding": True}
@@ -32,9 +31,6 @@ VERIFY = {"verify_first_step": True}
 class TestTheFirstStep(DistributedTest):
     """That of what is right passes, and changes nothing."""
 
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_with_all_that_is_kept_in_fewer_bits(self, stage):
         found = []
         for verify in (VERIFY, {}):
@@ -76,8 +72,6 @@ class TestTheFirstStep(DistributedTest):
 
 
 class TestQkClip(DistributedTest):
-    world_size = 2
-
     def test_narrow_masters_are_clipped_to_the_bits_of_others(self):
         found = []
         for kept in ({}, REMAINDERS):
@@ -103,8 +97,7 @@ class TestShardedCheckpoints(DistributedTest):
 
     def save(self, folder):
         for name in ("narrow", "codes"):
-            engine = start(Net(), ds_config(**self.changes, **getattr(self, name)))
-            train_engine(engine, 3)
+            engine = train_engine(start(Net(), ds_config(**self.changes, **getattr(self, name))), 3)
             dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(folder / name))
             expected = whole_states(engine)
             if engine.global_rank == 0:
@@ -123,8 +116,6 @@ class TestShardedCheckpoints(DistributedTest):
 
 
 class TestRefused(DistributedTest):
-    world_size = 2
-
     def test_another_width_of_an_optimizer_of_the_script(self):
         module = Net()
         with pytest.raises(ConfigError, match="layerwise.mup is set, and the groups of the optimizer"):

@@ -163,8 +163,6 @@ ALL = {"first.weight", "first.bias", "scale", "second.weight", "second.bias", "s
 
 
 class TestReaders(DistributedTest):
-    world_size = 2
-
     def runs(self, overlap, read, *, inside):
         """What ``read`` finds, after each step or within each forward pass, and the weights in the end."""
         engine, found, late = engine_of(overlap), [], []
@@ -233,8 +231,6 @@ class Block(nn.Module):
 
 
 class TestWhatIsUnderWay(DistributedTest):
-    world_size = 2
-
     def test_each_module_waits_for_its_own(self):
         engine, seen = engine_of(True), {}
         for name, module in engine.module.named_modules():

@@ -19,17 +19,12 @@ from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.training import (
-    Net,
-    assert_same_on_all_ranks,
-    ds_config,
-    start,
-    train_engine,
-    weights,
-)
+from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("bucket_transfers", "exchange", "nodes", "comm")
+
+DTYPES = (torch.float32, torch.bfloat16)
 
 #: Every bucket of these tests, reduced and gathered by the backend in two levels.
 IN_LEVELS = InLevels(frozenset((0,)), frozenset((0,)))
@@ -65,39 +60,50 @@ def wires_of(per_node, native=False, rings=None, device="cpu"):
     return make_wires({1: None}, where, native=native, device=torch.device(device), rings=rings)[1]
 
 
+def rows_of(bucket, seed, dtype, draw=torch.randn):
+    """What each rank gives."""
+    shape = (dist.get_world_size(), bucket.numel)
+    return draw(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def whole_numbers(*shape, generator):
+    return torch.randint(-9, 9, shape, generator=generator)
+
+
+def summed(wire, bucket, rows, divide_by, *, in_place=False):
+    """What this rank gets of the sum of ``rows``, of which each rank gives one, and where that lies in the bucket."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
+    out = memory[start:stop] if in_place and rows.dtype == torch.float32 else torch.full((stop - start,), torch.nan)
+    wire.reduce(memory, bucket, out, divide_by=divide_by, wire_dtype=rows.dtype).wait()
+    return out, slice(start, stop)
+
+
 class TestReduce(DistributedTest):
     world_size = [2, 3, 4]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("per_node", [1, 2, 4])
-    def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self, per_node, dtype):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        wire, levels = wires_of(per_node), 1 < per_node < size and not size % per_node
-        assert (wire.inside is not None) == levels
-        for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
-            rows = torch.randn(size, bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
-            out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
-            wire.reduce(memory, bucket, out, divide_by=3.0, wire_dtype=dtype).wait()
-            if levels and bucket.way != "ragged":
-                rows = torch.stack([in_rank_order(rows[first:first + per_node]).to(dtype)
-                                    for first in range(0, size, per_node)])
-            assert torch.equal(out, (in_rank_order(rows) / 3.0)[start:stop])
+    def test_ordered_sums_are_made_in_float32_in_the_order_of_ranks(self):
+        size = dist.get_world_size()
+        for per_node, dtype in product((1, 2, 4), DTYPES):
+            wire, levels = wires_of(per_node), 1 < per_node < size and not size % per_node
+            assert (wire.inside is not None) == levels
+            for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
+                rows = rows_of(bucket, seed, dtype)
+                out, mine = summed(wire, bucket, rows, 3.0, in_place=in_place)
+                if levels and bucket.way != "ragged":
+                    rows = torch.stack([in_rank_order(rows[first:first + per_node]).to(dtype)
+                                        for first in range(0, size, per_node)])
+                assert torch.equal(out, (in_rank_order(rows) / 3.0)[mine])
 
     def test_what_travels_is_added_in_float32(self):
-        rank, size = dist.get_rank(), dist.get_world_size()
+        size = dist.get_world_size()
         for bucket in buckets_of(size):
-            start, stop = span(bucket, rank, size)
-            out = torch.empty(stop - start)
-            memory = torch.full((bucket.numel,), [256.0, 1.0, 2.0, 4.0][rank], dtype=torch.bfloat16)
-            wires_of(1).reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16).wait()
-            assert out.tolist() == [256.0 + sum([1.0, 2.0, 4.0][:size - 1])] * (stop - start)
+            rows = torch.tensor([256.0, 1.0, 2.0, 4.0], dtype=torch.bfloat16)[:size, None].expand(-1, bucket.numel)
+            out, _ = summed(wires_of(1), bucket, rows, 1)
+            assert (out == 256.0 + sum([1.0, 2.0, 4.0][:size - 1])).all()
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("levels", [False, True])
-    def test_native_sums_of_whole_numbers(self, levels, dtype, monkeypatch):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        reduce_scatter = comm.reduce_scatter
+    def test_native_sums_of_whole_numbers(self, monkeypatch):
+        size, reduce_scatter = dist.get_world_size(), comm.reduce_scatter
 
         def apart(out, sent, *, group):
             # gloo copies what it is given first, and NCCL adds up where it lies.
@@ -105,17 +111,15 @@ class TestReduce(DistributedTest):
             return reduce_scatter(out, sent, group=group)
 
         monkeypatch.setattr(comm, "reduce_scatter", apart)
-        wire = wires_of(2, native=True, rings=IN_LEVELS if levels else None)
-        assert wire.native and (wire.inside is None) == (not levels or size != 4)
-        for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
-            rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(seed)).to(dtype)
-            memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
-            out = memory[start:stop] if in_place and dtype == torch.float32 else torch.full((stop - start,), torch.nan)
-            wire.reduce(memory, bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
-            assert torch.equal(out, rows.float().sum(0)[start:stop] / 4.0)
+        for levels, dtype in product((False, True), DTYPES):
+            wire = wires_of(2, native=True, rings=IN_LEVELS if levels else None)
+            assert wire.native and (wire.inside is None) == (not levels or size != 4)
+            for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
+                rows = rows_of(bucket, seed, dtype, whole_numbers)
+                out, mine = summed(wire, bucket, rows, 4.0, in_place=in_place)
+                assert torch.equal(out, rows.float().sum(0)[mine] / 4.0)
 
-    @pytest.mark.parametrize("how", ["native", "native in levels", "ordered", "ordered in levels"])
-    def test_float16_overflows_no_earlier_than_the_gradients_of_a_rank(self, how, monkeypatch):
+    def test_float16_overflows_no_earlier_than_the_gradients_of_a_rank(self, monkeypatch):
         rank, size = dist.get_rank(), dist.get_world_size()
 
         def reduce_scatter_ragged(out, parts, *, group):
@@ -125,38 +129,30 @@ class TestReduce(DistributedTest):
             return SimpleNamespace(wait=lambda: None)
 
         monkeypatch.setattr(comm, "reduce_scatter_ragged", reduce_scatter_ragged)
-        levels, native = how.endswith("levels"), how.startswith("native")
-        wire = wires_of(2 if levels else 1, native=native, rings=IN_LEVELS if levels else None)
-        for bucket in buckets_of(size):
-            start, stop = span(bucket, rank, size)
-            for value in (61440.0, -61440.0, 3.0):
+        for native, levels in product((False, True), repeat=2):
+            wire = wires_of(2 if levels else 1, native=native, rings=IN_LEVELS if levels else None)
+            for bucket, value in product(buckets_of(size), (61440.0, -61440.0, 3.0)):
                 # As on a device, where ragged sums are the backend's.
                 used = replace(wire, on_host=False) if bucket.way == "ragged" and native else wire
-                memory = torch.full((bucket.numel, ), value, dtype=torch.float16)
-                out = torch.empty(stop - start)
-                used.reduce(memory, bucket, out, divide_by=size, wire_dtype=torch.float16).wait()
+                rows = torch.full((size, bucket.numel), value, dtype=torch.float16)
+                out, (start, stop) = summed(used, bucket, rows, size)[0], span(bucket, rank, size)
                 assert torch.equal(out, torch.full_like(out, value))
                 if bucket.way == "cuts" and native:
-                    memory.fill_(value)
-                    out = memory[start:stop]
-                    wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.float16).wait()
-                    total = out.float() / bucket_transfers.room_in(out.dtype, size)
-                    assert torch.equal(total, torch.full(out.shape, value * size))
+                    memory = rows[rank]
+                    wire.reduce(memory, bucket, memory[start:stop], divide_by=1, wire_dtype=torch.float16).wait()
+                    total = memory[start:stop].float() / bucket_transfers.room_in(torch.float16, size)
+                    assert torch.equal(total, torch.full_like(total, value * size))
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("levels", [False, True])
-    def test_native_sums_are_ordered_ones_within_rounding(self, levels, dtype):
-        rank, size = dist.get_rank(), dist.get_world_size()
-        native, ordered = wires_of(2, native=True, rings=IN_LEVELS if levels else None), wires_of(1)
-        for seed, bucket in enumerate(buckets_of(size)):
-            rows = torch.randn(size, bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            start, stop = span(bucket, rank, size)
-            outs = torch.full((2, stop - start), torch.nan)
-            for wire, out in zip((native, ordered), outs, strict=True):
-                wire.reduce(rows[rank].clone(), bucket, out, divide_by=4.0, wire_dtype=dtype).wait()
-            # Each of the additions rounds once, in the dtype that travels.
-            bound = rows.float().abs().sum(0)[start:stop] / 4 * (size - 1) * torch.finfo(dtype).eps
-            assert ((outs[0] - outs[1]).abs() <= bound).all()
+    def test_native_sums_are_ordered_ones_within_rounding(self):
+        size = dist.get_world_size()
+        for levels, dtype in product((False, True), DTYPES):
+            native, ordered = wires_of(2, native=True, rings=IN_LEVELS if levels else None), wires_of(1)
+            for seed, bucket in enumerate(buckets_of(size)):
+                rows = rows_of(bucket, seed, dtype)
+                (one, mine), (other, _) = (summed(wire, bucket, rows, 4.0) for wire in (native, ordered))
+                # Each of the additions rounds once, in the dtype that travels.
+                bound = rows.float().abs().sum(0)[mine] / 4 * (size - 1) * torch.finfo(dtype).eps
+                assert ((one - other).abs() <= bound).all()
 
     @pytest.mark.world_size(4)
     def test_those_alone_go_in_two_levels_that_are_to(self, monkeypatch):
@@ -234,78 +230,74 @@ class TestBothDirections(DistributedTest):
     world_size = [2, 3, 4]
     thorough_on = (4,)
 
-    @pytest.mark.parametrize("way", [0, 1, 2, 3])
-    def test_between_nodes_no_group_carries_data_both_ways_between_two_ranks(self, way, monkeypatch):
-        rank, size, calls = dist.get_rank(), dist.get_world_size(), []
-        bucket, all_to_all = buckets_of(size)[way], comm._all_to_all
+    def test_between_nodes_no_group_carries_data_both_ways_between_two_ranks(self, monkeypatch):
+        rank, size, calls, all_to_all = dist.get_rank(), dist.get_world_size(), [], comm._all_to_all
 
         def recorded(out, sent, received, sent_to, group):
             calls.append((group, received, sent_to))
             return all_to_all(out, sent, received, sent_to, group)
 
         monkeypatch.setattr(comm, "_all_to_all", recorded)
-        for per_node in (size, 1):
-            wire, out = wires_of(per_node), torch.empty(span(bucket, rank, size)[1] - span(bucket, rank, size)[0])
+        for per_node, bucket in product((size, 1), buckets_of(size)):
             calls.clear()
-            wire.reduce(torch.ones(bucket.numel), bucket, out, divide_by=1, wire_dtype=torch.float32).wait()
+            out, _ = summed(wires_of(per_node), bucket, torch.ones(size, bucket.numel), 1)
             assert (out == size).all()
             if per_node == size:
                 assert [group for group, *_ in calls] == [None]
-        (one, received, sent_to), (other, received_too, sent_too) = calls
-        assert one is None and other is not None and comm.ranks_of(other) == list(range(size))
-        assert not any(received[rank + 1:]) and not any(sent_to[:rank])
-        assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
-        if way == 0:
-            # Of two ranks each reads its own where they are.
-            wanted = [0 if size == 2 and other == rank else 6 for other in range(size)]
-            assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == wanted
+                continue
+            (one, received, sent_to), (other, received_too, sent_too) = calls
+            assert one is None and other is not None and comm.ranks_of(other) == list(range(size))
+            assert not any(received[rank + 1:]) and not any(sent_to[:rank])
+            assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
+            if bucket.way == "even":
+                # Of two ranks each reads its own where they are.
+                wanted = [0 if size == 2 and other == rank else 6 for other in range(size)]
+                assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == wanted
 
 
 class TestConnect(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("per_node, groups", [(4, 1), (2, 3), (1, 1)])
-    def test_every_group_of_every_level_sends(self, per_node, groups, monkeypatch):
-        wire, sent = wires_of(per_node), []
+    def test_every_group_of_every_level_sends(self, monkeypatch):
+        sent = []
         for name in ("all_to_all", "all_gather"):
             monkeypatch.setattr(comm, name, functools.partial(
                 lambda original, out, some, *, group: sent.append(group) or original(out, some, group=group),
                 getattr(comm, name)))
-        wire.connect(torch.device("cpu"))
-        assert sent == [group for group in (wire.group, wire.inside, wire.across)[:groups] for _ in range(2)]
+        for per_node, groups in ((4, 1), (2, 3), (1, 1)):
+            wire = wires_of(per_node)
+            sent.clear()
+            wire.connect(torch.device("cpu"))
+            assert sent == [group for group in (wire.group, wire.inside, wire.across)[:groups] for _ in range(2)]
 
 
 class TestGather(DistributedTest):
     world_size = [2, 3, 4]
     thorough_on = (4,)
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    @pytest.mark.parametrize("per_node, broadcasts_up_to", [(1, 8), (2, 8), (4, 8), (4, 0)])
-    def test_every_rank_gets_what_each_gives(self, per_node, broadcasts_up_to, dtype, monkeypatch):
-        monkeypatch.setattr(bucket_transfers, "_BROADCASTS_UP_TO", broadcasts_up_to)
+    def check(self, wire, turn=None):
         rank, size = dist.get_rank(), dist.get_world_size()
-        wire = wires_of(per_node)
-        for seed, bucket in enumerate(buckets_of(size)):
-            wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
-            memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
-            memory[start:stop] = wanted[start:stop]
-            wire.gather(memory, bucket).wait()
-            assert torch.equal(memory, wanted)
-
-    @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-    def test_rings_in_two_levels_on_a_device_with_memory_in_turns(self, dtype):
-        rank, size, turn = dist.get_rank(), dist.get_world_size(), Turn(torch.device("cpu"))
-        wire = wires_of(2, rings=IN_LEVELS, device="cuda")
-        assert wire.inside is not None and not wire.on_host
-        for seed, bucket in enumerate(bucket for bucket in buckets_of(size) if bucket.way != "ragged"):
+        for dtype, (seed, bucket) in product(DTYPES, enumerate(buckets_of(size))):
+            if turn is not None and bucket.way == "ragged":
+                continue
             wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
             memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
             memory[start:stop] = wanted[start:stop]
             pending = wire.gather(memory, bucket, turn)
-            assert pending.is_chained
+            assert turn is None or pending.is_chained
             pending.wait()
             assert torch.equal(memory, wanted)
+
+    def test_every_rank_gets_what_each_gives(self, monkeypatch):
+        for per_node, broadcasts_up_to in ((1, 8), (2, 8), (4, 8), (4, 0)):
+            monkeypatch.setattr(bucket_transfers, "_BROADCASTS_UP_TO", broadcasts_up_to)
+            self.check(wires_of(per_node))
+
+    @pytest.mark.world_size(4)
+    def test_rings_in_two_levels_on_a_device_with_memory_in_turns(self):
+        wire = wires_of(2, rings=IN_LEVELS, device="cuda")
+        assert wire.inside is not None and not wire.on_host
+        self.check(wire, Turn(torch.device("cpu")))
 
 
 class TestTraining(DistributedTest):
@@ -339,9 +331,8 @@ class TestTraining(DistributedTest):
                 assert other[name][0] == first and torch.equal(other[name][1], values)
         return engine
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("sections", [
-        {}, {"bf16": {"enabled": True}}, {"overlap": False},
+        {}, BF16, {"overlap": False},
         {"layerwise": {"overlap_param_gather": True}}])
     def test_the_same_bits_whatever_way_buckets_take(self, stage, sections, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
@@ -355,8 +346,7 @@ class TestTraining(DistributedTest):
                 assert torch.equal(found, wanted[0])
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("stage", [1, 2])
-    @pytest.mark.parametrize("sections", [{}, {"bf16": {"enabled": True}}])
+    @pytest.mark.parametrize("sections", [{}, BF16])
     def test_native_and_two_levels_on_whole_numbers(self, stage, sections, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
         for way, per_node, layerwise in product(("as planned", "some in cuts"), (2, 1),
@@ -370,9 +360,8 @@ class TestTraining(DistributedTest):
                 if bucket.way != "ragged" and per_node == 2 and "reduction" in layerwise))
 
     @pytest.mark.world_size(3)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_native_sums_go_on_as_they_are_and_are_divided_in_float32(self, stage, monkeypatch):
-        bf16 = {"bf16": {"enabled": True}}
+        bf16 = BF16
         _, *wanted = self.train(monkeypatch, stage=stage, **bf16)
         engine = self.check(monkeypatch, *wanted, way="all in cuts", stage=stage, layerwise={"reduction": "native"},
                             **bf16)
@@ -427,7 +416,6 @@ class TestTraining(DistributedTest):
                 assert torch.equal(safe_get_full_grad(param), torch.full_like(param, 100.5))
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_a_checkpoint_inside_a_step_of_buckets_in_cuts(self, stage, monkeypatch, tmp_path):
         """The run that saves goes on with its sums, and the one that is resumed repeats the step."""
         results = []

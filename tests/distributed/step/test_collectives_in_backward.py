@@ -65,7 +65,6 @@ class TestACollectiveInBackward(DistributedTest):
         engine.destroy()
         return found
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("cuts", [False, True])
     def test_no_rank_waits_for_the_backward_pass_of_another(self, stage, cuts, monkeypatch):
         if cuts:
@@ -77,8 +76,6 @@ class TestACollectiveInBackward(DistributedTest):
 
 
 class TestTwoEnginesInOnePass(DistributedTest):
-    world_size = 2
-
     def trained(self, stage, overlap):
         engines = []
         for seed in (3, 4):
@@ -100,7 +97,6 @@ class TestTwoEnginesInOnePass(DistributedTest):
             engine.destroy()
         return torch.cat([weights(engine.module) for engine in engines])
 
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_buckets_of_both_begin_at_other_moments_on_each_rank(self, stage, monkeypatch):
         expected = self.trained(stage, False)
         # All is over at once on rank 0, and nothing before the end of the pass on rank 1.
@@ -112,9 +108,6 @@ class TestTwoEnginesInOnePass(DistributedTest):
 
 
 class TestAnExceptionInBackward(DistributedTest):
-    world_size = 2
-
-    @pytest.mark.parametrize("stage", [1, 2])
     def test_what_ranks_have_started_by_then_is_a_matter_of_time(self, stage, monkeypatch):
         def layers():
             torch.manual_seed(5)
@@ -149,8 +142,6 @@ class TestAnExceptionInBackward(DistributedTest):
 
 
 class TestALateGradient(DistributedTest):
-    world_size = 2
-
     @pytest.mark.parametrize("cuts", [False, True])
     def test_on_one_rank_is_an_error_on_all(self, cuts, monkeypatch):
         """The second pass of rank 0 comes when the gradients of the first are on their way."""

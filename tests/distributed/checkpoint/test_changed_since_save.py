@@ -11,6 +11,7 @@ from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import (
+    BF16,
     MATRICES,
     Net,
     allow_fp16,
@@ -24,7 +25,6 @@ from tests.support.universal import convert
 
 pytestmark = rooms("reshard")
 
-BF16 = {"bf16": {"enabled": True}}
 
 #: By the form of a checkpoint, its tag.
 TAGS = {"regular": "saved", "direct": "saved_universal", "converted": "converted"}
@@ -55,8 +55,7 @@ class Wrapped(nn.Module):
 
 def save(module, folder, *, steps=2, **config):
     """Train ``module`` and save it in all forms; returns its engine."""
-    engine = start(module, ds_config(layerwise={"save_universal": True}, **config))
-    train_engine(engine, steps)
+    engine = train_engine(start(module, ds_config(layerwise={"save_universal": True}, **config)), steps)
     engine.save_checkpoint(folder, tag="saved")
     convert(folder / "saved", folder / "converted")
     return engine
@@ -121,7 +120,6 @@ def assert_model_is_rounded_masters(engine):
 
 
 class TestParameters(DistributedTest):
-    world_size = 2
     FROZEN = ("tall.weight", "norm.bias")
     EXTRA = ("extra.weight", "extra.bias")
 
@@ -182,8 +180,6 @@ class TestParameters(DistributedTest):
 
 
 class TestNames(DistributedTest):
-    world_size = 2
-
     def test_other_names_for_weights_and_states(self, tmp_path):
         kwargs = {"tied": True, "frozen": True, "odd": True}
         saved = save(Net(**kwargs), tmp_path, **BF16)
@@ -206,7 +202,6 @@ class TestNames(DistributedTest):
 
 
 class TestDtypes(DistributedTest):
-    world_size = 2
     SECTIONS = {"fp32": {}, "bf16": BF16, "fp16": {"fp16": {"enabled": True, "loss_scale": 8}},
                 "fp16, dynamic": {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}}}
 
@@ -233,7 +228,6 @@ class TestDtypes(DistributedTest):
             assert_model_is_rounded_masters(engine)
             assert {p.dtype for p in engine.module.parameters()} == {dtype}
 
-    @pytest.mark.parametrize("stage", [1, 2])
     @pytest.mark.parametrize("before, now", [("fp16", "bf16"), ("bf16", "fp16"), ("fp16, dynamic", "fp16")])
     def test_a_step_that_was_not_over_is_repeated(self, before, now, stage, tmp_path):
         allow_fp16()
