@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import deepspeed.comm as dist
 import torch
 
 from ds_layerwise.checkpoint.formats import headers, single_file
 from tests.support import internals
-from tests.support.training import weights
+from tests.support.training import from_all_ranks, weights
 
 
 def states(engine):
@@ -20,9 +18,7 @@ def states(engine):
 
 def whole_states(engine):
     """Every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(p.name, p.param_start, p.master, p.state)
-                                      for p in internals.records(engine)])
+    everyone = from_all_ranks([(p.name, p.param_start, p.master, p.state) for p in internals.records(engine)])
     whole: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
         for key, value in {"fp32": master, **state}.items():

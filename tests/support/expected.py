@@ -72,7 +72,8 @@ def assert_masters_are(engine: Any, expected: Mapping[str, Tensor], bound: float
 
 def mean_gradient(name: str, shape: Sequence[int], step: int, num_ranks: int) -> Tensor:
     """The average over so many ranks of the whole-number gradients of one micro-batch."""
-    return sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)) / num_ranks
+    micro_batches = [whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)]
+    return torch.stack(micro_batches).sum(0) / num_ranks
 
 
 def by_its_rule(recipe: Any, name: str, param: Tensor, ranks_of_step: Sequence[int], hyper_of: Callable[[int], Hyper],

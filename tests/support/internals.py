@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -87,9 +88,65 @@ def exchanges(engine: Any) -> tuple[Any, Any]:
     return grad_sync(engine)._exchange, param_sync(engine)._exchange
 
 
+def ready(engine: Any) -> int:
+    """How many buckets of gradients may start, or have started, in this step."""
+    return int(grad_sync(engine)._ready)
+
+
 def launched(engine: Any) -> int:
     """How many buckets of gradients are under way, or were, in this step."""
     return int(grad_sync(engine)._launched)
+
+
+def pending(engine: Any) -> list[Any]:
+    """The reductions that nobody has waited for, in the order in which they began."""
+    return list(grad_sync(engine)._pending)
+
+
+def seen_at(owner: Any, name: str, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
+    """What ``look`` gives before each call of a method, or ``after`` it; the list grows with the calls."""
+    found, call = [], getattr(owner, name)
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        if not after:
+            found.append(look())
+        result = call(*args, **kwargs)
+        if after:
+            found.append(look())
+        return result
+
+    setattr(owner, name, looking)
+    return found
+
+
+def seen_at_launches(engine: Any, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
+    """What ``look`` gives before, or ``after``, a bucket of gradients starts."""
+    return seen_at(grad_sync(engine), "_launch", look, after=after)
+
+
+def wires(engine: Any) -> Any:
+    """How buckets travel among the ranks that hold the same parameters, experts apart."""
+    return grad_sync(engine)._wires[1]
+
+
+def cuts(engine: Any) -> list[torch.Tensor]:
+    """The sums of this rank's cuts of buckets, until they are with their owners."""
+    return list(grad_sync(engine).cuts)
+
+
+def same_weights(engine: Any) -> Any:
+    """What compares weights that were written between steps."""
+    return engine.optimizer._before_update.same_weights
+
+
+def access(engine: Any) -> list[Any]:
+    """How DeepSpeed's functions reach each parameter's values."""
+    return engine.optimizer._access
+
+
+def plain_rules(engine: Any) -> dict[str, Any]:
+    """By parameter, the plain rule that the first update is compared with."""
+    return first_step(engine)._plain
 
 
 def gathers_under_way(engine: Any) -> dict[int, Any]:

@@ -128,12 +128,17 @@ def reduced_gradients(engine):
             for piece in internals.pieces(engine)}
 
 
+def from_all_ranks(mine, group=None):
+    """What each rank gives, by rank."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    return everyone
+
+
 def whole_gradients(engine):
     """The averaged gradients, whole and 1-D, put together from all ranks."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, reduced_gradients(engine))
     whole: dict[str, list[tuple[int, torch.Tensor]]] = {}
-    for pieces in everyone:
+    for pieces in from_all_ranks(reduced_gradients(engine)):
         for name, (first, values) in pieces.items():
             whole.setdefault(name, []).append((first, values))
     return {name: torch.cat([v for _, v in sorted(parts, key=lambda p: p[0])]) for name, parts in whole.items()}

@@ -25,6 +25,7 @@ from tests.support.training import (
     Net,
     assert_same_on_all_ranks,
     ds_config,
+    from_all_ranks,
     start,
     start_adamw,
     train_engine,
@@ -122,8 +123,7 @@ class TestSaving(DistributedTest):
         monkeypatch.setattr(atomic, "publish", lambda *args, **options: committed.append(set(flushed)) or publish(
             *args, **options))
         engine.save_checkpoint(tmp_path, tag="tag")
-        everyone = [None] * 2
-        dist.all_gather_object(everyone, flushed)
+        everyone = from_all_ranks(flushed)
         written = {p.name for p in tmp_path.glob("tag*/**/*") if p.suffix == ".pt"}
         assert len(written) > 5
         assert written <= everyone[0] | everyone[1] if fsync else not written & (everyone[0] | everyone[1])

@@ -34,7 +34,7 @@ from tests.support.huggingface import (
 )
 from tests.support.reference import Recipe, trainable
 from tests.support.rooms import rooms
-from tests.support.training import assert_same_on_all_ranks, relative_error
+from tests.support.training import assert_same_on_all_ranks, from_all_ranks, relative_error
 from tests.unit.test_examples import load_example
 
 pytestmark = rooms("engine_hooks", "schedule_rates")
@@ -49,8 +49,7 @@ def masters(engine):
     """All float32 masters, whole."""
     mine = {piece.name: (piece.param_start, internals.master(engine, piece.name).clone())
             for piece in internals.pieces(engine)}
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(mine)
     return {name: torch.cat([of_rank[name][1] for of_rank in sorted(
         (r for r in everyone if name in r), key=lambda r: r[name][0])]) for name in engine.optimizer.routes}
 

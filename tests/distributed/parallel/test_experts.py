@@ -18,7 +18,7 @@ from tests.support.costs import memory_bytes
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, reduced_gradients, relative_error, start
+from tests.support.training import ds_config, from_all_ranks, reduced_gradients, relative_error, start
 
 pytestmark = rooms("new_names", "layout", "optimizer")
 
@@ -62,9 +62,8 @@ class TestOverrides(DistributedTest):
     def run(self, ep_size, *overrides):
         engine = start(part_of(whole_model(), ep_size), ds_config(layerwise={"overrides": list(overrides)}))
         names = {saved: name for name, saved in names_of(engine.module, ep_size).items()}
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, {saved: engine.optimizer.routes[name].lr_scale
-                                          for saved, name in names.items()})
+        everyone = from_all_ranks({saved: engine.optimizer.routes[name].lr_scale
+                                  for saved, name in names.items()})
         return {name: scale for routes in everyone for name, scale in routes.items()}
 
     def test_the_same_experts_whoever_has_them(self):
@@ -239,9 +238,8 @@ def train_experts(engine, first, last):
 
 def all_weights(engine, ep_size):
     """Every parameter of every rank, by its name in a model that holds all experts."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, {saved: engine.module.inner.get_parameter(name).detach().clone()
-                                      for name, saved in names_of(engine.module.inner, ep_size).items()})
+    everyone = from_all_ranks({saved: engine.module.inner.get_parameter(name).detach().clone()
+                              for name, saved in names_of(engine.module.inner, ep_size).items()})
     merged = {}
     for mine in everyone:
         for name, value in mine.items():

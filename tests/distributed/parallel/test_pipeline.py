@@ -22,7 +22,7 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.models import Block
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import BF16, allow_fp16, ds_config, reduced_gradients, relative_error, start
+from tests.support.training import BF16, allow_fp16, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
@@ -130,8 +130,7 @@ UNUSED = "tied_modules.embed.positions.weight"
 
 def of_all_stages(mine):
     """Tensors by key, those of the first rank that has a key; all ranks have the same, bit for bit."""
-    everyone = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(mine)
     whole = {}
     for theirs in everyone:
         for key, value in theirs.items():
@@ -153,9 +152,7 @@ def whole_states(engine):
     for piece in internals.records(engine):
         for key, value in {"fp32": piece.master, **piece.state}.items():
             mine[piece.name, key] = (piece.param_start, value.clone())
-    everyone = [None] * dist.get_world_size()
-    everyone = everyone[:engine.optimizer.world_size]
-    dist.all_gather_object(everyone, mine, group=engine.optimizer.dp_process_group)
+    everyone = from_all_ranks(mine, engine.optimizer.dp_process_group)
     whole = {}
     for name, key in {k for theirs in everyone for k in theirs}:
         parts = sorted((theirs[name, key] for theirs in everyone if (name, key) in theirs), key=lambda part: part[0])
@@ -297,9 +294,8 @@ class TestRouting(DistributedTest):
             engine = start(PipelineModule(specs, num_stages=stages, partition_method="uniform", loss_fn=token_loss),
                            ds_config(layerwise={"overrides": [{"name": "2.weight", "lr_scale": 0.5}]}, optimizer={
                                "type": "LayerWise", "params": {"matrix_optimizer": matrix, "muon_lr": 0.02}}))
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, {name: (route.recipe, route.reason, route.lr_scale)
-                                              for name, route in engine.optimizer.routes.items()})
+            everyone = from_all_ranks({name: (route.recipe, route.reason, route.lr_scale)
+                                      for name, route in engine.optimizer.routes.items()})
             found.append({name: route for routes in everyone for name, route in routes.items()})
             engine.destroy()
         assert found[0] == found[1]
@@ -341,9 +337,8 @@ class TestRouting(DistributedTest):
         found = []
         for stages in (1, 2):
             engine = start(pipeline(stages), config(layerwise={"overrides": overrides}))
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, {name: (route.described(), route.matrix_shape)
-                                              for name, route in engine.optimizer.routes.items()})
+            everyone = from_all_ranks({name: (route.described(), route.matrix_shape)
+                                      for name, route in engine.optimizer.routes.items()})
             found.append({name: route for routes in everyone for name, route in routes.items()})
             held = engine.optimizer.forecast().memory[dist.get_rank(engine.optimizer.settings.group)]
             assert held.states == sum(value.nbytes for state in internals.states(engine).values()

@@ -187,7 +187,7 @@ class TestOtherMatrixOptimizers(DistributedTest):
 
 def everything(engine):
     """Masters (key None) and states of this rank's parts, by (parameter, key)."""
-    return {(access.name, key): access.get_full_hp_param(key) for access in engine.optimizer._access
+    return {(access.name, key): access.get_full_hp_param(key) for access in internals.access(engine)
             for key in (None, *internals.owned(engine).state_keys(access.name))}
 
 

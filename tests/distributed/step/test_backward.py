@@ -206,14 +206,8 @@ class TestWhenBucketsStart(DistributedTest):
     def launches(self, stage):
         """Of a step of two micro-batches: for every bucket the micro-batch, and whether autograd was at work."""
         engine = start(Net(), ds_config(stage=stage, gas=2, bucket_numel=1))
-        sync, inside = internals.grad_sync(engine), []
-        launch = sync._launch
-
-        def recording():
-            inside.append((engine.micro_steps % 2, torch._C._current_graph_task_id() != -1))
-            launch()
-
-        sync._launch = recording
+        inside = internals.seen_at_launches(engine, lambda: (
+            engine.micro_steps % 2, torch._C._current_graph_task_id() != -1))
         train_engine(engine, 1, gas=2)
         return inside, len(engine.optimizer.layout.buckets)
 
@@ -258,14 +252,7 @@ class TestWhenBucketsStart(DistributedTest):
 
     def test_few_at_a_time(self, stage):
         engine = start(Net(), ds_config(stage=stage, bucket_numel=1))
-        sync, under_way = internals.grad_sync(engine), []
-        launch = sync._launch
-
-        def recording():
-            launch()
-            under_way.append(len(sync._pending))
-
-        sync._launch = recording
+        under_way = internals.seen_at_launches(engine, lambda: len(internals.pending(engine)), after=True)
         train_engine(engine, 1)
         assert max(under_way) == 2 and len(under_way) > 4
 
@@ -274,14 +261,8 @@ class TestWhenBucketsStart(DistributedTest):
         """Nothing is over before somebody waits for it, so without a bound all but two buckets wait for the end."""
         monkeypatch.setattr(comm.Pending, "advance", lambda pending: False)
         engine = start(Net(), ds_config(stage=2, overlap=True, bucket_numel=1, layerwise={"max_waiting_buckets": most}))
-        sync, waiting = internals.grad_sync(engine), []
-        accumulate = sync.accumulate
-
-        def recording(name, *, launch):
-            accumulate(name, launch=launch)
-            waiting.append(sync._ready - sync._launched)
-
-        sync.accumulate = recording
+        waiting = internals.seen_at(internals.grad_sync(engine), "accumulate", lambda: (
+            internals.ready(engine) - internals.launched(engine)), after=True)
         train_engine(engine, 1)
         buckets = len(engine.optimizer.layout.buckets)
         assert max(waiting) == (most or buckets - 2) and buckets > 4
@@ -292,17 +273,15 @@ class TestWhenBucketsStart(DistributedTest):
 
     def test_gradients_of_other_owners_are_gone_as_soon_as_their_bucket_is(self):
         engine = start(Net(), ds_config(stage=2, bucket_numel=1))
-        sync, kept = internals.grad_sync(engine), []
-        launch = sync._launch
 
-        def recording():
-            launch()
-            names = {slot.name for bucket in sync.layout.buckets[:sync._launched] for slot in bucket.slots}
-            kept.extend(name for name in names if engine.module.get_parameter(name).grad is not None)
+        def kept():
+            gone = engine.optimizer.layout.buckets[:internals.launched(engine)]
+            return [slot.name for bucket in gone for slot in bucket.slots
+                    if engine.module.get_parameter(slot.name).grad is not None]
 
-        sync._launch = recording
+        found = internals.seen_at_launches(engine, kept, after=True)
         train_engine(engine, 1)
-        assert not kept
+        assert found and not any(found)
         assert internals.grads(engine) is None
 
     def test_never_while_the_engine_reduces_nothing(self, stage):
@@ -479,9 +458,9 @@ class TestDropped(DistributedTest):
         sync = internals.grad_sync(engine)
         reduce, sync.reduce = sync.reduce, lambda: None
         engine.backward(engine((50, 0, dist.get_rank())))
-        assert sync._pending
+        assert internals.pending(engine)
         engine.zero_grad()
-        assert not sync._pending
+        assert not internals.pending(engine)
         sync.reduce = reduce
         train_engine(engine, STEPS)
         assert_as_the_oracle(engine)

@@ -21,7 +21,7 @@ from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
-from tests.support.training import BF16, Net, allow_fp16, ds_config, start, weights
+from tests.support.training import BF16, Net, allow_fp16, ds_config, from_all_ranks, start, weights
 
 pytestmark = rooms("first_step", "reference_step")
 
@@ -137,8 +137,7 @@ class TestWrong(DistributedTest):
     def first_error(self, engine, steps=1, **options):
         with pytest.raises(StepError) as error:
             train(engine, steps, **options)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, str(error.value))
+        everyone = from_all_ranks(str(error.value))
         assert len(set(everyone)) == 1 and everyone[0].startswith("the first step is not what one process would")
         found = re.search(r"made: ([\w.]+): (.*) \(found by rank (\d)\); (.*)\. If", everyone[0])
         return found.groups()
@@ -192,7 +191,7 @@ class TestWrong(DistributedTest):
             embed = engine.module.embed.weight.data
 
             def finish_and_slip():
-                was_under_way = bool(sync._pending)
+                was_under_way = bool(internals.gathers_under_way(engine))
                 finish()
                 if was_under_way:
                     embed.view(-1)[-9:] = embed.view(-1)[-9:].roll(1)
@@ -286,7 +285,7 @@ class TestWhen(DistributedTest):
 
     def test_a_rule_that_refuses_in_one_process_names_the_parameter(self, monkeypatch):
         engine = start(Real(), ds_config(layerwise=VERIFY))
-        plain = internals.first_step(engine)._plain["square.weight"]
+        plain = internals.plain_rules(engine)["square.weight"]
 
         def refuse(*_args):
             raise UpdateError(0, "it has no eigenvectors")
@@ -300,7 +299,7 @@ class TestWhen(DistributedTest):
 
         def fail(*_args):
             raise KeyError("tall.weight")
-        monkeypatch.setattr(internals.first_step(engine)._plain["tall.weight"], "update_", fail)
+        monkeypatch.setattr(internals.plain_rules(engine)["tall.weight"], "update_", fail)
         with pytest.raises((KeyError, LayerWiseError), match="tall.weight"):
             train(engine)
 

@@ -17,19 +17,9 @@ class TestOneAnswer(DistributedTest):
     @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
     def test_through_two_steps(self, stage, overlap):
         engine = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap))
-        sync, owned = internals.grad_sync(engine), internals.owned(engine)
-        launch, update = sync._launch, owned.update
-        launching, updating = set(), set()
-
-        def watched_launch():
-            launching.add(sync.gradients)
-            launch()
-
-        def watched_update(*args, **kwargs):
-            updating.add(sync.gradients)
-            update(*args, **kwargs)
-
-        sync._launch, owned.update = watched_launch, watched_update
+        sync = internals.grad_sync(engine)
+        launching = internals.seen_at_launches(engine, lambda: sync.gradients)
+        updating = internals.seen_at(internals.owned(engine), "update", lambda: sync.gradients)
         for step in range(2):
             for micro in range(2):
                 before = Gradients.SUMS if micro else Gradients.NONE
@@ -40,4 +30,4 @@ class TestOneAnswer(DistributedTest):
                 assert safe_get_full_grad(engine.module.square.weight) is not None
                 engine.step()
             assert sync.gradients is Gradients.NONE
-        assert launching == {Gradients.UNDER_WAY} and updating == {Gradients.AVERAGES}
+        assert {*launching} == {Gradients.UNDER_WAY} and {*updating} == {Gradients.AVERAGES}

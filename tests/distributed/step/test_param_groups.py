@@ -11,7 +11,16 @@ from tests.support.expected import assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, raises_on_rank_1, start, train_engine, weights
+from tests.support.training import (
+    MATRICES,
+    Net,
+    ds_config,
+    from_all_ranks,
+    raises_on_rank_1,
+    start,
+    train_engine,
+    weights,
+)
 
 pytestmark = rooms("param_groups", "state_access")
 
@@ -53,8 +62,7 @@ class TestHyperParameters(DistributedTest):
                     assert state.keys() == {"exp_avg", "exp_avg_sq", "step"} and int(state["step"]) == 2
                     assert state["exp_avg"].shape == state["exp_avg_sq"].shape == (mine.setdefault(
                         name, state["exp_avg"].numel()), )
-            everyone = [None] * dist.get_world_size()
-            dist.all_gather_object(everyone, mine)
+            everyone = from_all_ranks(mine)
             for name, param in trainable(engine.module).items():
                 owned = [of.get(name, 0) for of in everyone]
                 assert sum(owned) == param.numel() and (name not in MATRICES or 0 in owned), name

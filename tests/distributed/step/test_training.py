@@ -37,6 +37,7 @@ from tests.support.training import (
     allow_fp16,
     assert_same_on_all_ranks,
     ds_config,
+    from_all_ranks,
     poison,
     reduced_gradients,
     relative_error,
@@ -282,7 +283,7 @@ def kept(engine):
     buckets = engine.optimizer.layout.buckets
     return [*(buffer.bucket(bucket) for buffer in internals.buffers(engine) for bucket in buckets),
             *(shards.bucket(bucket.index) for shards in internals.shards(engine) for bucket in buckets),
-            *internals.grad_sync(engine)._cuts.values(),
+            *internals.cuts(engine),
             *(value for state in internals.states(engine).values() for key, value in state.items() if key != "step")]
 
 
@@ -343,8 +344,7 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
 
         muon_family.newton_schulz = counting
         train_engine(engine, 1)
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, shapes)
+        everyone = from_all_ranks(shapes)
         assert sorted(s for shapes in everyone for s in shapes) == sorted(
             [(12, 12), (12, 12), (40, 12), (12, 40), (5, 27)] + [(6, 9)] * 3)
 
@@ -352,19 +352,13 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
 class TestOverlapWithBackward(DistributedTest):
     def test_buckets_start_inside_the_boundarys_backward_alone(self, overlap):
         engine = start(Net(), ds_config(gas=2, overlap=overlap))
-        sync, started = internals.grad_sync(engine), []
-        reduce = sync.reduce
-
-        def recording():
-            # How many of those that may have started have done so is a matter of time; the first two wait for nobody.
-            started.append((sync._ready, sync._launched >= 2))
-            reduce()
-
-        sync.reduce = recording
+        # How many of those that may have started have done so is a matter of time; the first two wait for nobody.
+        started = internals.seen_at(internals.grad_sync(engine), "reduce", lambda: (
+            internals.ready(engine), internals.launched(engine) >= 2))
         every = len(engine.optimizer.layout.buckets)
         for step in range(2):
             engine.backward(engine((step, 0, dist.get_rank())))
-            assert sync._ready == sync._launched == 0 and not started[step:]
+            assert internals.ready(engine) == internals.launched(engine) == 0 and not started[step:]
             engine.step()
             engine.backward(engine((step, 1, dist.get_rank())))
             engine.step()

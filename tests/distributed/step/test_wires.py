@@ -354,7 +354,7 @@ class TestTraining(DistributedTest):
             engine = self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise,
                                 **sections)
             # Over links such as these one ring of four is mostly latency.
-            rings = internals.grad_sync(engine)._wires[1].rings
+            rings = internals.wires(engine).rings
             assert rings == InLevels(frozenset(
                 bucket.index for bucket in engine.optimizer.layout.buckets
                 if bucket.way != "ragged" and per_node == 2 and "reduction" in layerwise))
@@ -365,7 +365,7 @@ class TestTraining(DistributedTest):
         _, *wanted = self.train(monkeypatch, stage=stage, **bf16)
         engine = self.check(monkeypatch, *wanted, way="all in cuts", stage=stage, layerwise={"reduction": "native"},
                             **bf16)
-        assert {each.dtype for each in internals.grad_sync(engine)._exchange.rounds} == {
+        assert {each.dtype for each in internals.exchanges(engine)[0].rounds} == {
             "bfloat16" if stage == 1 else "float32"}
 
     @pytest.mark.world_size(4)
@@ -382,7 +382,7 @@ class TestTraining(DistributedTest):
         engines = [self.train(monkeypatch, per_node=2) for _ in range(2)]
         assert all(torch.equal(found, weights_of[0]) for found in (*weights_of, *(found for _, found, _ in engines)))
         one, other = ([wire.group, wire.inside, wire.across]
-                      for engine, *_ in engines for wire in [internals.grad_sync(engine)._wires[1]])
+                      for engine, *_ in engines for wire in [internals.wires(engine)])
         assert None not in (*one[1:], *other) and not set(one) & set(other)
 
     @pytest.mark.world_size(4)
