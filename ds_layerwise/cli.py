@@ -407,7 +407,9 @@ def _verify(options: argparse.Namespace) -> int:
             lines += differences(*parts, states=states, bars=reading["bars"])
     for line in lines or ["equal bit for bit"]:
         say_last(line)
-    return 1 if lines else 0
+    if lines:
+        return 1
+    return 0
 
 
 def _consolidate(options: argparse.Namespace) -> int:

@@ -88,7 +88,9 @@ def first_expert(name: str) -> str | None:
     belongs to no expert.
     """
     match = _EXPERT.fullmatch(name)
-    return None if match is None else f"{match[1]}0{match[3]}"
+    if match is None:
+        return None
+    return f"{match[1]}0{match[3]}"
 
 
 class Renamed:

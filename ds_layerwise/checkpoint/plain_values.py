@@ -170,7 +170,9 @@ def _plain(value: Any, where: str) -> Any:
         return {_plain(item, f"an element of {where}") for item in value}
     if isinstance(value, Sequence):
         items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
-        return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, tuple):
+            return tuple(items)
+        return items
     raise LayerWiseError(
         f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint "
         "cannot hold: it is read without running code; keep numbers, text, tensors and containers "
@@ -188,7 +190,9 @@ def _of_tensor(value: Tensor, where: str) -> Any:
             f"{where} is a {type(value).__name__} of layout {value.layout} on {value.device}, "
             "which a checkpoint cannot hold; make it a plain tensor"
         )
-    return value.detach().cpu().clone() if value.dim() else value.item()
+    if value.dim():
+        return value.detach().cpu().clone()
+    return value.item()
 
 
 def _of_numpy(value: Any, where: str) -> Any:
@@ -206,7 +210,8 @@ class _Dtype:
     """A dtype of numpy in a pickle: of numbers or text, or it is refused."""
 
     def __init__(self, code: str, *_: object) -> None:
-        self._code, self._order = code, "<"
+        self._code = code
+        self._order = "<"
 
     def __setstate__(self, state: Sequence[Any]) -> None:
         self._order = state[1]

@@ -41,7 +41,9 @@ def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a state of a whole parameter as :class:`PieceRecord` has it: 1-D where it has the
     ``shape`` of its parameter. Another may have as many elements by chance.
     """
-    return value.reshape(-1) if value.dim() and tuple(value.shape) == tuple(shape) else value
+    if value.dim() and tuple(value.shape) == tuple(shape):
+        return value.reshape(-1)
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,11 +55,16 @@ def plan_load(
         LayerWiseError: a parameter has another size, lacks some of its elements, or has a state
             that ``own`` cannot go on from and the two policies do not allow to start afresh.
     """
-    plan, shapes = LoadPlan(), saved.header.shapes
+    plan = LoadPlan()
+    shapes = saved.header.shapes
     for piece in own.pieces:
-        start, stop = piece.param_start, piece.param_start + piece.master.numel()
+        start = piece.param_start
+        stop = piece.param_start + piece.master.numel()
         numel = math.prod(shapes.get(piece.name, ()))
-        sources = saved.pieces(piece.name, start, stop) if piece.name in shapes else ()
+        if piece.name in shapes:
+            sources = saved.pieces(piece.name, start, stop)
+        else:
+            sources = ()
         if masters and piece.name in shapes:
             plan.copies.extend(_copies(piece, {"": ""}, sources, numel))
         elif masters:
@@ -119,11 +124,13 @@ def _kept(
             )
         return {}, "no state in the checkpoint"
     if new.has_states_of(old):
-        changed, what = _of_other_shapes(piece, new.state_keys, sources), "other shapes"
+        changed = _of_other_shapes(piece, new.state_keys, sources)
+        what = "other shapes"
         told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
         # What an older version wrote, or another package, does not say what it means.
         if not changed and old.meaning and new.meaning and old.meaning != new.meaning:
-            told, what = f"{old.meaning}, now {new.meaning}", "another meaning"
+            told = f"{old.meaning}, now {new.meaning}"
+            what = "another meaning"
         if not told:
             return {key: key for key in new.state_keys}, ""
         if on_optimizer_change == "error":
@@ -192,7 +199,10 @@ def _copies(
         numel: how many elements the parameter has, by its shape in the checkpoint.
     """
     for key, saved_key in names.items():
-        into = piece.state[key] if key else piece.master
+        if key:
+            into = piece.state[key]
+        else:
+            into = piece.master
         if key and not piece.is_elementwise(key):
             value = _values(piece.name, sources[0], saved_key)
             if value.shape != into.shape:
@@ -202,19 +212,22 @@ def _copies(
                 )
             yield into, value
             continue
-        start, stop = piece.param_start, piece.param_start + into.numel()
+        start = piece.param_start
+        stop = piece.param_start + into.numel()
         what = f"{saved_key or 'the weights'} of {piece.name}"
         covered = 0
         for source in sources:
             # A universal checkpoint has those of a parameter without axes without axes, too.
             value = _values(piece.name, source, saved_key).reshape(-1)
-            begin, end = source.param_start, source.param_start + value.numel()
+            begin = source.param_start
+            end = source.param_start + value.numel()
             if end > numel:
                 raise LayerWiseError(
                     f"the checkpoint's files hold {end} elements of {what}, and its shape has "
                     f"{numel}; one belongs to another save"
                 )
-            first, last = max(start, begin), min(stop, end)
+            first = max(start, begin)
+            last = min(stop, end)
             if first < last:
                 covered += last - first
                 yield into[first - start : last - start], value[first - begin : last - begin]
@@ -230,4 +243,6 @@ def _values(name: str, source: PieceRecord, key: str) -> Tensor:
         raise LayerWiseError(
             f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it"
         )
-    return source.state[key] if key else source.master
+    if key:
+        return source.state[key]
+    return source.master

@@ -70,6 +70,9 @@ def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]
         # A client may have put anything into it. The engine loads it next, and that is the user's
         # decision.
         return {}
-    module = model.module if model else {}
+    if model:
+        module = model.module
+    else:
+        module = {}
     renamed = new_names(module, rename)
     return {renamed[name]: value for name, value in module.items()}

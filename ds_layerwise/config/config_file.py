@@ -118,7 +118,10 @@ def at(given: Mapping[str, Any], path: str) -> Any:
     """Return the value of ``given`` at a path of keys with dots between them; None if nothing."""
     value: Any = given
     for key in path.split("."):
-        value = value.get(key) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = value.get(key)
+        else:
+            value = None
     return value
 
 
@@ -141,7 +144,10 @@ def fill_in(
         if at(filled, path) != "auto":
             continue
         section, _, key = path.rpartition(".")
-        holder = at(filled, section) if section else filled
+        if section:
+            holder = at(filled, section)
+        else:
+            holder = filled
         if path in values:
             holder[key] = values[path]
         else:

@@ -154,10 +154,14 @@ def with_plain_numbers(section: Any) -> Any:
     if isinstance(section, Mapping):
         changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
         same = all(changed[key] is value for key, value in section.items())
-        return section if same else changed
+        if same:
+            return section
+        return changed
     if isinstance(section, (list, tuple)):
         changed = list(map(with_plain_numbers, section))
-        return section if all(map(is_, changed, section)) else changed
+        if all(map(is_, changed, section)):
+            return section
+        return changed
     if getattr(section, "shape", ()) != () and hasattr(section, "tolist"):
         section = section.tolist()
     return plain(section)
@@ -228,7 +232,8 @@ _KNOWN = {
 def _is_slip(key: str, meant: str) -> bool:
     """Tell whether ``key`` is ``meant`` with a letter too many, too few, changed, or swapped."""
     same = len(commonprefix([key, meant]))
-    rest, its = key[same:], meant[same:]
+    rest = key[same:]
+    its = meant[same:]
     return its in (rest, rest[1:]) or its[1:] in (rest, rest[1:]) or its == rest[1::-1] + rest[2:]
 
 
@@ -240,7 +245,9 @@ def type_meant(optimizer_type: object) -> str | None:
     """Return the name of this backend most likely meant by an unknown ``optimizer.type``."""
     spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
     close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
-    return spelled[close] if close else None
+    if close:
+        return spelled[close]
+    return None
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
@@ -250,7 +257,10 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
         ConfigError: says where it belongs.
     """
     for section in ("", "zero_optimization", "bf16", "fp16", "checkpoint"):
-        keys = at(ds_config, section) if section else ds_config
+        if section:
+            keys = at(ds_config, section)
+        else:
+            keys = ds_config
         for key in keys if isinstance(keys, Mapping) else ():
             _refuse_misplaced(f"{section}.{key}".lstrip("."), str(key), _KNOWN.get(section, ()))
 

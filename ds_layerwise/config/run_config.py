@@ -80,7 +80,10 @@ class RunConfig:
                 "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got "
                 f"{section.get('type')!r}{'' if section else ': there is no optimizer section'}"
             )
-        optimizer = OptimizerConfig() if client else OptimizerConfig.from_section(section)
+        if client:
+            optimizer = OptimizerConfig()
+        else:
+            optimizer = OptimizerConfig.from_section(section)
         layerwise = LayerWiseConfig.from_section(given.get("layerwise", {}))
         refuse_unsupported(given)
         check_autocast(given)
@@ -100,7 +103,9 @@ class RunConfig:
 
     def stored_as(self, dtype: str) -> str:
         """Return the dtype in which gradients of parameters of ``dtype`` are accumulated."""
-        return "float32" if self.stage == 2 else self.accumulation_dtype or dtype
+        if self.stage == 2:
+            return "float32"
+        return self.accumulation_dtype or dtype
 
     def sent_as(self, dtype: str) -> str:
         """Return the dtype in which gradients of parameters of ``dtype`` travel."""
@@ -134,8 +139,13 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     ratio = offload.get("ratio", "auto")
     # As DeepSpeed reads it.
-    ratio = 1.0 if ratio == "auto" else checked_ratio(ratio)
-    return ratio if offload.get("device") == "cpu" else 0.0
+    if ratio == "auto":
+        ratio = 1.0
+    else:
+        ratio = checked_ratio(ratio)
+    if offload.get("device") == "cpu":
+        return ratio
+    return 0.0
 
 
 def checked_ratio(ratio: object) -> float:
@@ -150,7 +160,9 @@ def checked_ratio(ratio: object) -> float:
 def _param_dtype(given: Mapping[str, Any]) -> str:
     is_bf16 = at(given, "bf16.enabled") or at(given, "bfloat16.enabled")
     if not at(given, "fp16.enabled"):
-        return "bfloat16" if is_bf16 else "float32"
+        if is_bf16:
+            return "bfloat16"
+        return "float32"
     if is_bf16:
         raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
     return "float16"

@@ -49,7 +49,10 @@ def schema_model() -> type[BaseModel]:
     for key in _FILLED_IN:
         field = Hyper.model_fields[key]
         # What is 0 would take all other rates with it.
-        bound = Positive if key == "lr" else field.rebuild_annotation()
+        if key == "lr":
+            bound = Positive
+        else:
+            bound = field.rebuild_annotation()
         of_params[key] = (bound | Literal["auto"], field.default)
     for key, why in ALWAYS_TRUE.items():
         of_params[key] = (Literal[True], Field(True, description=why))
@@ -88,7 +91,9 @@ def schema_model() -> type[BaseModel]:
 def _without_none(annotation: Any) -> Any:
     """Return the type of a field without the None that it is where a config says nothing."""
     kinds = tuple(kind for kind in get_args(annotation) if kind is not type(None))
-    return Union[kinds] if type(None) in get_args(annotation) else annotation
+    if type(None) in get_args(annotation):
+        return Union[kinds]
+    return annotation
 
 
 def _optional() -> Any:

@@ -86,8 +86,13 @@ def is_for_us(ds_config: Mapping[str, Any]) -> bool:
     without an ``optimizer`` section.
     """
     section = ds_config.get("optimizer")
-    kind = section.get("type") if isinstance(section, Mapping) else None
-    return is_ours(kind) if isinstance(kind, str) else section is None and "layerwise" in ds_config
+    if isinstance(section, Mapping):
+        kind = section.get("type")
+    else:
+        kind = None
+    if isinstance(kind, str):
+        return is_ours(kind)
+    return section is None and "layerwise" in ds_config
 
 
 def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
@@ -229,7 +234,10 @@ class OptimizerConfig(Hyper):
             if key in params:
                 raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
-        named = _named(params, "matrix_optimizer", "muon", _matrix_names()) if general else "muon"
+        if general:
+            named = _named(params, "matrix_optimizer", "muon", _matrix_names())
+        else:
+            named = "muon"
         matrix = entry_of(named, whole=True).recipe
         scalar = entry_of(_scalar_name(params), whole=False).recipe
         if not matrix.whole:
@@ -318,7 +326,8 @@ def _scalar_name(params: Mapping[str, Any]) -> str:
 def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> type[Section]:
     """Return the model of ``optimizer.params`` for two recipes; ``general``: of "LayerWise"."""
     # One for everything takes the place of another, whose settings may stay.
-    kinds = (scalar, matrix) if matrix.whole else (*recipes_of_settings(), matrix)
+    others = (scalar,) if matrix.whole else recipes_of_settings()
+    kinds = (*others, matrix)
     fields: dict[str, Any] = {}
     for kind in kinds:
         fields.update(fields_of(kind, kind.model_fields))
@@ -474,7 +483,8 @@ class LayerWiseConfig(Section):
             if values.get(key) is not None:
                 values[key] = parse(f"layerwise.{key}", values[key])
         found = build(cls, "layerwise", values)
-        lr, min_lr = found.decoupled_lr, found.decoupled_min_lr
+        lr = found.decoupled_lr
+        min_lr = found.decoupled_min_lr
         if lr is not None and min_lr is not None and min_lr > lr:
             raise ConfigError(
                 f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "

@@ -34,7 +34,10 @@ def _get_zero_config(original: Method, given: Any) -> Any:
         return original(given)
     refuse_misplaced(given)
     zero = given.get("zero_optimization")
-    offload = zero.get("offload_optimizer") if isinstance(zero, dict) else None
+    if isinstance(zero, dict):
+        offload = zero.get("offload_optimizer")
+    else:
+        offload = None
     if not isinstance(offload, dict) or offload.get("ratio", "auto") == "auto":
         return original(given)
     rest = dict(offload)

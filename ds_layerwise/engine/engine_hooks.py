@@ -140,7 +140,9 @@ def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
 def _on_all_ranks() -> AbstractContextManager[None]:
     """Refuse on all ranks what one refuses; DeepSpeed can be told to work without a process
     group."""
-    return comm.errors_on_all_ranks(None) if dist.is_initialized() else nullcontext()
+    if dist.is_initialized():
+        return comm.errors_on_all_ranks(None)
+    return nullcontext()
 
 
 def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
@@ -202,7 +204,10 @@ _NOT_IN_EVERY_RELEASE = {
 def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
     for path, default in _NOT_IN_EVERY_RELEASE.items():
         section, _, key = path.rpartition(".")
-        values = (given.get(section) or {}) if section else given
+        if section:
+            values = given.get(section) or {}
+        else:
+            values = given
         if values.get(key, default) != default and not hasattr(config, key):
             raise ConfigError(
                 f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
@@ -223,7 +228,10 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         if engine.mp_world_size > 1 and not is_stage:
             what = "the model, of which parts have to be of equal size,"
         described = [_described(name, param) for name, param in model.named_parameters()]
-        group = engine.seq_data_parallel_group if is_stage else None
+        if is_stage:
+            group = engine.seq_data_parallel_group
+        else:
+            group = None
         with comm.errors_on_all_ranks(None):
             comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
@@ -231,7 +239,10 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
 
 
 def _described(name: str, param: torch.nn.Parameter) -> str:
-    notes = "" if param.requires_grad else " (frozen)"
+    if param.requires_grad:
+        notes = ""
+    else:
+        notes = " (frozen)"
     if param_owner.is_trained(param):
         notes += " (trained by another engine before)"
     return f"{name} {tuple(param.shape)} {param.dtype}{notes}"
@@ -336,7 +347,10 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 
 def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: Any) -> Any:
-    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    if isinstance(parameters, torch.Tensor):
+        given = [parameters]
+    else:
+        given = list(parameters)
     if any(param_owner.is_trained(param) and param.grad is None for param in given):
         warn_once(
             "clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the "
@@ -406,15 +420,27 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     run = _run(engine)
     model_dtype, _ = engine.get_data_types()
-    autocast_dtype = engine.torch_autocast_dtype() if engine.torch_autocast_enabled() else None
+    if engine.torch_autocast_enabled():
+        autocast_dtype = engine.torch_autocast_dtype()
+    else:
+        autocast_dtype = None
     compute_dtype = autocast_dtype or model_dtype
     is_autocast = autocast_dtype is not None
     # 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     group = engine.seq_data_parallel_group
-    mpu = None if sequence.is_ulysses(engine.mpu) else engine.mpu
-    model_group = None if mpu is None else mpu.get_model_parallel_group()
-    expert_groups = (engine.expert_data_parallel_group or {}) if engine.has_moe_layers else {}
+    if sequence.is_ulysses(engine.mpu):
+        mpu = None
+    else:
+        mpu = engine.mpu
+    if mpu is None:
+        model_group = None
+    else:
+        model_group = mpu.get_model_parallel_group()
+    if engine.has_moe_layers:
+        expert_groups = engine.expert_data_parallel_group or {}
+    else:
+        expert_groups = {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer

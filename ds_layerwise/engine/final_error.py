@@ -84,7 +84,10 @@ def _tell(
     store: Any = (
         distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
     )
-    rank = int(os.environ.get("RANK", 0)) if store is None else distributed.get_rank()
+    if store is None:
+        rank = int(os.environ.get("RANK", 0))
+    else:
+        rank = distributed.get_rank()
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
         # Nobody expects it, so that what has led to it is needed; others name it.
         earlier(kind, error, trace)

@@ -62,7 +62,10 @@ def _init(
 
 def _is_for_asking(given: dict[str, Any]) -> bool:
     zero = given.get("zero_optimization")
-    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if isinstance(zero, dict):
+        stage = zero.get("stage")
+    else:
+        stage = None
     is_number = isinstance(stage, int) and not isinstance(stage, bool)
     return is_for_us(given) and is_number and stage == 0
 

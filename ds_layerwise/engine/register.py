@@ -30,7 +30,10 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             what an earlier call has wrapped. Or ``overrides`` say what no override can say.
     """
     final_error.begin()
-    given = None if overrides is None else overrides_of(overrides)
+    if overrides is None:
+        given = None
+    else:
+        given = overrides_of(overrides)
     with patches.changing():
         if not patches.is_registered():
             contract.check()

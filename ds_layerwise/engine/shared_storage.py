@@ -50,9 +50,11 @@ def refuse_shared_memory(model: nn.Module) -> None:
         *_places(model.named_buffers(), is_param=False),
     ]
     for first, second in _meeting(places):
-        trained, same = first, second
+        trained = first
+        same = second
         if second.is_param and second.tensor.requires_grad:
-            trained, same = second, first
+            trained = second
+            same = first
         if not trained.tensor.requires_grad or not _overlap(first.tensor, second.tensor):
             continue
         apart = (

@@ -125,7 +125,10 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         and getattr(getattr(module, "config", None), "model_type", None) is not None
     }
     for path, module in found.items():
-        inside = f"{path}." if path else ""
+        if path:
+            inside = f"{path}."
+        else:
+            inside = ""
         if not any(other != path and other.startswith(inside) for other in found):
             yield path, module
 
@@ -234,10 +237,11 @@ def _attention(
             f"{entry.heads} of queries"
         )
     if tp_size > 1:
-        counts = (kv_heads,) if entry.qkv else (entry.heads, kv_heads)
+        counts = [kv_heads] if entry.qkv else [entry.heads, kv_heads]
         for (_, weight), count in zip(layers, counts, strict=True):
             _check_cut(names[weight], weight, count, entry, tp_size)
-    heads, kv_heads = entry.heads // tp_size, kv_heads // tp_size
+    heads = entry.heads // tp_size
+    kv_heads = kv_heads // tp_size
     lengths = [_length(layer, weight) for layer, weight in layers]
     scaled: list[Scaled] = []
     for (layer, weight), outputs in zip(
@@ -321,15 +325,20 @@ def _outputs(
     """
     if entry.qkv is not None:
         width = lengths[0] // (heads + 2 * kv_heads)
-        groups = kv_heads if entry.by_head else 1
+        if entry.by_head:
+            groups = kv_heads
+        else:
+            groups = 1
         keys = kv_heads // groups
         key_run = Run("key", keys, width)
         runs = (Run("query", heads // groups, width), key_run, replace(key_run, role="other"))
         outputs = [Outputs(runs, groups)]
         fit = width > 0
     else:
-        rotated, values = entry.rotated or 0, entry.values or 0
-        query, key = lengths[0] // heads - rotated, lengths[1] // kv_heads - values
+        rotated = entry.rotated or 0
+        values = entry.values or 0
+        query = lengths[0] // heads - rotated
+        key = lengths[1] // kv_heads - values
         fit = query == key > 0
         outputs = [
             _by_head(heads, Run("query", 1, query), Run("rotated", 1, rotated)),
@@ -355,7 +364,10 @@ def _scaled(
 ) -> Iterator[Scaled]:
     """Yield a weight and its bias, if it has one."""
     own = next((name for name, param in layer._parameters.items() if param is weight), "weight")
-    bias = getattr(layer, own.replace("weight", "bias"), None) if "weight" in own else None
+    if "weight" in own:
+        bias = getattr(layer, own.replace("weight", "bias"), None)
+    else:
+        bias = None
     yield Scaled(names[weight], outputs, 1 if is_transposed(layer, weight) else 0)
     if isinstance(bias, nn.Parameter):
         if bias.numel() != outputs.length:

@@ -55,7 +55,9 @@ def outputs_of(module: nn.Module, route: Route) -> Axis:
     """
     stack = route.matrix_shape is not None and len(route.matrix_shape) == 3
     by_inputs = getattr(module, "is_transposed", family_of(module) == "llama4") is True
-    return -1 if route.transposed or stack and by_inputs else -2
+    if route.transposed or stack and by_inputs:
+        return -1
+    return -2
 
 
 def split_as_told(
@@ -70,7 +72,9 @@ def split_as_told(
     if split is None:
         return route
     parts = parts_of(route, split, outputs=outputs_of(module, route), tp_size=tensor.size)
-    return route if parts is None else _with_parts_here(route, parts, param, tensor)
+    if parts is None:
+        return route
+    return _with_parts_here(route, parts, param, tensor)
 
 
 def split_known(
@@ -123,7 +127,10 @@ def _known_parts(
     """
     module, leaf = attention_of(model, route.name)
     axis = outputs_of(module, route)
-    length = route.matrix_shape[axis] if route.matrix_shape else 0
+    if route.matrix_shape:
+        length = route.matrix_shape[axis]
+    else:
+        length = 0
     if route.tp_axis == axis:
         length *= tensor.size
     split = _known(module, leaf, length, sources_of(module, model, tensor.size), cut)
@@ -143,7 +150,9 @@ def _known(
     if leaf == "gate_up_proj" and leaf in module._parameters:
         return _of_experts(module, length)
     if is_one(HALVES, module, leaf):
-        return _equal(length, "k", "v") if "kv" in leaf else _equal(length, "gate", "up")
+        if "kv" in leaf:
+            return _equal(length, "k", "v")
+        return _equal(length, "gate", "up")
     of_torch = leaf == "in_proj_weight" and isinstance(module, nn.MultiheadAttention)
     if is_one(QKV, module, leaf) or of_torch:
         return _of_attention(module, length, heads or 0, keys or 0, width)
@@ -170,7 +179,10 @@ def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: 
         # gives no queries.
         of_encoder = getattr(module, "is_cross_attention", False) is True
         return _equal(length, *("kv" if of_encoder else "qkv"))
-    groups = (keys or 1) if by_head else 1
+    if by_head:
+        groups = keys or 1
+    else:
+        groups = 1
     kv = keys * width // groups
     return _split(groups, q=heads * width // groups, k=kv, v=kv)
 
@@ -181,12 +193,16 @@ def _of_latents(leaf: str, sources: list[Any], heads: int | None, cut: int | Non
         return _split(heads, cut, nope=nope, rope=rope)
     if leaf == "kv_b_proj":
         return _split(heads, cut, k=nope, v=v)
-    return _split(latent=latent, rope=rope) if leaf == "kv_a_proj_with_mqa" else None
+    if leaf == "kv_a_proj_with_mqa":
+        return _split(latent=latent, rope=rope)
+    return None
 
 
 def _of_linear_attention(module: nn.Module, leaf: str) -> Split | None:
     groups, v_heads, keys, values = (number_of([module], (key,)) or 1 for key in LINEAR_SIZES)
-    k, v, heads = keys // groups, values // groups, v_heads // groups
+    k = keys // groups
+    v = values // groups
+    heads = v_heads // groups
     return {
         "in_proj_qkv": _split(q=keys, k=keys, v=values),
         "in_proj_qkvz": _split(groups, q=k, k=k, v=v, z=v),
@@ -235,7 +251,8 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     if runs == (parts.length,) and parts.groups % tensor.size == 0:
         here = Parts(parts.axis, parts.each, parts.groups // tensor.size)
     elif runs == (parts.length,) and parts.groups == 1:
-        here, whole = _whole_parts_here(parts, tensor), True
+        here = _whole_parts_here(parts, tensor)
+        whole = True
     elif runs == sizes and parts.groups == 1:
         here = _pieces_here(parts, tensor)
     if here is None or any(with_heads) and not whole:

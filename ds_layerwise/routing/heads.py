@@ -98,7 +98,9 @@ def cut_heads(
         return with_heads(route, num_heads, explicit=explicit)
     here = heads_here(route.name, param, num_heads, tp_size)
     whole = with_heads(replace(route, tp_axis=None), here, explicit=explicit)
-    return whole if whole.matrix_shape != route.matrix_shape else route
+    if whole.matrix_shape != route.matrix_shape:
+        return whole
+    return route
 
 
 def split_heads(
@@ -152,7 +154,9 @@ def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
     if leaf not in FUSED_NAMES or shape is None or len(shape) != 2:
         return None
     outputs = shape[1 if route.transposed else 0] * (tp_size if route.tp_axis == -2 else 1)
-    return outputs // width if width and outputs % width == 0 else None
+    if width and outputs % width == 0:
+        return outputs // width
+    return None
 
 
 def number_of(sources: Iterable[Any], spellings: Collection[str]) -> int | None:

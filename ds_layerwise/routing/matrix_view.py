@@ -43,10 +43,15 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
     if kind == "OFTRotationModule":
         return None, "skew-symmetric blocks, each a row of its elements (by peft)"
     if len(shape) == 2:
-        experts = getattr(module, "moe_num_experts", 0) if kind == _EXPERTS_IN_ROWS else 0
+        if kind == _EXPERTS_IN_ROWS:
+            experts = getattr(module, "moe_num_experts", 0)
+        else:
+            experts = 0
         if experts and shape[0] % experts == 0:
             return (experts, shape[0] // experts, shape[1]), "stack of matrices, by expert"
-        return (None, "a vector") if 1 in shape else (shape, "matrix")
+        if 1 in shape:
+            return (None, "a vector")
+        return (shape, "matrix")
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
             return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"
@@ -59,7 +64,8 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
 
 def _kernel_shape(shape: Shape, module: nn.Module) -> tuple[Shape | None, str]:
     groups = int(module.groups)  # type: ignore[arg-type]
-    rows, cols = shape[0] // groups, math.prod(shape[1:])
+    rows = shape[0] // groups
+    cols = math.prod(shape[1:])
     if len(shape) == 3:
         return None, "convolution over one axis"
     if shape[1] == 1 and groups > 1:

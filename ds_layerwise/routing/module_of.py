@@ -87,11 +87,16 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     # The older tools put what they have computed where any attribute is.
     if "weight" in vars(module):
         for name in _OLDER:
-            older = module._parameters[name] if name in module._parameters else None
+            if name in module._parameters:
+                older = module._parameters[name]
+            else:
+                older = None
             if isinstance(older, Tensor):
                 return [older]
     weight = getattr(module, "weight", None)
-    return [weight] if isinstance(weight, Tensor) else []
+    if isinstance(weight, Tensor):
+        return [weight]
+    return []
 
 
 def is_gain(param: Tensor) -> bool:
@@ -102,7 +107,10 @@ def is_gain(param: Tensor) -> bool:
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
     # What holds the modules of a scripted one has no get().
     modules = module._modules
-    lists = modules["parametrizations"] if "parametrizations" in modules else None
+    if "parametrizations" in modules:
+        lists = modules["parametrizations"]
+    else:
+        lists = None
     if not isinstance(lists, nn.ModuleDict):
         return {}
     return {name: entry for name, entry in lists.items() if isinstance(entry, ParametrizationList)}

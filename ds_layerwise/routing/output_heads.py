@@ -155,7 +155,8 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
     Args:
         names: those of the whole model, see :func:`head_names`.
     """
-    ends, layers = _ends(model), dict(_layers(model))
+    ends = _ends(model)
+    layers = dict(_layers(model))
     # A classifier that has one right inside does not end where its layers do.
     outer = {head.rpartition(".")[0] for head in ends}
     named: set[str] = set()
@@ -176,7 +177,10 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
                 yield weight, f"output head ({why})"
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        layer = get() if callable(get) else None
+        if callable(get):
+            layer = get()
+        else:
+            layer = None
         if isinstance(layer, nn.Module):
             for weight in weights_of(layer):
                 yield weight, "output head (get_output_embeddings)"

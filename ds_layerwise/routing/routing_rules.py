@@ -158,9 +158,12 @@ def route_parameters(
     )
     routes: dict[str, Route] = {}
     for name, param in trained.items():
-        home, changes, group = homes[name], merged[name].values, group_of[name]
+        home = homes[name]
+        changes = merged[name].values
+        group = group_of[name]
         _check_trainable(name, param, home)
-        vector, table = home.vector is not None, home.table is not None
+        vector = home.vector is not None
+        table = home.table is not None
         if table:
             by_kind.change_table(merged[name])
         if by_group:
@@ -244,7 +247,9 @@ def _why_none(given: Collection[str], of_model: int) -> str:
 
 
 def _dims(route: Route, param: Tensor, tp_size: int) -> Shape:
-    return whole_dims(route.name, param, tp_size) if route.is_cut else tuple(param.shape)
+    if route.is_cut:
+        return whole_dims(route.name, param, tp_size)
+    return tuple(param.shape)
 
 
 def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
@@ -267,9 +272,11 @@ def _wanted(
     if "optimizer" in changes:
         return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
     if hasattr(param, "use_muon"):
-        use_muon, by = param.use_muon, "param"
+        use_muon = param.use_muon
+        by = "param"
     elif of_group is not None:
-        use_muon, by = of_group, f"param_groups[{group}]"
+        use_muon = of_group
+        by = f"param_groups[{group}]"
     else:
         return None
     return recipes.matrix if use_muon else recipes.scalar, f"{by}.use_muon = {use_muon}"
@@ -300,8 +307,14 @@ def _decide(
             sent_away=not recipe.whole and param.dim() > 1,
         )
     kind = home.vector or home.table
-    shape, reason = (None, kind) if kind else shape_in(home.module, param)
-    recipe = recipes.scalar if shape is None else recipes.matrix
+    if kind:
+        shape, reason = (None, kind)
+    else:
+        shape, reason = shape_in(home.module, param)
+    if shape is None:
+        recipe = recipes.scalar
+    else:
+        recipe = recipes.matrix
     return Route(
         name=name,
         recipe=recipe,
@@ -345,16 +358,22 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     if tp_size == 1 or not is_cut(param):
         return route
     shape = route.matrix_shape
-    axis = None if shape is None else axis_of(route.name, param, shape, tp_size)
+    if shape is None:
+        axis = None
+    else:
+        axis = axis_of(route.name, param, shape, tp_size)
     return with_cut(route, axis, tp_size)
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
     """Return, by name, the facts of the model about its parameters."""
-    holders, heads = holders_of(model), output_heads(model, elsewhere)
+    holders = holders_of(model)
+    heads = output_heads(model, elsewhere)
     homes = {}
     for name, param in model.named_parameters():
-        modules, vector, table = tuple(holders[param]), None, None
+        modules = tuple(holders[param])
+        vector = None
+        table = None
         if param.dim() > 1:
             if any(is_norm(module) for _, module in modules):
                 vector = "of a norm"
@@ -370,7 +389,9 @@ def _table_or_head(
     name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None
 ) -> str | None:
     if any(is_table(module) for _, module in modules):
-        return "embedding" if len(modules) == 1 else "embedding, tied"
+        if len(modules) == 1:
+            return "embedding"
+        return "embedding, tied"
     if any(path.endswith(_ROWS) for path, _ in modules):
         return "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):

@@ -46,7 +46,11 @@ def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis
             f"{name} {tuple(param.shape)} is a grouped convolution, of which tensor parallelism "
             f"has cut axis {dim}; send it to the scalar optimizer with layerwise.overrides"
         )
-    return None if dim < rows else -2 if dim == rows else -1
+    if dim < rows:
+        return None
+    if dim == rows:
+        return -2
+    return -1
 
 
 def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
@@ -70,7 +74,8 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
                 "parameter to the scalar optimizer with layerwise.overrides"
             )
         return dim
-    before, reason = tuple(meta["original_shape"]), meta["conversion"].get("unsupported_reason")
+    before = tuple(meta["original_shape"])
+    reason = meta["conversion"].get("unsupported_reason")
     cut = [i for i, (n, part) in enumerate(zip(before, param.shape, strict=True)) if n != part]
     if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
         raise RoutingError(
@@ -89,7 +94,8 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
     None where pieces differ from rank to rank, or lie otherwise.
     """
     meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
-    widths, sizes = meta.get("sub_param_shard_widths"), meta.get("sub_param_sizes")
+    widths = meta.get("sub_param_shard_widths")
+    sizes = meta.get("sub_param_sizes")
     in_segments = meta.get("conversion", {}).get("affine_map") and not (
         sizes or meta.get("partition_sizes")
     )
@@ -98,7 +104,9 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
     if sizes:
         return tuple(sizes)
     stride = getattr(param, "partition_stride", 1) or 1
-    return (length // stride,) * stride if length % stride == 0 else None
+    if length % stride == 0:
+        return (length // stride,) * stride
+    return None
 
 
 def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:

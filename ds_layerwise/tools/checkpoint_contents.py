@@ -43,7 +43,10 @@ class Contents:
                 self.saved.state_dict(rank)
         model = self.model
         header = self.saved.header
-        known = model.shapes if model else {}
+        if model:
+            known = model.shapes
+        else:
+            known = {}
         from_zero3 = model is not None and model.path.name == ZERO3_MODEL_FILE
         self.trained: dict[str, tuple[int, ...]] = {}
         for name, shape in header.shapes.items():
@@ -76,7 +79,9 @@ class Contents:
         """The number of ranks that saved the checkpoint, where that is known."""
         if isinstance(self.saved, RegularCheckpoint):
             return self.saved.world_size
-        return self.model.world_size if self.model else None
+        if self.model:
+            return self.model.world_size
+        return None
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Return :data:`WEIGHTS` and the keys of the states of ``name``."""
@@ -100,7 +105,10 @@ class Contents:
     def _joined(self, name: str, key: str, values: list[Tensor]) -> Tensor:
         """Return ``values`` as one, without a copy where it lies in one place."""
         empty = torch.zeros(0, dtype=torch.float32, device="cpu")
-        whole = values[0] if len(values) == 1 else torch.cat(values or [empty])
+        if len(values) == 1:
+            whole = values[0]
+        else:
+            whole = torch.cat(values or [empty])
         numel = math.prod(self.trained[name])
         if whole.numel() != numel:
             raise LayerWiseError(

@@ -76,7 +76,10 @@ def consolidate(
         raise LayerWiseError(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
-    beside = [] if one_file else _beside(source, out, config)
+    if one_file:
+        beside = []
+    else:
+        beside = _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
@@ -120,7 +123,10 @@ def consolidate(
 def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
     """Find what to lay beside the weights, without the files in ``out`` that are the user's."""
     found = find_companions(source, config)
-    kept = others_in(out, replaces=WEIGHTS) if config is None and out.is_dir() else []
+    if config is None and out.is_dir():
+        kept = others_in(out, replaces=WEIGHTS)
+    else:
+        kept = []
     return [path for path in found if path.name not in kept]
 
 
@@ -128,9 +134,15 @@ def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes in the result by name, in the order of the model if that is known."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in contents.trained.items()}
     for name, value in contents.others.items():
-        itemsize = dtype.itemsize if value.is_floating_point() else value.element_size()
+        if value.is_floating_point():
+            itemsize = dtype.itemsize
+        else:
+            itemsize = value.element_size()
         sizes[name] = value.numel() * itemsize
-    known = contents.model.module if contents.model else {}
+    if contents.model:
+        known = contents.model.module
+    else:
+        known = {}
     ordered = {name: sizes[name] for name in known if name in sizes}
     return ordered | sizes
 
@@ -154,7 +166,10 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
     for name in names:
         value = _cast(name, contents.weight(name), dtype).contiguous()
         # Two names of one buffer. safetensors refuses memory that belongs to two tensors.
-        tensors[name] = value.clone() if value.untyped_storage().data_ptr() in storages else value
+        if value.untyped_storage().data_ptr() in storages:
+            tensors[name] = value.clone()
+        else:
+            tensors[name] = value
         storages.add(tensors[name].untyped_storage().data_ptr())
     metadata = {
         "format": "pt",

@@ -85,8 +85,14 @@ class DryRun:
         given = read_config(config)
         path = find_model(model)
         _read(fill_in(given)[0])  # its mistakes come before building anything
-        hf = HfShapes(path) if is_hf_config(path) else None
-        file = read_model(path) if hf is None else Model([], hf.hidden_size)
+        if is_hf_config(path):
+            hf = HfShapes(path)
+        else:
+            hf = None
+        if hf is None:
+            file = read_model(path)
+        else:
+            file = Model([], hf.hidden_size)
         filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
         run = _read(filled)
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
@@ -102,7 +108,10 @@ class DryRun:
             auto_split=run.layerwise.auto_split,
             by_kind=ByKind.of(run.optimizer, run.layerwise),
         )
-        shapes = [(p.name, p.shape) for p in file.params] if hf is None else hf.params
+        if hf is None:
+            shapes = [(p.name, p.shape) for p in file.params]
+        else:
+            shapes = hf.params
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         run = _checked(run, routes, filled.get("scheduler"))
         shapes, experts = deal_out_experts(shapes, ep_size)
@@ -258,7 +267,10 @@ def _links(
         ConfigError: as :func:`.plan.network.links.find_links`; or tensor-parallel ranks would lie
             unevenly on nodes.
     """
-    where = "links" if links else "layerwise.links"
+    if links:
+        where = "links"
+    else:
+        where = "layerwise.links"
     links_with = partial(links_of_run, links or run.layerwise.links, on_host=None, where=where)
     full = links_with(ranks_per_node=ranks_per_node)
     per_node = full.ranks_per_node

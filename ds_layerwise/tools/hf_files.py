@@ -43,7 +43,10 @@ def find_companions(source: Path, asked: Path | None) -> list[Path]:
     """
     config = source / CONFIG
     if asked is not None:
-        config = asked / CONFIG if asked.is_dir() else asked
+        if asked.is_dir():
+            config = asked / CONFIG
+        else:
+            config = asked
         if not config.is_file():
             raise LayerWiseError(
                 f"{config} is no file; give --config a config.json or a folder with one"

@@ -35,7 +35,10 @@ def _hidden_size(config: Any) -> int | None:
     from ds_layerwise.routing.module_of import told
 
     sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
-    sizes = sizes if isinstance(sizes, list | tuple) else [sizes]
+    if isinstance(sizes, list | tuple):
+        sizes = sizes
+    else:
+        sizes = [sizes]
     return max((size for size in sizes if isinstance(size, int)), default=None)
 
 

@@ -58,7 +58,10 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
             ``trust``.
     """
     folder = find(path)
-    kind = "universal" if is_universal(folder) else "regular"
+    if is_universal(folder):
+        kind = "universal"
+    else:
+        kind = "regular"
     names = names_in(folder)
     size = sum((folder / name).stat().st_size for name in names)
     report = Report(folder, f"{folder}: {kind} checkpoint, {len(names)} files, {size:,} bytes")
@@ -185,7 +188,10 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
             states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
             tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
             for key, value in tensors.items():
-                size = "no" if value is None else value.numel()
+                if value is None:
+                    size = "no"
+                else:
+                    size = value.numel()
                 if value is None or tuple(value.shape) != (numel,):
                     has = f"{path} has {size} elements of {key} of {name}"
                     yield name, f"{has}, and {numel} by its own list"
@@ -209,7 +215,9 @@ def _gaps(name: str, intervals: list[tuple[int, int, int]], numel: int) -> str:
                 what = f"in more than one file, among them that of rank {rank}"
             return f"{name}: elements {min(start, end)} to {max(start, end)} of {numel} are {what},"
         end = stop
-    return "" if end == numel else f"{name}: {end} elements where its shape has {numel}"
+    if end == numel:
+        return ""
+    return f"{name}: {end} elements where its shape has {numel}"
 
 
 def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple[str, str]]:

@@ -77,7 +77,10 @@ def begin(folder: Path) -> None:
     places = (new, folder.with_name(folder.name + REPLACED))
     for place in places:
         if os.path.lexists(place) and not is_a_saves(place):
-            what = "is a link" if place.is_symlink() else "is a file"
+            if place.is_symlink():
+                what = "is a link"
+            else:
+                what = "is a file"
             if place.is_dir() and not place.is_symlink():
                 what = f"holds {others_in(place)[0]}, which no save wrote"
             raise LayerWiseError(
@@ -131,7 +134,9 @@ def signed_by(folder: Path, save_id: str) -> int | None:
         signer, _, rank = (incomplete_folder(folder) / SIGNATURE).read_text().partition(" ")
     except OSError:
         return None
-    return int(rank) if signer == save_id and rank else None
+    if signer == save_id and rank:
+        return int(rank)
+    return None
 
 
 def incomplete_folder(folder: Path) -> Path:

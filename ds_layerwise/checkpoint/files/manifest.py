@@ -63,7 +63,10 @@ class Manifest:
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
         """Make the manifest of the files ``names`` in ``folder``, or of all that are there now."""
-        names = names_in(folder) if names is None else names
+        if names is None:
+            names = names_in(folder)
+        else:
+            names = names
         return cls({name: tuple(_ranges(folder / name)) for name in names})
 
     @classmethod
@@ -98,7 +101,8 @@ class Manifest:
             )
         try:
             content = json.loads(path.read_text())
-            files, found = content["files"], content["format"]
+            files = content["files"]
+            found = content["format"]
             if found != FORMAT:
                 raise LayerWiseError(
                     f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "

@@ -58,7 +58,10 @@ def naming(path: Path) -> Iterator[None]:
     except (ConfigError, RoutingError):
         raise
     except _MALFORMED as e:
-        what = "" if type(e) is ValueError else f"{type(e).__name__}: "
+        if type(e) is ValueError:
+            what = ""
+        else:
+            what = f"{type(e).__name__}: "
         raise LayerWiseError(
             f"{path} is damaged: {what}{e}; restore it, or load another checkpoint"
         ) from e
@@ -109,11 +112,10 @@ def _refused(path: Path, error: BaseException) -> LayerWiseError:
     text = str(error)
     if isinstance(error, UnpicklingError):
         found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
-        text = (
-            f"it asks for {found[1]}, which only code could restore"
-            if found
-            else "it is no data of torch.save"
-        )
+        if found:
+            text = f"it asks for {found[1]}, which only code could restore"
+        else:
+            text = "it is no data of torch.save"
     return LayerWiseError(
         f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}"
     )

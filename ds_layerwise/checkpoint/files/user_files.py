@@ -39,7 +39,8 @@ def is_a_saves(folder: Path) -> bool:
 def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
     """Let ``new`` have, too, what in ``old`` no save wrote, by links where the disk knows them."""
     for name in others_in(old, replaces=replaces):
-        here, there = old / name, new / name
+        here = old / name
+        there = new / name
         if os.path.lexists(there):
             continue
         # Whoever wrote it may take it away at any time.

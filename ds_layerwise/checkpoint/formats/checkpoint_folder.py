@@ -136,7 +136,8 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
 
     parts: list[tuple[tuple[str, int, int], int]] = []
     for name in manifest.files:
-        size, path = manifest.size_of(name), folder / name
+        size = manifest.size_of(name)
+        path = folder / name
         # A list may say anything, and a file is no longer than it is.
         count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
         for index in range(count):
@@ -157,7 +158,10 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        more = f" ({len(lines) - 1} more files are damaged)" if len(lines) > 1 else ""
+        if len(lines) > 1:
+            more = f" ({len(lines) - 1} more files are damaged)"
+        else:
+            more = ""
         raise LayerWiseError(lines[0] + more)
 
 
@@ -213,19 +217,27 @@ class ModelFile:
             path = folder / ZERO3_MODEL_FILE
             if not path.exists():
                 return None
-        load = _load_trusted if trust else _load_client_state
+        if trust:
+            load = _load_trusted
+        else:
+            load = _load_client_state
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerWiseError(f"{path} holds no module; it is no model file of DeepSpeed")
         shapes = {**_shapes_of_others(path, load), **_shapes(content)}
-        elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())} if is_zero3 else set()
+        if is_zero3:
+            elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
+        else:
+            elsewhere = set()
         module = {}
         experts = _experts(folder, _load_trusted if trust else load_safely)
         for name, value in {**(content["module"] or {}), **experts}.items():
             if isinstance(value, Tensor) and name not in elsewhere:
                 module[name] = value
         aliases = _aliases(content, module)
-        frozen = {} if is_zero3 else content.get(FROZEN_PARAM_FRAGMENTS) or {}
+        frozen: dict[str, Tensor] = {}
+        if not is_zero3:
+            frozen = content.get(FROZEN_PARAM_FRAGMENTS) or {}
         world_size = int(content.get("dp_world_size") or 1)
         return cls(path, module, shapes, frozen, aliases, world_size)
 

@@ -46,7 +46,9 @@ from ds_layerwise.errors import LayerWiseError
 T = TypeVar("T")
 
 #: The names in the file of weights, states, and the header beside them.
-MODEL, STATE, HEADER = "model", "optim.state", "ds_layerwise.header"
+MODEL = "model"
+STATE = "optim.state"
+HEADER = "ds_layerwise.header"
 
 #: The beginning of :data:`HEADER` in the paths that torch keeps.
 _OWN = ("ds_layerwise",)
@@ -83,12 +85,14 @@ def boxes(
         yield (), ()
         return
     inner = math.prod(shape[1:])
-    first, last = start // inner, (stop - 1) // inner
+    first = start // inner
+    last = (stop - 1) // inner
     if first == last:
         for offset, size in boxes(shape[1:], start - first * inner, stop - first * inner):
             yield (first, *offset), (1, *size)
         return
-    full, end = -(-start // inner), stop // inner
+    full = -(-start // inner)
+    end = stop // inner
     if start < full * inner:
         yield from boxes(shape, start, full * inner)
     if full < end:
@@ -118,7 +122,9 @@ class Piece(Tensor):
         made: Piece = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=held.dtype, device=held.device
         )
-        made.held, made.start, made.may_be_read_into = held, start, may_be_read_into
+        made.held = held
+        made.start = start
+        made.may_be_read_into = may_be_read_into
         return made
 
     def __init__(
@@ -391,7 +397,8 @@ class ShardedCheckpoint:
             LayerWiseError: the file is damaged, or has something of another size, or of other
                 values than were saved.
         """
-        planner, reader = DefaultLoadPlanner(flatten_state_dict=False), self._reader
+        planner = DefaultLoadPlanner(flatten_state_dict=False)
+        reader = self._reader
         with self._naming(f"cannot be read at {', '.join(sorted(targets)[:3])}"):
             planner.set_up_planner(targets, self._metadata, is_coordinator=True)
             reader.set_up_storage_reader(self._metadata, is_coordinator=True)
@@ -423,13 +430,17 @@ class ShardedCheckpoint:
         """Return one piece, the elements ``[start, stop)`` and those in the same blocks of
         checksums, read into memory of the host.
         """
-        shape, rule = self._shapes[name], self.header.rules.get(name)
+        shape = self._shapes[name]
+        rule = self.header.rules.get(name)
         if self.beside is not None:
             start, stop = self.beside.around(f"{MODEL}.{name}", start, stop)
         held: dict[str, Tensor] = {}
         targets: dict[str, Any] = {}
         for key in ("", *(rule.state_keys if rule is not None else ())):
-            path = f"{STATE}.{name}.{key}" if key else f"{MODEL}.{name}"
+            if key:
+                path = f"{STATE}.{name}.{key}"
+            else:
+                path = f"{MODEL}.{name}"
             if path not in self._sizes and key == _COUNT:
                 held[key] = torch.ones((), dtype=torch.float32, device="cpu")
             elif not key or self._sizes.get(path) == shape != ():
@@ -444,6 +455,9 @@ class ShardedCheckpoint:
     def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
         """Return memory of the host for a tensor of the file, or for ``size`` of it."""
         with self._naming(f"cannot be read at {path}"):
-            size = self._sizes[path] if size is None else size
+            if size is None:
+                size = self._sizes[path]
+            else:
+                size = size
             properties: Any = self._metadata.state_dict_metadata[path]
             return torch.empty(size, dtype=properties.properties.dtype, device="cpu")

@@ -28,7 +28,8 @@ Sums = Mapping[str, Mapping[int, tuple[int, int]]]
 #: In elements; the last block of what a rank hands over may be shorter.
 _BLOCK = 1 << 20
 
-_SUMS, _DIGEST = "checksums", hashlib.sha256().digest_size
+_SUMS = "checksums"
+_DIGEST = hashlib.sha256().digest_size
 
 #: The key of the name of the save, so that ranks notice if theirs are of several.
 _SAVE = "save"
@@ -81,11 +82,13 @@ class Beside:
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """Return the range of the blocks of ``name`` that hold any of ``[start, stop)``."""
-        begin, end = start, stop
+        begin = start
+        end = stop
         with naming(self._path):
             for first, (last, _) in (self.sums or {}).get(name, {}).items():
                 if first < stop and start < last:
-                    begin, end = min(begin, first), max(end, last)
+                    begin = min(begin, first)
+                    end = max(end, last)
         return begin, end
 
     def check(self, name: str, values: Tensor, start: int = 0) -> None:
@@ -97,7 +100,9 @@ class Beside:
         """
         if self.sums is None:
             return
-        flat, stop, checked = values.reshape(-1), start + values.numel(), 0
+        flat = values.reshape(-1)
+        stop = start + values.numel()
+        checked = 0
         with naming(self._path):
             for first, (last, crc32) in self.sums.get(name, {}).items():
                 if start <= first < last <= stop:

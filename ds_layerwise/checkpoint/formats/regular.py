@@ -133,7 +133,10 @@ def describe(header: Header) -> dict[str, Any]:
     for rule in header.rules.values():
         if rule not in called:
             number = counts[rule.family]
-            called[rule] = f"{rule.family} {number}" if number else rule.family
+            if number:
+                called[rule] = f"{rule.family} {number}"
+            else:
+                called[rule] = rule.family
             counts[rule.family] += 1
     return {
         "step": header.step,
@@ -161,7 +164,10 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
     ours = state_dict[KEY]
     # Earlier versions saved the gradients of a step that was not over, which are left where they
     # are.
-    within_step = "" if ours.get("accumulated") is None else WITHIN_STEP
+    if ours.get("accumulated") is None:
+        within_step = ""
+    else:
+        within_step = WITHIN_STEP
     scaler = state_dict.get(LOSS_SCALER)
     try:
         # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states
@@ -239,7 +245,10 @@ class RegularCheckpoint:
         self._folder = folder
         self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
-        opened = rank if self.path(rank).exists() else 0
+        if self.path(rank).exists():
+            opened = rank
+        else:
+            opened = 0
         state_dict = read(self.path(opened))
         self._dicts = {opened: state_dict}
         with naming(self.path(opened)):
@@ -388,7 +397,10 @@ def read(path: Path) -> dict[str, Any]:
         LayerWiseError: see :func:`load_safely`.
     """
     content = load_safely(path, with_objects=True)
-    found = content.get(OPTIMIZER_STATE_DICT) if isinstance(content, dict) else None
+    if isinstance(content, dict):
+        found = content.get(OPTIMIZER_STATE_DICT)
+    else:
+        found = None
     if not isinstance(found, dict):
         raise LayerWiseError(
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint"

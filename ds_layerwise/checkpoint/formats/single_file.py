@@ -31,7 +31,9 @@ def name_in_file(name: str, key: str) -> str:
     """Return the name of the state ``key`` of the parameter ``name``, or of its master if ``key``
     is empty.
     """
-    return f"state.{name}.{key}" if key else f"master.{name}"
+    if key:
+        return f"state.{name}.{key}"
+    return f"master.{name}"
 
 
 def write(
@@ -50,7 +52,8 @@ def write(
     entries = {}
     stop = 0
     for name, (dtype, shape) in tensors.items():
-        start, stop = stop, stop + dtype.itemsize * math.prod(shape)
+        start = stop
+        stop = stop + dtype.itemsize * math.prod(shape)
         entries[name] = {"dtype": _code(dtype), "shape": shape, "data_offsets": (start, stop)}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -127,9 +130,13 @@ class OneFile:
         for key in self._keys(name):
             path = name_in_file(name, key)
             value = self._file.get_tensor(path)
-            first, last = 0, value.numel()
+            first = 0
+            last = value.numel()
             if not key or tuple(value.shape) == shape:
                 first, last = self.beside.around(path, start, stop)
             self.beside.check(path, value.reshape(-1)[first:last], first)
-            state[key] = flat(value, shape) if key else value.reshape(-1)
+            if key:
+                state[key] = flat(value, shape)
+            else:
+                state[key] = value.reshape(-1)
         return [PieceRecord(name, 0, state.pop(""), state)]

@@ -50,7 +50,8 @@ from ds_layerwise.errors import LayerWiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has
 #: no place for.
-LATEST, OWN_STATES = "latest_universal", "layerwise"
+LATEST = "latest_universal"
+OWN_STATES = "layerwise"
 
 _OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
 
@@ -84,7 +85,10 @@ class UniversalCheckpoint:
     def __init__(self, folder: Path) -> None:
         self._zero = folder / "zero"
         state_path = self._zero / "optimizer_state.pt"
-        state_dict = load_safely(state_path, with_objects=True) if state_path.exists() else {}
+        if state_path.exists():
+            state_dict = load_safely(state_path, with_objects=True)
+        else:
+            state_dict = {}
         if not isinstance(state_dict, dict):
             raise LayerWiseError(
                 f"{state_path} holds no dict; it is no optimizer state of DeepSpeed"
@@ -158,7 +162,10 @@ class UniversalCheckpoint:
             value = value.get(PARAM)
         if not isinstance(value, (Tensor, int, float)):
             raise LayerWiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
-        dtype = torch.float32 if isinstance(value, float) else None
+        if isinstance(value, float):
+            dtype = torch.float32
+        else:
+            dtype = None
         return torch.as_tensor(value, dtype=dtype, device="cpu")
 
     def value(self, name: str, key: str) -> Tensor:
@@ -203,7 +210,8 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     """
     written = []
     for name in names:
-        shape, rule = saved.header.shapes[name], saved.header.rules[name]
+        shape = saved.header.shapes[name]
+        rule = saved.header.rules[name]
         numel = torch.Size(shape).numel()
         pieces = saved.pieces(name, 0, numel)
         _check_paths(name, rule.state_keys)
@@ -260,7 +268,10 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
 
 
 def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
-    whole = values[0] if len(values) == 1 else torch.cat(list(values))
+    if len(values) == 1:
+        whole = values[0]
+    else:
+        whole = torch.cat(list(values))
     if whole.numel() != torch.Size(shape).numel():
         raise LayerWiseError(
             f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} "
@@ -309,7 +320,10 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
         # float32 has every number of the shorter floating-point types, and not all of int64 or
         # float64.
-        exact = value.float() if value.is_floating_point() and value.element_size() < 4 else value
+        if value.is_floating_point() and value.element_size() < 4:
+            exact = value.float()
+        else:
+            exact = value
         torch.save({PARAM: exact.detach().clone()}, folder / "zero" / name / "fp32.pt")
         written.append(f"zero/{name}/fp32.pt")
     return written
@@ -320,7 +334,8 @@ def shares(saved: Saved, count: int) -> list[list[str]]:
     of the files.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
-    total, seen = sum(sizes.values()), 0
+    total = sum(sizes.values())
+    seen = 0
     parts: list[list[str]] = [[] for _ in range(count)]
     for name, size in sizes.items():
         parts[min(seen * count // total, count - 1)].append(name)

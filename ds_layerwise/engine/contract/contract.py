@@ -61,8 +61,14 @@ class Name:
                 owner = resolve_name(place)
             except (ImportError, AttributeError):
                 continue
-            package = owner.__module__.partition(".")[0] if isinstance(owner, type) else ""
-            bases = owner.__mro__ if isinstance(owner, type) else ()
+            if isinstance(owner, type):
+                package = owner.__module__.partition(".")[0]
+            else:
+                package = ""
+            if isinstance(owner, type):
+                bases = owner.__mro__
+            else:
+                bases = ()
             own = [base for base in bases if base.__module__.partition(".")[0] == package]
             if any(name in vars(base) for base in own or [owner]):
                 return owner, name
@@ -75,7 +81,9 @@ class Name:
         except ConfigError as absent:
             return str(absent)
         if self.parameters is None:
-            return None if isinstance(value, list) else f"{self.path} is no list"
+            if isinstance(value, list):
+                return None
+            return f"{self.path} is no list"
         changed = difference(value, self.parameters.split())
         return changed and f"{self.path} {changed}"
 

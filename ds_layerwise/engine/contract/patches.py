@@ -186,7 +186,10 @@ def unwrap() -> None:
 def _refuse_replaced(lost: Sequence[_Patch], way_out: str) -> None:
     if lost:
         names = ", ".join(f"{patch.owner.__name__}.{patch.name}" for patch in lost)
-        verb = "were" if len(lost) > 1 else "was"
+        if len(lost) > 1:
+            verb = "were"
+        else:
+            verb = "was"
         raise ConfigError(f"{names} {verb} replaced after ds_layerwise.register(){way_out}")
 
 

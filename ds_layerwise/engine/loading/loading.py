@@ -156,7 +156,10 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
     scheduler = engine.lr_scheduler
     asked = config.load_universal_checkpoint
     counts = {key: vars(engine)[key] for key in ("global_steps", "global_samples", "skipped_steps")}
-    schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
+    if hasattr(scheduler, "state_dict"):
+        schedule = scheduler.state_dict()
+    else:
+        schedule = None
     config.load_universal_checkpoint = universal
     done = False
     try:
@@ -270,7 +273,10 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
         pointer = load_dir / "latest"
     if not pointer.exists():
         return None
-    tag = atomic.pointed(pointer) if pointer.is_file() else ""
+    if pointer.is_file():
+        tag = atomic.pointed(pointer)
+    else:
+        tag = ""
     # A tag may be a path; the longest part that a file system takes has 255 bytes. Text that is not
     # printable may have no bytes.
     parts = tag.split("/")
@@ -297,7 +303,10 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
     is_universal = universal.is_universal(folder)
     _check_parts(engine, folder, is_universal=is_universal)
     # DeepSpeed's converter and its other optimizers keep no list.
-    manifest = manifest_of(folder) if states or (folder / FILE_NAME).exists() else None
+    if states or (folder / FILE_NAME).exists():
+        manifest = manifest_of(folder)
+    else:
+        manifest = None
     if manifest is None:
         return is_universal
     if not states and not is_universal:

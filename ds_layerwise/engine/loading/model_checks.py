@@ -40,7 +40,10 @@ def _check_names_and_shapes(
     if strict and saved.keys() != wanted.keys():
         lacking = sorted(wanted.keys() - saved.keys())
         more = sorted(saved.keys() - wanted.keys())
-        which = f"lacks {few(lacking)}" if lacking else f"has {few(more)}"
+        if lacking:
+            which = f"lacks {few(lacking)}"
+        else:
+            which = f"has {few(more)}"
         raise LayerWiseError(
             f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "
             # A pipeline's layers have numbers.

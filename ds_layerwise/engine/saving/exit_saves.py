@@ -56,7 +56,10 @@ def _end_at_exit() -> None:
     # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()
-    alone = _alone_at_exit() if unfinished else ""
+    if unfinished:
+        alone = _alone_at_exit()
+    else:
+        alone = ""
     for engine in unfinished:
         with (attempt := Attempt()):
             if alone:
@@ -107,4 +110,6 @@ def _alone_at_exit() -> str:
         ).decode()
     except RuntimeError as e:
         return f"another rank has ended before ({e})"
-    return "" if decided == _ALL_THERE else decided
+    if decided == _ALL_THERE:
+        return ""
+    return decided

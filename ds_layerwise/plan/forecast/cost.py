@@ -44,7 +44,9 @@ from ds_layerwise.recipes.base.dtypes import MasterDtype
 def max_over_mean(loads: Sequence[int]) -> float:
     """Return the busiest rank's load over the mean one; 1 where nobody has a load."""
     total = sum(loads)
-    return max(loads) * len(loads) / total if total else 1.0
+    if total:
+        return max(loads) * len(loads) / total
+    return 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +302,26 @@ def traffic_bytes(
     node_sums = [0] * MAX_UNDER_WAY
     own = np.zeros((3, MAX_UNDER_WAY, layout.world_size), np.int64)
     gathered = 0
-    rings = InLevels() if links is None else in_levels(layout.buckets, wires, links, reduction)
+    if links is None:
+        rings = InLevels()
+    else:
+        rings = in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_UNDER_WAY
-        group = None if links is None else group_of(bucket.holders, links, bucket.ep_size)
+        if links is None:
+            group = None
+        else:
+            group = group_of(bucket.holders, links, bucket.ep_size)
         for most, nbytes in zip(own, _own_bytes(bucket, wire, group, stage, reduction)):
             _raise_to_own(most[turn], bucket, nbytes)
         copies = int(stage == 2 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
         if group and (bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction)):
             # Sorted by the places of a node, at stage 2 beside the memory that it all comes from.
             copies = stage
-            sum_bytes = itemsize(wire) if reduction == "native" else SUM_BYTES
+            if reduction == "native":
+                sum_bytes = itemsize(wire)
+            else:
+                sum_bytes = SUM_BYTES
             node_sums[turn] = max(node_sums[turn], bucket.numel // group.local * sum_bytes)
         if group and bucket.index in rings.gather:
             numel = bucket.numel + bucket.numel // group.local
@@ -339,20 +350,29 @@ def _own_bytes(
     bucket: Bucket, wire: str, group: Group | None, stage: int, reduction: Reduction
 ) -> tuple[int, int, int]:
     """Return the bytes for an element of a rank's own part: received, partial sums, added."""
-    added = SUM_BYTES if stage == 2 else 0
+    if stage == 2:
+        added = SUM_BYTES
+    else:
+        added = 0
     holders = bucket.holders
     if holders == 1:
         return 0, 0, added
     received = itemsize(wire)
     if reduction == "native":
         # The backend may write straight to where sums stay.
-        stays = sum_dtype(wire, reduction, stage) if bucket.way == "cuts" else "float32"
+        if bucket.way == "cuts":
+            stays = sum_dtype(wire, reduction, stage)
+        else:
+            stays = "float32"
         if bucket.way != "ragged" and wire == stays:
             received = 0
         return received, 0, added
     partial = 0
     if group and not group.links.on_host:
-        inside = group.local if _adds_in_nodes(bucket, group, reduction) else 1
+        if _adds_in_nodes(bucket, group, reduction):
+            inside = group.local
+        else:
+            inside = 1
         partial = SUM_BYTES * most_partial_sums(holders, per_node=inside)
     # Of two ranks each reads its own where they are.
     return received * (holders if holders > 2 else 1), partial, added
@@ -407,7 +427,9 @@ class LayoutReport:
     @property
     def padding_fraction(self) -> float:
         """Padding over the elements of all parameters."""
-        return self.padding / self.numel if self.numel else 0.0
+        if self.numel:
+            return self.padding / self.numel
+        return 0.0
 
     @property
     def work_max_over_mean(self) -> float:

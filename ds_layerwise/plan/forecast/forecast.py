@@ -72,7 +72,10 @@ def specs_of(
         for part, its in seen.items() if route.whole else ():
             whole = whole_shape(its, route.tp_axis, tp_size)
             if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
-                of_part = f", part {part} {its}," if part else ""
+                if part:
+                    of_part = f", part {part} {its},"
+                else:
+                    of_part = ""
                 raise RoutingError(f"{name} {shape}{of_part} {why}")
             flops += work(route.recipe, its, route.tp_axis)
         specs.append(
@@ -349,7 +352,10 @@ class _Kind(NamedTuple):
 def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
     """Yield what an owner of ``slot`` updates, and how many matrices of it."""
     # What is copied for its update is updated alone.
-    alone = slot.name if route.copied else ""
+    if route.copied:
+        alone = slot.name
+    else:
+        alone = ""
     for seen in route.seen(slot.numel).values():
         *batch, rows, cols = route.multiplied(seen if len(seen) > 1 else (1, *seen), tp_size)
         yield _Kind(route.recipe, rows, cols, alone, route.copied), math.prod(batch)

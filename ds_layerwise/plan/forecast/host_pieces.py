@@ -43,4 +43,6 @@ def pieces_on_host(
 
 def master_bytes(bucket: Bucket) -> int:
     """Return the bytes of the master of one element; 0 if the parameter is its own master."""
-    return 0 if bucket.dtype == "float32" else 4
+    if bucket.dtype == "float32":
+        return 0
+    return 4

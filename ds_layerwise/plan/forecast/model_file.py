@@ -94,7 +94,9 @@ class ModelParam:
     @property
     def num_outputs(self) -> int:
         """The length of the axis of outputs; 0 without one."""
-        return self.shape[-1 if self.transposed else -2] if len(self.shape) > 1 else 0
+        if len(self.shape) > 1:
+            return self.shape[-1 if self.transposed else -2]
+        return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +223,10 @@ def route_model(
         wanted = mine.get("optimizer", param.optimizer)
         by_user = "optimizer" in mine
         recipe = recipe_named(wanted, recipes, mine)
-        reason = "layerwise.overrides" if by_user else "model file"
+        if by_user:
+            reason = "layerwise.overrides"
+        else:
+            reason = "model file"
         shape = None
         sent_away = False
         if recipe.whole:
@@ -242,7 +247,10 @@ def route_model(
         route = with_changes(route, mine, recipes)
         route = by_kind.decayed(route, param.shape, vector=is_vector(param.name))
         route = with_heads(route, mine.get("num_heads"), explicit=True)
-        known = param.split if auto_split and route.whole else None
+        if auto_split and route.whole:
+            known = param.split
+        else:
+            known = None
         if "num_heads" in mine:
             known = None
         if (split := mine.get("split", known)) is not None:

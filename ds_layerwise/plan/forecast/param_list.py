@@ -31,8 +31,14 @@ def listed(
         group = groups[route.group]
         decay = route.recipe.own_weight_decay
         if decay is None:
-            decay = group["weight_decay"] if route.weight_decay is None else route.weight_decay
-        parts = {} if route.parts is None else route.seen(spec.numel)
+            if route.weight_decay is None:
+                decay = group["weight_decay"]
+            else:
+                decay = route.weight_decay
+        if route.parts is None:
+            parts = {}
+        else:
+            parts = route.seen(spec.numel)
         rows.append(
             {
                 "name": spec.name,

@@ -113,7 +113,10 @@ def predict(
             Load.of_bucket(bucket, wire, reduction, run.stage)
             for bucket, wire in zip(buckets, costs.wires, strict=True)
         ]
-        left = None if memory_bytes is None else memory_bytes - max(costs.needed)
+        if memory_bytes is None:
+            left = None
+        else:
+            left = memory_bytes - max(costs.needed)
         wire = wire_time(loads, [bucket.way for bucket in buckets], links, reduction)
         return BucketSize(bucket_numel, len(buckets), wire, left)
 

@@ -79,11 +79,10 @@ def plan_table(
         )
         return f"{table}\n{_rendered(below, _PLAN_WIDTH)}".rstrip()
     title = "memory of the fullest rank, and what the busiest rank sends"
-    what = (
-        "gradients and parameters in a step"
-        if forecasts[0].stage == 1
-        else "gradients in one backward pass and parameters in a step"
-    )
+    if forecasts[0].stage == 1:
+        what = "gradients and parameters in a step"
+    else:
+        what = "gradients in one backward pass and parameters in a step"
     rows = [_row(forecast) for forecast in forecasts]
     if not any(any(forecast.saved) for forecast in forecasts):
         for row in rows:
@@ -203,7 +202,9 @@ def _seconds(wire: WireTime) -> dict[str, float]:
 
 
 def _fit_json(size: BucketSize) -> dict[str, Any]:
-    return {} if size.left is None else {"fits": size.fits, "left_bytes": size.left}
+    if size.left is None:
+        return {}
+    return {"fits": size.fits, "left_bytes": size.left}
 
 
 def _fitting(
@@ -250,7 +251,9 @@ def _fitting(
 
 def _fit(size: BucketSize) -> str:
     left = size.left or 0
-    return f"yes, {_size(left)} left" if size.fits else f"no, {_size(-left)} too much"
+    if size.fits:
+        return f"yes, {_size(left)} left"
+    return f"no, {_size(-left)} too much"
 
 
 def _predicted(
@@ -271,7 +274,10 @@ def _predicted(
         for rate, ranks in rates.items()
     )
     first = predictions[0]
-    every = "" if forecasts[0].stage == 1 else " once in each backward pass at stage 2,"
+    if forecasts[0].stage == 1:
+        every = ""
+    else:
+        every = " once in each backward pass at stage 2,"
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
         f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; "
@@ -318,7 +324,9 @@ def _time(nanoseconds: float) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:,.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
@@ -402,7 +410,10 @@ def _preset(chosen: OptimizerConfig) -> str:
         if key in given:
             value = given[key]
             taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
-    left_out = f"; without its {', '.join(own)}, where the config has its own" if own else ""
+    if own:
+        left_out = f"; without its {', '.join(own)}, where the config has its own"
+    else:
+        left_out = ""
     return f"{', '.join(taken) or 'nothing'}{left_out}"
 
 
@@ -425,12 +436,16 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
         changed.append(f"weight decay {decay}")
     if kept := recipe.kept_summary():
         changed.append(kept)
-    return f"{recipe.rule} with {', '.join(changed)}" if changed else recipe.rule
+    if changed:
+        return f"{recipe.rule} with {', '.join(changed)}"
+    return recipe.rule
 
 
 def _span(values: Iterable[float]) -> str:
     texts = sorted({f"{float(value):g}" for value in values}, key=float)
-    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+    if len(texts) == 1:
+        return texts[0]
+    return f"{texts[0]} to {texts[-1]}"
 
 
 def _parameters(
@@ -518,11 +533,10 @@ def _costs(forecast: Forecast) -> Table:
     rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
     rows["padding"] = f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %"
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
-        sent = (
-            f"{_size(reduced + gathered)} a step"
-            if forecast.stage == 1
-            else f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
-        )
+        if forecast.stage == 1:
+            sent = f"{_size(reduced + gathered)} a step"
+        else:
+            sent = f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
         rows[f"{dtype} parameters"] = (
             f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
             f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}"

@@ -85,7 +85,10 @@ def draft_owned(
     lengths: list[int] = []
     end = 0
     for rank in sorted(by_rank):
-        start = end if shard is None else rank * shard
+        if shard is None:
+            start = end
+        else:
+            start = rank * shard
         end = start
         for item in by_rank[rank]:
             in_order.append(item)

@@ -175,7 +175,9 @@ class Bucket:
 
     @property
     def _default_way(self) -> Way:
-        return "even" if self.is_even else "ragged"
+        if self.is_even:
+            return "even"
+        return "ragged"
 
     @property
     def _lengths(self) -> str:

@@ -40,7 +40,8 @@ _PARTS = 2**40
 #: The most swaps that are looked at in one search, and in all: a few seconds at most. There are as
 #: many as shards, times the kinds that the busiest has, times all kinds; with two parameters on
 #: either side times the squares of both.
-_MAX_AT_ONCE, _MAX_COMBINATIONS = 2**22, 2**27
+_MAX_AT_ONCE = 2**22
+_MAX_COMBINATIONS = 2**27
 
 
 class Item(NamedTuple):
@@ -143,9 +144,15 @@ def _longest_first(
     or of elements, stays smallest. Parameters without work come last, and for them only elements
     count: they would all go to the one rank with least work, whatever it holds.
     """
-    sizes = exact if shares is None else shares
+    if shares is None:
+        sizes = exact
+    else:
+        sizes = shares
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
-    loads = placed.loads if shares is None else np.zeros_like(placed.loads)
+    if shares is None:
+        loads = placed.loads
+    else:
+        loads = np.zeros_like(placed.loads)
 
     def longest(kind: _Kind) -> tuple[int, int, int, int]:
         work, numel = sizes[kind]
@@ -157,7 +164,10 @@ def _longest_first(
         by_shard = loads.reshape(2, -1, kind.ep_size)
         exactly = placed.loads.reshape(2, -1, kind.ep_size)
         while left:  # each go places one at least
-            held = by_shard.max(axis=2) if kind.ep_size > 1 else loads
+            if kind.ep_size > 1:
+                held = by_shard.max(axis=2)
+            else:
+                held = loads
             # Who has least after it, then what decides between equals; and by how much at least
             # those grow who take one: of the ranks that are ahead by less, none gets a second one
             # before all of them have one.
@@ -179,7 +189,10 @@ def _longest_first(
             # A go to all ranks leaves everything between them as it is, so that the next goes are
             # the same.
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
-            times = left // len(after) if same else 1
+            if same:
+                times = left // len(after)
+            else:
+                times = 1
             exactly[:, chosen] += times * np.array(exact[kind])[:, None, None]
             if shares is not None:
                 by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]
@@ -227,7 +240,8 @@ class _Swaps:
         """Make the most of ``load`` less, by as many swaps as there are shards that have it; False
         if one keeps it.
         """
-        most, most_of_other = self._loads[load].max(), self._loads[1 - load].max()
+        most = self._loads[load].max()
+        most_of_other = self._loads[1 - load].max()
         for _ in range(self._loads.shape[1]):
             loads = self._loads.max(axis=2)
             if loads[load].max() < most:
@@ -377,7 +391,10 @@ class _Takers:
                 (rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
                 key=self._key,
             )
-        taken = found[:num] if len(found) > num else sorted(found)
+        if len(found) > num:
+            taken = found[:num]
+        else:
+            taken = sorted(found)
         for rank in taken:
             self._quota[rank] -= 1
         for rank in passed:

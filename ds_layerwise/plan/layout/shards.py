@@ -100,7 +100,10 @@ class Numels(Sequence[int]):
 
     def with_longer_last(self, more: int) -> Numels:
         """Make those of which the last that is not empty has ``more`` elements."""
-        lengths = self.lengths if self.each is None else tuple(self)
+        if self.each is None:
+            lengths = self.lengths
+        else:
+            lengths = tuple(self)
         return Numels.of_filled(self.size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
 
     def __len__(self) -> int:
@@ -125,7 +128,9 @@ class Numels(Sequence[int]):
         if self.each is not None:
             return self.each
         i = bisect_left(self.filled, number)
-        return self.lengths[i] if i < len(self.filled) and self.filled[i] == number else 0
+        if i < len(self.filled) and self.filled[i] == number:
+            return self.lengths[i]
+        return 0
 
     def __eq__(self, other: object) -> bool:
         """Tell whether ``other`` lists the same."""
@@ -164,7 +169,9 @@ class Shards(NamedTuple):
     @classmethod
     def of(cls, numels: Numels, start: int) -> Shards:
         """Make shards of ``numels`` elements, the first of which starts at ``start``."""
-        filled, lengths, each = numels.filled, numels.lengths, numels.each
+        filled = numels.filled
+        lengths = numels.lengths
+        each = numels.each
         if each is None:
             return cls(
                 filled,

@@ -125,7 +125,8 @@ def _held(each: Deal, holders: int, *, in_place: bool) -> NDArray[np.int64]:
     numel = np.zeros(holders, np.int64)
     for shard in each.shards:
         cut = shard.bucket.cut_numel
-        first, last = shard.start // cut, (shard.stop - 1) // cut
+        first = shard.start // cut
+        last = (shard.stop - 1) // cut
         numel[first : last + 1] += cut
         numel[first] -= shard.start - first * cut
         numel[last] -= (last + 1) * cut - shard.stop

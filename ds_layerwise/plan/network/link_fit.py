@@ -50,7 +50,10 @@ class Timing:
         """
         others = self.size - 1
         moved = self.nbytes * others / self.size
-        first = "inside_us" if self.where == "inside" else "between_us"
+        if self.where == "inside":
+            first = "inside_us"
+        else:
+            first = "between_us"
         if self.where == "everywhere":
             leaves = (self.size - ranks_per_node) / others
             return {"together": moved * leaves, first: 1e3, "peer_us": 1e3 * others}
@@ -144,7 +147,10 @@ class Measured:
         """A table in plain text."""
         lines = []
         for key, value in self.links.model_dump().items():
-            shown = f"{value:,.4g}" if isinstance(value, float) else str(value).lower()
+            if isinstance(value, float):
+                shown = f"{value:,.4g}"
+            else:
+                shown = str(value).lower()
             line = f"{key:14}  {shown:>8} {_UNITS.get(key, ''):7}  {self.sources[key]}"
             lines.append(line)
         off = self.fit.off
@@ -236,8 +242,14 @@ def measured_links(
 
 def require_like(ranks_per_node: int, num_nodes: int) -> str:
     """Return the refusal of what :func:`missing_keys` names, without another source."""
-    where = "one node" if num_nodes == 1 else "nodes of one rank"
-    start = "several" if num_nodes == 1 else "nodes of several ranks"
+    if num_nodes == 1:
+        where = "one node"
+    else:
+        where = "nodes of one rank"
+    if num_nodes == 1:
+        start = "several"
+    else:
+        start = "nodes of several ranks"
     return (
         f"{', '.join(missing_keys(ranks_per_node, num_nodes))} cannot be measured on {where}; "
         f"start it on {start}, or name what has them with --like"

@@ -141,7 +141,10 @@ def links_of_run(
         ConfigError: as :func:`find_links`.
     """
     if links == "auto":
-        links = "tcp" if on_host else "nvlink-ib"
+        if on_host:
+            links = "tcp"
+        else:
+            links = "nvlink-ib"
     found = find_links(links, where=where, others=("auto",))
     changed: dict[str, Any] = {}
     if on_host is not None:
@@ -174,8 +177,14 @@ def unlike_the_run(links: str, *, on_host: bool) -> str:
     found = find_links(links, where="layerwise.links")
     if found.on_host == on_host or links not in LINKS and "on_host" not in found.model_fields_set:
         return ""
-    theirs, here = ("host memory", "devices") if found.on_host else ("devices", "host memory")
-    talks = "gloo" if on_host else "the device's own backend"
+    if found.on_host:
+        theirs, here = ("host memory", "devices")
+    else:
+        theirs, here = ("devices", "host memory")
+    if on_host:
+        talks = "gloo"
+    else:
+        talks = "the device's own backend"
     return (
         f"layerwise.links {links!r} is between {theirs}, and parameters lie in {here}: ways of "
         "buckets are chosen "
@@ -202,7 +211,10 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
     path = Path(links)
     wanted = f"{where} must be one of {', '.join(names)} or a file, got {links!r}"
     try:
-        text = path.read_bytes() if path.is_file() else None
+        if path.is_file():
+            text = path.read_bytes()
+        else:
+            text = None
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
     if text is None:
@@ -270,7 +282,9 @@ class Group:
         """
         if self.nodes == 1:
             return self.links.inside_gb_s
-        return self.node_gb_s if self.local == 1 else min(self.links.inside_gb_s, self.node_gb_s)
+        if self.local == 1:
+            return self.node_gb_s
+        return min(self.links.inside_gb_s, self.node_gb_s)
 
     @cached_property
     def _chain_ns(self) -> float:
@@ -337,12 +351,17 @@ class Group:
         out = (self.size - self.local) / (self.size - 1)
         shared = out * self.local * (most if mean is None else mean) / self.node_gb_s
         moved = max(most * (1 - out) / self.links.inside_gb_s, most * out / self.rank_gb_s, shared)
-        first = self.links.inside_us if self.nodes == 1 else self.links.between_us
+        if self.nodes == 1:
+            first = self.links.inside_us
+        else:
+            first = self.links.between_us
         return round(moved + 1e3 * (first + self.links.peer_us * (self.size - 1)))
 
     def added_up(self, read: float, written: float) -> int:
         """Adding up what has arrived: bytes that are read, and written."""
-        return 0 if self.size == 1 else round((read + written) / self.links.memory_gb_s)
+        if self.size == 1:
+            return 0
+        return round((read + written) / self.links.memory_gb_s)
 
     @cached_property
     def inner(self) -> Group:

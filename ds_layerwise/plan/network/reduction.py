@@ -32,7 +32,9 @@ def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
     further micro-batches are added to them in the cut, and sums in rank order are float32 to begin
     with.
     """
-    return wire if reduction == "native" and stage == 1 else "float32"
+    if reduction == "native" and stage == 1:
+        return wire
+    return "float32"
 
 
 def partial_sums(rows: int) -> Iterator[int]:
@@ -60,5 +62,7 @@ def most_partial_sums(ranks: int, *, per_node: int = 1) -> int:
 def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
     """Return how a run makes sums; "auto": the backend's way where nothing lies in host memory."""
     if setting == "auto":
-        return "ordered" if on_host else "native"
+        if on_host:
+            return "ordered"
+        return "native"
     return setting

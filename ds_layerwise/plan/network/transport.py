@@ -86,12 +86,16 @@ class Load:
     @property
     def longest(self) -> int:
         """Elements of the longest shard."""
-        return self.shards.shortest if self.shards.is_even else max(self.shards.lengths)
+        if self.shards.is_even:
+            return self.shards.shortest
+        return max(self.shards.lengths)
 
     @property
     def spread(self) -> int:
         """Ranks of the group from the first that has a shard to the last."""
-        return self.shards.filled[-1] - self.shards.filled[0] if self.shards.filled else 0
+        if self.shards.filled:
+            return self.shards.filled[-1] - self.shards.filled[0]
+        return 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -170,7 +174,9 @@ def reduce_all_ns(
             return reduce_ns(load, way, load.numel, group, reduction), 0
         inside, between = reduce_levels(load, load.numel, group, reduction)
         # Nothing is beside it, or it has the second level alone.
-        return (inside + between, 0) if links.on_host or not inside else (inside, between)
+        if links.on_host or not inside:
+            return (inside + between, 0)
+        return (inside, between)
 
     for load, way in zip(loads, ways, strict=True):
         took, beside = levels(load, way)
@@ -187,10 +193,15 @@ def ordered_levels(
     Args:
         sum_bytes: of a sum of a node on its way to the others; as the gradients travel if None.
     """
-    sum_bytes = wire_bytes if sum_bytes is None else sum_bytes
+    if sum_bytes is None:
+        sum_bytes = wire_bytes
+    else:
+        sum_bytes = sum_bytes
     if not group.has_levels:
         took = _added_up(numel, wire_bytes, SUM_BYTES, group)
-        return Levels(took, 0) if group.nodes == 1 else Levels(0, took)
+        if group.nodes == 1:
+            return Levels(took, 0)
+        return Levels(0, took)
     return Levels(
         _added_up(numel, wire_bytes, sum_bytes, group.inner),
         _added_up(numel / group.local, sum_bytes, SUM_BYTES, group.outer),
@@ -217,7 +228,9 @@ def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
 def gather_levels(nbytes: float, group: Group) -> Levels:
     """An all-gather of equal parts between nodes first, then inside each."""
     if not group.has_levels:
-        return Levels(group.ring(nbytes), 0) if group.nodes == 1 else Levels(0, group.ring(nbytes))
+        if group.nodes == 1:
+            return Levels(group.ring(nbytes), 0)
+        return Levels(0, group.ring(nbytes))
     return Levels(group.inner.ring(nbytes), group.outer.ring(nbytes / group.local))
 
 
@@ -241,9 +254,9 @@ def takes_levels(nbytes: float, group: Group) -> bool:
 
 def _ring(nbytes: float, group: Group) -> Levels:
     """A ring through all ranks, or the two of :func:`ring_levels`, whichever takes less."""
-    return (
-        ring_levels(nbytes, group) if takes_levels(nbytes, group) else Levels(0, group.ring(nbytes))
-    )
+    if takes_levels(nbytes, group):
+        return ring_levels(nbytes, group)
+    return Levels(0, group.ring(nbytes))
 
 
 def _ragged_all_to_all(load: Load, itemsize: int, numel: int, group: Group) -> int:
@@ -336,7 +349,9 @@ def choose_ways(
         moved = load.numel / load.holders * (load.holders - 1) / load.holders
         part = group.all_to_all(moved * load.sum_bytes) + group.all_to_all(moved * load.param_bytes)
         part -= 2 * group.all_to_all(0)
-        return straight - cut if cut + part < straight else 0
+        if cut + part < straight:
+            return straight - cut
+        return 0
 
     for index, load in enumerate(loads):
         if ways[index] == "even":

@@ -68,7 +68,10 @@ def take_rows(
     new_owners: dict[int, int] = {}
     for (numel, _), equal in by_size.items():
         counts = np.bincount([owners[item.position] for item in equal], minlength=holders)
-        num_rows = int(counts.min()) if numel * holders <= limit else 0
+        if numel * holders <= limit:
+            num_rows = int(counts.min())
+        else:
+            num_rows = 0
         rows += [equal[i * holders : (i + 1) * holders] for i in range(num_rows)]
         # The first ones in backward order: what is left over makes the last reductions, which
         # nothing hides, short.

@@ -123,7 +123,10 @@ def draft_layout(
                     drafts.append(_equal_shards(bucket, holders, stream.wire))
             else:
                 owned[stream] = items
-        limit = row_limit(bucket_numel, model_numel) if stage == 1 else 0
+        if stage == 1:
+            limit = row_limit(bucket_numel, model_numel)
+        else:
+            limit = 0
         return drafts + _balance(owned, world_size, bucket_numel, limit, send)
 
     drafts = made(bucket_numel)
@@ -176,7 +179,9 @@ def _or_faster(
     limit = took(drafts).tail
     able = [other for other in others if took(other).tail <= limit]
     fastest = min(able, key=felt, default=drafts)
-    return fastest if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts) else drafts
+    if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts):
+        return fastest
+    return drafts
 
 
 class _Stream(NamedTuple):
@@ -278,7 +283,10 @@ class _Shelves:
         """
         taken: list[Item] = []
         while fits := bisect_right(self._sizes, room):
-            size = numel if not taken and numel in self._shelves else self._sizes[fits - 1]
+            if not taken and numel in self._shelves:
+                size = numel
+            else:
+                size = self._sizes[fits - 1]
             taken.append(self._shelves[size].popleft())
             room -= taken[-1].span
             if not self._shelves[size]:
@@ -313,7 +321,9 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
         shard += seed.span
         if sum(item.numel for item in bucket) >= bucket_numel:
             drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
-            bucket, owners, shard = [], [], 0
+            bucket = []
+            owners = []
+            shard = 0
     if bucket:
         drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
     return drafts
@@ -357,7 +367,9 @@ def _balance(
         left.update(spread(buckets, left, holders))
     drafts += _draft_streams(cut, {**owners, **left}, world_size)
     in_rows, in_rows_ns = send(drafts)
-    return in_rows if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns else plain
+    if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns:
+        return in_rows
+    return plain
 
 
 def _draft_streams(

@@ -33,7 +33,9 @@ _VECTOR = re.compile(
 def own_name(name: str) -> str:
     """Return the last part of ``name``; of a parameter in a list that of the list."""
     *path, last = name.split(".")
-    return path[-1] if path and last.isdecimal() else last
+    if path and last.isdecimal():
+        return path[-1]
+    return last
 
 
 def is_vector(name: str) -> bool:
@@ -102,8 +104,13 @@ class ByKind:
             lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
             eps_scale=eps if route.eps is None else 1.0,
         )
-        why = f"rate x {lr:g} by width" if route.lr is None else "eps by width"
-        return found if found == route else found.because(why)
+        if route.lr is None:
+            why = f"rate x {lr:g} by width"
+        else:
+            why = "eps by width"
+        if found == route:
+            return found
+        return found.because(why)
 
     def decayed(
         self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
@@ -120,7 +127,9 @@ class ByKind:
         exempt = (len(shape) < 2 or vector and not route.whole) and not self.decay_vectors
         if exempt and not (self.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)):
             return replace(route, weight_decay=0.0)
-        return route if route.whole else replace(route, weight_decay=self.scalar_weight_decay)
+        if route.whole:
+            return route
+        return replace(route, weight_decay=self.scalar_weight_decay)
 
 
 def idle_keys(

@@ -74,14 +74,16 @@ def check_accuracy(
         recipe = route.recipe
         for key, spec in route.states(1).items():
             dtype = spec.kept_as
-            share = recipe.share_kept(key, route.hyper(groups[route.group])) if dtype else 0.0
+            if dtype:
+                share = recipe.share_kept(key, route.hyper(groups[route.group]))
+            else:
+                share = 0.0
             if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
                 continue
-            way_out = (
-                "set stochastic_rounding to true, with which small changes add up"
-                if dtype == "bfloat16"
-                else "keep it in 'bfloat16' with stochastic_rounding"
-            )
+            if dtype == "bfloat16":
+                way_out = "set stochastic_rounding to true, with which small changes add up"
+            else:
+                way_out = "keep it in 'bfloat16' with stochastic_rounding"
             raise ConfigError(
                 f"{told}{route.name}: {key} of {recipe.rule} keeps {share:g} of itself in a step "
                 f"and would be kept in {dtype!r}, whose steps are so coarse that above "
@@ -96,7 +98,10 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
     where = f"layerwise.master_dtype is {config.master_dtype!r}"
     dtypes = {spec.dtype for spec in specs}
     if "bfloat16" not in dtypes or "float16" in dtypes:
-        found = "float16" if "float16" in dtypes else "float32"
+        if "float16" in dtypes:
+            found = "float16"
+        else:
+            found = "float32"
         why = {
             "float16": "a float16 weight is no part of its float32 master, it has fewer bits of "
             "exponent",

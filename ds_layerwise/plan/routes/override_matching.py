@@ -87,7 +87,10 @@ def overrides_by_name(
             used.update(matching)
     for index, override in enumerate(overrides):
         if not override.optional and index not in used:
-            told = f" ({override.conditions_told()})" if override.given() else ""
+            if override.given():
+                told = f" ({override.conditions_told()})"
+            else:
+                told = ""
             raise RoutingError(
                 f"{override.label(index)}{told} matches no trainable parameter; is "
                 'the pattern misspelled? With "optional": true it may match none'
@@ -110,7 +113,10 @@ def _same_for_experts(name: str, merged: Sequence[Changes]) -> Changes:
     for other in others:
         for key in first.values.keys() | other.values.keys():
             if first.values.get(key) != other.values.get(key):
-                one, two = (first, other) if key in first.values else (other, first)
+                if key in first.values:
+                    one, two = (first, other)
+                else:
+                    one, two = (other, first)
                 raise RoutingError(
                     f"{one.name}: layerwise.overrides sets {key} to {one.values[key]!r}, and for "
                     f"{two.name} to {two.values.get(key, 'nothing')!r}; the two are experts that "

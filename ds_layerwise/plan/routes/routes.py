@@ -77,11 +77,20 @@ class Route:
     def described(self) -> str:
         """Return all that is computed for it beside its group: ranks that hold it must agree."""
         own = ", ".join(f"{key} {getattr(self, key)}" for key in (*_OF_ROUTES, "eps_scale"))
-        kind = "matrix" if self.whole else "scalar"
+        if self.whole:
+            kind = "matrix"
+        else:
+            kind = "scalar"
         parts = self.parts
-        seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}" if parts else ""
+        if parts:
+            seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}"
+        else:
+            seen = ""
         settings = self.recipe.settings()
-        rule = f"{self.recipe.rule} with {settings}" if settings else self.recipe.rule
+        if settings:
+            rule = f"{self.recipe.rule} with {settings}"
+        else:
+            rule = self.recipe.rule
         return f"the {kind} optimizer, {rule}, {own}{seen}"
 
     def because(self, more: str) -> Route:
@@ -114,7 +123,10 @@ class Route:
 
         Empty if there is nothing to say, or if what tensor parallelism leaves here does not say it.
         """
-        own = "" if self.parts is None or self.is_cut else self.parts.meaning(self.recipe)
+        if self.parts is None or self.is_cut:
+            own = ""
+        else:
+            own = self.parts.meaning(self.recipe)
         return ", ".join(filter(None, (self.recipe.meaning, own)))
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,7 +137,10 @@ class Route:
         Args:
             group: with ``configured_lr``, where its ``lr`` stood before any schedule.
         """
-        betas = group["betas"] if self.betas is None else self.betas
+        if self.betas is None:
+            betas = group["betas"]
+        else:
+            betas = self.betas
         if self.lr is None:
             lr = float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
         else:
@@ -138,7 +153,10 @@ class Route:
             found["weight_decay"] = float(self.recipe.own_weight_decay)
         if self.eps is None:
             found["eps"] *= self.eps_scale
-        of_client = {"of_client": group["of_client"]} if "of_client" in group else {}
+        if "of_client" in group:
+            of_client = {"of_client": group["of_client"]}
+        else:
+            of_client = {}
         return {**found, "betas": tuple(map(float, betas)), **of_client}
 
     @property
@@ -146,8 +164,11 @@ class Route:
         """Bytes that its update copies parts of it into; see
         :meth:`.recipes.targets.fused_parts.Parts.copied`.
         """
-        parts, shape = self.parts, self.matrix_shape
-        return 0 if parts is None or shape is None else parts.copied(self.recipe, shape)
+        parts = self.parts
+        shape = self.matrix_shape
+        if parts is None or shape is None:
+            return 0
+        return parts.copied(self.recipe, shape)
 
     def configured_lr(self, group: Mapping[str, Any]) -> float:
         """Return its rate while ``lr`` of ``group``, its own, stands at the configured value."""
@@ -284,7 +305,10 @@ def _check_decay(name: str, recipe: Recipe, wanted: float | None) -> None:
 
 
 def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], what: str) -> None:
-    of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
+    if recipe.lr_ratio == "matrix_lr_ratio":
+        of_the_run = recipes.matrix
+    else:
+        of_the_run = recipes.scalar
     has_other_size = recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw
     if has_other_size and not {"lr", "lr_scale"} & changes.keys():
         raise RoutingError(
@@ -326,7 +350,9 @@ def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple
             f"{name} {shape} was sent to the matrix optimizer by {reason}, but has fewer than two "
             "axes"
         )
-    return shape if len(shape) < 4 else (shape[0], math.prod(shape[1:]))
+    if len(shape) < 4:
+        return shape
+    return (shape[0], math.prod(shape[1:]))
 
 
 def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
@@ -339,7 +365,10 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
     if num_heads is None:
         return route
     shape = route.matrix_shape
-    axis = 1 if route.transposed else 0
+    if route.transposed:
+        axis = 1
+    else:
+        axis = 0
     if shape is None or len(shape) != 2 or shape[axis] % num_heads:
         if explicit:
             raise RoutingError(
@@ -388,7 +417,10 @@ def with_parts(route: Route, parts: Parts | None) -> Route:
     """Return ``route`` of which the rule sees ``parts``, those that are here."""
     if parts is None:
         return route
-    groups = f" of {parts.groups} groups" if parts.groups > 1 else ""
+    if parts.groups > 1:
+        groups = f" of {parts.groups} groups"
+    else:
+        groups = ""
     return replace(route, parts=parts).because(f"parts {', '.join(parts.names)}{groups}")
 
 

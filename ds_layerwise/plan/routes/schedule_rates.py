@@ -114,8 +114,14 @@ def check_peaks(
         return
     if given == "auto":
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
-    peaks = list(given) if isinstance(given, (list, tuple)) else [given] * len(groups)
-    omission = "" if key in params else f" (what {kind} takes where it is left out)"
+    if isinstance(given, (list, tuple)):
+        peaks = list(given)
+    else:
+        peaks = [given] * len(groups)
+    if key in params:
+        omission = ""
+    else:
+        omission = f" (what {kind} takes where it is left out)"
     _refuse_others(
         peaks,
         [group["lr"] for group in groups],
@@ -186,22 +192,29 @@ def _parts(schedule: Any) -> list[Any]:
 def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
     """The argument with the peak, and what each group has of it."""
     kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
-    key = "max_lr" if kind is None else PEAKS[kind][0]
+    if kind is None:
+        key = "max_lr"
+    else:
+        key = PEAKS[kind][0]
     kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
     if kept is None:
         # OneCycleLR has it in the groups, classes outside of torch have it as they got it.
-        kept = (
-            [group.get(key) for group in groups]
-            if kind == "OneCycleLR"
-            else getattr(schedule, key, None)
-        )
+        if kind == "OneCycleLR":
+            kept = [group.get(key) for group in groups]
+        else:
+            kept = getattr(schedule, key, None)
     peaks = _numbers(kept, groups)
-    return None if peaks is None else (key, peaks)
+    if peaks is None:
+        return None
+    return (key, peaks)
 
 
 def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
     """Return the rates that a schedule keeps, one a group; None if they are no rates."""
-    rates = kept if isinstance(kept, (list, tuple)) else [kept] * len(groups)
+    if isinstance(kept, (list, tuple)):
+        rates = kept
+    else:
+        rates = [kept] * len(groups)
     try:
         return list(map(float, rates))
     except (TypeError, ValueError):
@@ -223,7 +236,8 @@ def _refuse_others(
     for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
         peak = check(NonNegative, where, each)
         lr = float(lr)
-        matrix, scalar = float(group["matrix_lr_ratio"]), float(group["scalar_lr_ratio"])
+        matrix = float(group["matrix_lr_ratio"])
+        scalar = float(group["scalar_lr_ratio"])
         kinds = used.get(index, ())
         one_rate = all(group[kind] == 1 for kind in kinds) and (
             len(kinds) < 2 or config.matrix.takes_rate_of_adamw
@@ -231,12 +245,14 @@ def _refuse_others(
         if one_rate or math.isclose(peak, lr, rel_tol=1e-6):
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)
-        name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
-        instead = (
-            "do not change lr of the groups, or set lr"
-            if key == "base_lrs"
-            else (f"set {key} to {_value_for(lrs, own)}, or lr")
-        )
+        if own:
+            name = f"param_groups[{index}].lr"
+        else:
+            name = "optimizer.params.lr"
+        if key == "base_lrs":
+            instead = "do not change lr of the groups, or set lr"
+        else:
+            instead = f"set {key} to {_value_for(lrs, own)}, or lr"
         raise ConfigError(
             f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed "
             f"ratio, so that muon_lr would become {peak * matrix:.4g} instead of "

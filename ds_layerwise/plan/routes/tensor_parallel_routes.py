@@ -73,9 +73,10 @@ def _cut_route(
     if route.matrix_shape is None:
         return with_cut(route, None, tp_size)
     if route.matrix_shape != shape or route.parts is not None:
-        seen = (
-            route.matrix_shape if route.parts is None else f"parts {', '.join(route.parts.names)}"
-        )
+        if route.parts is None:
+            seen = str(route.matrix_shape)
+        else:
+            seen = f"parts {', '.join(route.parts.names)}"
         raise ConfigError(
             f"{route.name} {shape} goes as matrices of {seen}, and a plan does not know how tensor "
             "parallelism cuts these; plan without num_heads, per_head_muon, split and auto_split"
@@ -99,7 +100,9 @@ def _dim_of(
     if module in COPIED:
         return None
     if module in TABLES:
-        return 0 if cutter == "megatron" or tied else None
+        if cutter == "megatron" or tied:
+            return 0
+        return None
     if module in OUTPUT_LAYERS:
         return 0
     known = OPENS_BLOCK + CLOSES_BLOCK + TABLES + OUTPUT_LAYERS
@@ -111,5 +114,7 @@ def _dim_of(
         )
     closes = module in CLOSES_BLOCK
     if len(shape) == 1:
-        return None if closes else 0
+        if closes:
+            return None
+        return 0
     return int(closes != transposed)

@@ -96,7 +96,9 @@ def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
             return pinned
         memory = torch.empty(numel, dtype=dtype, device="cpu")
         # The oldest release has to be given memory that is not locked.
-        return accelerator.pin_memory(memory) if pin_memory else memory
+        if pin_memory:
+            memory = accelerator.pin_memory(memory)
+        return memory
     except (RuntimeError, MemoryError, OSError) as error:
         kind = way_out = ""
         if pin_memory:

@@ -82,7 +82,8 @@ class LowBitStates:
         """Return the float32 state of ``kept``: new memory, the same shape."""
         if not self.is_codes(name, key):
             return kept.float()
-        scales, signed = self._scales[name, key], self._signed[name, key]
+        scales = self._scales[name, key]
+        signed = self._signed[name, key]
         return of_codes(kept.view(-1), scales, signed=signed).view_as(kept)
 
     def write(

@@ -471,10 +471,13 @@ class Owned:
 
     def _recorded(self, name: str, key: str) -> Tensor:
         """Return a master or a state as :meth:`record` gives it."""
-        value = (
-            self._at(name, key, NONE) if self._is_live(name, key) else self.value(name, key).cpu()
-        )
-        return value.view(-1) if value.shape == self._gradient(name).shape else value
+        if self._is_live(name, key):
+            value = self._at(name, key, NONE)
+        else:
+            value = self.value(name, key).cpu()
+        if value.shape == self._gradient(name).shape:
+            return value.view(-1)
+        return value
 
     def _is_live(self, name: str, key: str) -> bool:
         if key == MASTER:

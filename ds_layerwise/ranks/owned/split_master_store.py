@@ -90,7 +90,8 @@ class SplitMasters:
         shard = self._values.bucket(index)
         piece = self._values.piece(name)
         start = piece.storage_offset() - shard.storage_offset()
-        first, last = start // BLOCK, -(-(start + piece.numel()) // BLOCK)
+        first = start // BLOCK
+        last = -(-(start + piece.numel()) // BLOCK)
         place = slice(start, last * BLOCK)
         return shard[place], self._remainders[index][place], self._marks[index][first:last]
 

@@ -64,7 +64,9 @@ class Round:
     @property
     def held(self) -> Sequence[Run]:
         """The parts of this rank's cuts that take part."""
-        return self.runs if self.stay is None else (*self.runs, self.stay)
+        if self.stay is None:
+            return self.runs
+        return (*self.runs, self.stay)
 
 
 def rounds_of(

@@ -33,7 +33,9 @@ DTYPE_BYTES = {
 
 def state_bytes(numel: int, dtype: str) -> int:
     """Return the bytes of a state of ``numel`` elements."""
-    return numel + 4 * -(-numel // SCALED) if dtype == "8bit" else numel * DTYPE_BYTES[dtype]
+    if dtype == "8bit":
+        return numel + 4 * -(-numel // SCALED)
+    return numel * DTYPE_BYTES[dtype]
 
 
 def master_bytes(numel: int, param_dtype: str, kept_as: MasterDtype) -> int:

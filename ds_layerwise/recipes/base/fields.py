@@ -105,7 +105,9 @@ def check(kind: Any, where: str, value: object) -> Any:
 def plain(value: object) -> object:
     """Return Python's own number for one of numpy's, or for a tensor without axes."""
     item = getattr(value, "item", None)
-    return item() if callable(item) and getattr(value, "shape", None) == () else value
+    if callable(item) and getattr(value, "shape", None) == ():
+        return item()
+    return value
 
 
 def normalised(value: object) -> Any:
@@ -117,14 +119,18 @@ def normalised(value: object) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(normalised, value))
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        return math.inf if value > 0 else -math.inf
+        if value > 0:
+            return math.inf
+        return -math.inf
     return value
 
 
 def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
     """Return the one of ``known`` that somebody most likely meant with ``key``, if any."""
     close = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
-    return close[0] if close else None
+    if close:
+        return close[0]
+    return None
 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
@@ -177,7 +183,8 @@ def _translated(
         if (inside := _inside(schema, part)) is None:
             break
         where += f"[{part}]" if isinstance(part, int) else f".{part}"
-        values, schema = values[part], inside
+        values = values[part]
+        schema = inside
     return ConfigError(f"{where} must be {_expected(schema, first['type'])}, got {plain(values)!r}")
 
 
@@ -188,7 +195,9 @@ def _inside(schema: Any, part: int | str) -> Any:
     for branch in schema.get("anyOf", [schema]):
         if branch.get("type") == "array":
             prefix = branch.get("prefixItems", ())
-            return prefix[part] if part < len(prefix) else branch.get("items", {})
+            if part < len(prefix):
+                return prefix[part]
+            return branch.get("items", {})
     return None
 
 

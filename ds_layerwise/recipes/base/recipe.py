@@ -175,7 +175,8 @@ class Recipe(Section):
 
     def decay_summary(self) -> str:
         """Name the decay of weights where it is not this optimizer's default; else empty."""
-        method, default = self.weight_decay_method, type(self).model_fields["weight_decay_method"]
+        method = self.weight_decay_method
+        default = type(self).model_fields["weight_decay_method"]
         return ", ".join(
             [method] * (method != default.default) + ["cautious"] * self.cautious_weight_decay
         )

@@ -232,7 +232,9 @@ def _name_of_script() -> str:
     if spec := getattr(script, "__spec__", None):
         return str(spec.name)
     file = getattr(script, "__file__", None)
-    return PurePath(file).stem if file else "__main__"
+    if file:
+        return PurePath(file).stem
+    return "__main__"
 
 
 @lru_cache(maxsize=None)

@@ -155,7 +155,9 @@ class AdEMAMix(TwoMoments):
         """Name betas and eps, and the share and the weight of the slow average."""
 
         def warm(steps: int) -> str:
-            return f" after {steps} steps" if steps else ""
+            if steps:
+                return f" after {steps} steps"
+            return ""
 
         return (
             f"{super().summary(hyper)}, beta3 {self.beta3:g}{warm(self.beta3_warmup_steps)}, alpha "

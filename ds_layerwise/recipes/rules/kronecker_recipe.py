@@ -90,7 +90,9 @@ class Kronecker(KeptMoments):
 
     def update_limit(self) -> str:
         """Name ``max_update_rms`` for the start-up table; empty for none."""
-        return f", RMS up to {self.max_update_rms:g}" if self.max_update_rms else ""
+        if self.max_update_rms:
+            return f", RMS up to {self.max_update_rms:g}"
+        return ""
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse tensor shards, whose factors no rank could form alone, and matrices without a side

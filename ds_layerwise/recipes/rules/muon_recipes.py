@@ -117,7 +117,9 @@ class Scaled(Orthogonalized):
 
 
 def _times(factor: float) -> str:
-    return "" if factor == 1 else f" x {factor:g}"
+    if factor == 1:
+        return ""
+    return f" x {factor:g}"
 
 
 class Muon(Scaled):
@@ -164,7 +166,9 @@ class NorMuon(Adaptive):
     def axis(self, rows: int, cols: int) -> Axis:
         """Return the axis of a ``(rows, cols)`` matrix that squares are averaged over."""
         per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
-        return -1 if per_row else -2
+        if per_row:
+            return -1
+        return -2
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse "longer_side" for a matrix that is cut: its parts cannot tell the longer side."""
@@ -281,7 +285,9 @@ class Scion(Orthogonalized):
     @property
     def own_weight_decay(self) -> float | None:
         """1 with ``constrained``, so that weights decay by the learning rate; else None."""
-        return 1.0 if self.constrained else None
+        if self.constrained:
+            return 1.0
+        return None
 
     def scale_summary(self) -> str:
         """Name the radius, and tell whether it bounds weights."""

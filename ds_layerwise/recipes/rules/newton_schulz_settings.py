@@ -46,7 +46,8 @@ def newton_schulz_flops(
     if method == "standard" or m == n:
         return batch * steps * (4 * m * m * n + 2 * m**3)
     segments = len(gram_segments(steps))
-    rectangular, square = 2 * segments, 4 * steps - 3 * segments
+    rectangular = 2 * segments
+    square = 4 * steps - 3 * segments
     return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
 
 

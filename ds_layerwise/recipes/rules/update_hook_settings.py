@@ -76,7 +76,8 @@ class UpdateHooks(Recipe):
         if name is None:
             return self
         for key in self.sized_by:
-            value, default = getattr(self, key), type(self).model_fields[key].default
+            value = getattr(self, key)
+            default = type(self).model_fields[key].default
             if value != default:
                 raise ValueError(
                     f"{key} is {value!r} with {name}, which decides the size of an update by "
@@ -94,12 +95,16 @@ class UpdateHooks(Recipe):
         """The name of the hook that decides how large an update is, if one does."""
         if self.hyperball is not None:
             return "hyperball"
-        return "relative_update" if self.relative_update else None
+        if self.relative_update:
+            return "relative_update"
+        return None
 
     @property
     def own_weight_decay(self) -> float | None:
         """Zero with ``hyperball``, else that of the group."""
-        return None if self.hyperball is None else 0.0
+        if self.hyperball is None:
+            return None
+        return 0.0
 
     def hook_flops(self, shape: Shape) -> int:
         """Return the FLOPs of ``spectral_clip``; the others take none that count."""

@@ -104,7 +104,8 @@ class Conditions(Section):
                 raise ConfigError(
                     f"{where}.regex must be a regular expression, got {pattern!r}: {e}"
                 ) from e
-        least, most = self.min_elements, self.max_elements
+        least = self.min_elements
+        most = self.max_elements
         if least is not None and most is not None and least > most:
             raise ConfigError(
                 f"{where}.min_elements is {least}, more than max_elements, which is {most}: no "
@@ -149,7 +150,9 @@ class Conditions(Section):
     def _shapes(self) -> Any:
         # One shape has numbers in it, a list of shapes has shapes.
         one = self.shape is not None and not any(isinstance(size, tuple) for size in self.shape)
-        return (self.shape,) if one else self.shape
+        if one:
+            return (self.shape,)
+        return self.shape
 
 
 def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:
@@ -194,8 +197,12 @@ def each_of(value: Any) -> tuple[Any, ...]:
     """Return the values of a key that takes one or several, or None for none."""
     if value is None:
         return ()
-    return value if isinstance(value, tuple) else (value,)
+    if isinstance(value, tuple):
+        return value
+    return (value,)
 
 
 def _as_config(value: Any) -> Any:
-    return list(map(_as_config, value)) if isinstance(value, tuple) else value
+    if isinstance(value, tuple):
+        return list(map(_as_config, value))
+    return value

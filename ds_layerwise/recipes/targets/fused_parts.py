@@ -135,7 +135,8 @@ class Parts:
     def places(self, shape: Shape) -> dict[str, Place]:
         """Return the place of each part in a parameter of ``shape``."""
         step = shape[-1] if self.axis == -2 else 1
-        start, places = 0, {}
+        start = 0
+        places = {}
         for name, part in self.each:
             places[name] = self._place(shape, part, start, step)
             start += step * part.size
@@ -249,7 +250,8 @@ def as_one_change(changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``changes`` of an override, with its parts as one :class:`Split` to compare."""
     rest = dict(changes)
     parts = rest.pop("split", None)
-    axis, groups = rest.pop("split_axis", "out"), rest.pop("split_groups", 1)
+    axis = rest.pop("split_axis", "out")
+    groups = rest.pop("split_groups", 1)
     if parts is not None:
         rest["split"] = Split(tuple(parts.items()), axis, groups)
     return rest

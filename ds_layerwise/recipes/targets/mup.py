@@ -106,7 +106,8 @@ def _check_matrix_rule(recipe: Recipe) -> None:
     Raises:
         ValueError: names the setting.
     """
-    hook, mode = getattr(recipe, "sizing_hook", None), getattr(recipe, "scale_mode", None)
+    hook = getattr(recipe, "sizing_hook", None)
+    mode = getattr(recipe, "scale_mode", None)
     if recipe.rule == "scion" and hook is None:
         return
     if hook is not None or mode is None or getattr(recipe, "moment2_rescale", True) is False:

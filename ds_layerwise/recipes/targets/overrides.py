@@ -80,11 +80,13 @@ class Override(Conditions):
             raise ConfigError(
                 f'{where} must be an object like {{"name": "*.bias", ...}}, got {entry!r}'
             )
-        own_keys, of_recipes = cls.entry_keys(), merged_keys(recipes_of_settings())
+        own_keys = cls.entry_keys()
+        of_recipes = merged_keys(recipes_of_settings())
         for name in entry:
             if name not in own_keys and name not in of_recipes:
                 raise unknown_key(where, name, {*own_keys, *of_recipes})
-        own, settings = {}, []
+        own = {}
+        settings = []
         for name, value in entry.items():
             if name in own_keys:
                 own[name] = value
@@ -128,7 +130,9 @@ class Override(Conditions):
 
     def label(self, index: int) -> str:
         """Return the name for errors of the override, number ``index`` of all."""
-        return f"layerwise.overrides[{index}]" if self.key is None else f"overrides[{self.key!r}]"
+        if self.key is None:
+            return f"layerwise.overrides[{index}]"
+        return f"overrides[{self.key!r}]"
 
 
 def overrides_of(given: object) -> tuple[Override, ...]:
@@ -167,7 +171,9 @@ def _joined(key: ParamKey, entry: object) -> object:
 
 
 def _check_rates(where: str, override: Override) -> None:
-    lr, scale, least = override.lr, override.lr_scale, override.min_lr
+    lr = override.lr
+    scale = override.lr_scale
+    least = override.min_lr
     if lr is None:
         return
     if scale is not None:

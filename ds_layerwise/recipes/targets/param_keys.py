@@ -144,7 +144,8 @@ class ParamKey:
             RoutingError: a function fails, or an attribute is neither true nor false; names the
                 parameter.
         """
-        name, param = facts.name, facts.param
+        name = facts.name
+        param = facts.param
         return (
             not self.choices
             or any(fnmatchcase(name, glob) for glob in each_of(self.name))

@@ -154,8 +154,14 @@ class _Clock:
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
-    inside = wire.group if wire.inside is None else wire.inside
-    across = wire.group if wire.across is None else wire.across
+    if wire.inside is None:
+        inside = wire.group
+    else:
+        inside = wire.inside
+    if wire.across is None:
+        across = wire.group
+    else:
+        across = wire.across
     if per_node > 1:
         yield from _series(clock, "inside", per_node, inside, takes_part=True)
     if num_nodes > 1:
@@ -171,7 +177,10 @@ def _series(
     clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
 ) -> Iterator[Timing]:
     """Time a ring and an all-to-all of messages that become longer."""
-    longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
+    if clock.on_host:
+        longest = _LONGEST_ON_HOST
+    else:
+        longest = _LONGEST
     for kind in ("ring", "all_to_all"):
         yield _timing(clock, kind, where, size, group, _SHORT, takes_part=takes_part)
         nbytes = _FIRST
@@ -196,8 +205,14 @@ def _timing(
     part = max(1, nbytes // 4 // size)
     if takes_part:
         out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
-        sent = torch.zeros_like(out) if kind == "all_to_all" else out[:part].clone()
-        ring = gather_between_nodes if clock.on_host and where != "inside" else comm.all_gather
+        if kind == "all_to_all":
+            sent = torch.zeros_like(out)
+        else:
+            sent = out[:part].clone()
+        if clock.on_host and where != "inside":
+            ring = gather_between_nodes
+        else:
+            ring = comm.all_gather
         begin: Callable[..., Any] = comm.all_to_all if kind == "all_to_all" else ring
 
         def operation() -> None:
@@ -218,7 +233,10 @@ def _memory_gb_s(clock: _Clock) -> float:
 def _tflops(clock: _Clock) -> tuple[float, str]:
     """Return TFLOP/s of Newton-Schulz by a run's default settings, and the dtype of products."""
     recipe = recipes.Muon()
-    shape = _MATRIX_ON_HOST if clock.on_host else _MATRIX
+    if clock.on_host:
+        shape = _MATRIX_ON_HOST
+    else:
+        shape = _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(
