@@ -142,7 +142,10 @@ def _entries(
             yield path, module, _known(path, module, tp_size)
         return
     for path, module in _inside(model):
-        entries = [entry for entry in clip.attention if fnmatchcase(path, entry.name)]
+        entries = []
+        for entry in clip.attention:
+            if fnmatchcase(path, entry.name):
+                entries.append(entry)
         if len(entries) > 1:
             raise RoutingError(
                 f"layerwise.qk_clip.attention has {len(entries)} entries for {path}: "
@@ -158,11 +161,10 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
     Raises:
         RoutingError: nobody knows.
     """
-    layers = {
-        name
-        for name, child in module.named_children()
-        if isinstance(getattr(child, "weight", None), Tensor)
-    }
+    layers = set()
+    for name, child in module.named_children():
+        if isinstance(getattr(child, "weight", None), Tensor):
+            layers.add(name)
     heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
     where: dict[str, Any] | None = None
     why = "the number of its heads is not told"
@@ -248,7 +250,10 @@ def _attention(
         layers, _outputs(path, entry, lengths, heads, kv_heads), strict=True
     ):
         scaled += _scaled(path, layer, weight, outputs, names)
-    frozen = [each.name for each in scaled if each.name not in trained]
+    frozen = []
+    for each in scaled:
+        if each.name not in trained:
+            frozen.append(each.name)
     if frozen and len(frozen) < len(scaled):
         raise RoutingError(
             f"layerwise.qk_clip: {frozen[0]} is not trained, and others that give queries and keys "

@@ -287,8 +287,9 @@ def _whole_parts_here(parts: Parts, tensor: TensorRank) -> Parts | None:
     here = []
     for i in range(count):
         same = parts.each[i::count]
-        if any(part != same[0][1] for _, part in same):
-            return None
+        for _, part in same:
+            if part != same[0][1]:
+                return None
         # Ranks must agree on their parts, and so on the names of these.
         here.append(("_or_".join(name for name, _ in same), same[0][1]))
     return Parts(parts.axis, tuple(here))

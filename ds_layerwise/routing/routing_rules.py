@@ -216,7 +216,10 @@ def _trained(
     Args:
         is_part: whether other stages have more of the model, so that there may be nothing here.
     """
-    wanted = {name: param for param, name in names.items() if name in given and param.requires_grad}
+    wanted = {}
+    for param, name in names.items():
+        if name in given and param.requires_grad:
+            wanted[name] = param
     empty = [name for name, param in wanted.items() if not param.numel()]
     cut_up = [name for name in empty if math.prod(getattr(wanted[name], "ds_shape", (0,)))]
     if cut_up:
@@ -258,11 +261,12 @@ def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
             f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
             "float16); freeze it or convert it"
         )
-    if any(getattr(module, "sparse", False) is True for _, module in home.modules):
-        raise RoutingError(
-            f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut into "
-            "shards; build it with sparse=False"
-        )
+    for _, module in home.modules:
+        if getattr(module, "sparse", False) is True:
+            raise RoutingError(
+                f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut "
+                "into shards; build it with sparse=False"
+            )
 
 
 def _wanted(
@@ -388,10 +392,11 @@ def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
 def _table_or_head(
     name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None
 ) -> str | None:
-    if any(is_table(module) for _, module in modules):
-        if len(modules) == 1:
-            return "embedding"
-        return "embedding, tied"
+    for _, module in modules:
+        if is_table(module):
+            if len(modules) == 1:
+                return "embedding"
+            return "embedding, tied"
     if any(path.endswith(_ROWS) for path, _ in modules):
         return "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):

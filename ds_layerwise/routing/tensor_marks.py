@@ -76,7 +76,10 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
         return dim
     before = tuple(meta["original_shape"])
     reason = meta["conversion"].get("unsupported_reason")
-    cut = [i for i, (n, part) in enumerate(zip(before, param.shape, strict=True)) if n != part]
+    cut = []
+    for i, (n, part) in enumerate(zip(before, param.shape, strict=True)):
+        if n != part:
+            cut.append(i)
     if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
         raise RoutingError(
             f"{name}: AutoTP made {tuple(param.shape)} of {before} over {tp_size} "

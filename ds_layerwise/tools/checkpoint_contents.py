@@ -130,10 +130,12 @@ class Contents:
             return
         pieces = self._pieces(name)
         for key in self.keys(name)[1:]:
-            if any(key not in piece.state for piece in pieces):
-                raise LayerWiseError(
-                    f"{name} has no {key}, though the checkpoint names the optimizer that has it"
-                )
+            for piece in pieces:
+                if key not in piece.state:
+                    raise LayerWiseError(
+                        f"{name} has no {key}, though the checkpoint names the optimizer that has "
+                        "it"
+                    )
             values = [piece.state[key] for piece in pieces]
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, self._joined(name, key, values)

@@ -288,7 +288,10 @@ def _links(
             f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are "
             f"those with the same part of the model, of which a node has {same_part}"
         )
-    uneven = [str(num_ranks) for num_ranks in ranks if not full.are_full(num_ranks)]
+    uneven = []
+    for num_ranks in ranks:
+        if not full.are_full(num_ranks):
+            uneven.append(str(num_ranks))
     if uneven:
         lines.append(
             f"assumed for {', '.join(uneven)} ranks, of which nodes of {full.ranks_per_node} would "

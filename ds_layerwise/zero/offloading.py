@@ -46,11 +46,10 @@ class Offloading:
         """
         self._run.param_sync.finish()
         with comm.errors_on_all_ranks(None):
-            wanted = {
-                kind.value: tensors
-                for kind, tensors in self.memory().items()
-                if include is None or kind in include
-            }
+            wanted = {}
+            for kind, tensors in self.memory().items():
+                if include is None or kind in include:
+                    wanted[kind.value] = tensors
             room = self.parking.find_room(wanted, pin_memory=pin_memory)
         self.parking.park(room)
         if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:

@@ -146,7 +146,10 @@ class Manifest:
         """
         lines = []
         for name, ranges in self.files.items():
-            small = [byte_range for byte_range in ranges if byte_range.size <= _READ]
+            small = []
+            for byte_range in ranges:
+                if byte_range.size <= _READ:
+                    small.append(byte_range)
             try:
                 _check_file(folder / name, self.size_of(name), small)
             except (LayerWiseError, OSError) as e:

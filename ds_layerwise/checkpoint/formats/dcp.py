@@ -211,7 +211,10 @@ def _listed_in(folder: Path) -> Metadata:
 
 def _shapes_of_weights(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
     start = f"{MODEL}."
-    keys = [key for key in sizes if key.startswith(start)]
+    keys = []
+    for key in sizes:
+        if key.startswith(start):
+            keys.append(key)
     return {key.removeprefix(start): sizes[key] for key in keys}
 
 

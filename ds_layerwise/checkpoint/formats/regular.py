@@ -63,7 +63,10 @@ CONVERTED = ("exp_avg", "exp_avg_sq", "step")
 def travels_as(keys: Iterable[str]) -> dict[str, str]:
     """Return the names under which DeepSpeed's converter carries those of ``keys`` that it can."""
     keys = {*keys}
-    names = {key: key for key in CONVERTED if key in keys}
+    names = {}
+    for key in CONVERTED:
+        if key in keys:
+            names[key] = key
     if "exp_avg" not in keys and "momentum_buffer" in keys:
         names["momentum_buffer"] = "exp_avg"
     return names
@@ -305,11 +308,10 @@ class RegularCheckpoint:
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""
-        found = [
-            self.piece(rank, name)
-            for rank, first, last in self.holders(name)
-            if first < stop and start < last
-        ]
+        found = []
+        for rank, first, last in self.holders(name):
+            if first < stop and start < last:
+                found.append(self.piece(rank, name))
         return sorted(found, key=lambda piece: piece.param_start)
 
     def piece(self, rank: int, name: str) -> PieceRecord:

@@ -62,7 +62,10 @@ def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """
     # What has no axis it would put together along one, unless every tensor-parallel rank has all of
     # it.
-    whole = [f"{re.escape(name)}$" for name, shape in shapes.items() if not shape]
+    whole = []
+    for name, shape in shapes.items():
+        if not shape:
+            whole.append(f"{re.escape(name)}$")
     return {
         UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
         TP_REPLICATED_PARAMETER_PATTERNS: whole,
@@ -151,7 +154,10 @@ class UniversalCheckpoint:
             if (path / "step.pt").exists():
                 return int(load_safely(path / "step.pt"))
         states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
-        steps = [int(state["step"]) for state in states.values() if "step" in state]
+        steps = []
+        for state in states.values():
+            if "step" in state:
+                steps.append(int(state["step"]))
         return max(steps, default=None)
 
     @staticmethod
@@ -285,7 +291,10 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
     files, within ``folder``.
     """
     (folder / "zero").mkdir(parents=True, exist_ok=True)
-    common = {key: value for key, value in state_dict.items() if key not in _OF_ONE_RANK}
+    common = {}
+    for key, value in state_dict.items():
+        if key not in _OF_ONE_RANK:
+            common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
     ours = state_dict[KEY]
     # What a file of version 0.1 may hold of objects is not written again.

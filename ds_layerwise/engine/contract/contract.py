@@ -70,8 +70,9 @@ class Name:
             else:
                 bases = ()
             own = [base for base in bases if base.__module__.partition(".")[0] == package]
-            if any(name in vars(base) for base in own or [owner]):
-                return owner, name
+            for base in own or [owner]:
+                if name in vars(base):
+                    return owner, name
         raise ConfigError(f"{self.was or self.path} is not there")
 
     def problem(self) -> str | None:

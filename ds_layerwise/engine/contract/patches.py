@@ -198,8 +198,9 @@ def _put_back() -> None:
     if is_registered():
         return
     for engine in engines:
-        if any(is_trained(param) for param in engine.module.parameters()):
-            return
+        for param in engine.module.parameters():
+            if is_trained(param):
+                return
     for key, patch in list(_patches.items()):
         if patch.undo():
             del _patches[key]

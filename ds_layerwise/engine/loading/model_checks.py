@@ -97,10 +97,9 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
             strict=strict,
             where=f" of layer {number}",
         )
-    saved = {
-        int(path.name.split("-")[0].removeprefix("layer_"))
-        for path in folder.glob("layer_*-model_states.pt")
-    }
+    saved = set()
+    for path in folder.glob("layer_*-model_states.pt"):
+        saved.add(int(path.name.split("-")[0].removeprefix("layer_")))
     if strict and max(saved, default=0) >= module._num_layers:
         raise LayerWiseError(
             f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load "

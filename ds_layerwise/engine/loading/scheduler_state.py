@@ -63,11 +63,10 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
     more = sorted(there - known)
     of_library = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
     if missing or more and (of_library or not known):
-        differences = [
-            f"{verb} {', '.join(names)}"
-            for verb, names in (("has", more), ("lacks", missing))
-            if names
-        ]
+        differences = []
+        for verb, names in (("has", more), ("lacks", missing)):
+            if names:
+                differences.append(f"{verb} {', '.join(names)}")
         raise LayerWiseError(
             "the checkpoint's learning rate scheduler is another one than this run's "
             f"{type(scheduler).__name__}: its state {'; '.join(differences)}; make the scheduler "

@@ -192,9 +192,9 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
     known = {*vars(plainest), *_OF_TORCH}
     if hasattr(client.step, "_wrapped_by_lr_sched"):
         known.add("step")
-    more = [
-        f"{key} ({type(vars(client)[key]).__qualname__})" for key in vars(client).keys() - known
-    ]
+    more = []
+    for key in vars(client).keys() - known:
+        more.append(f"{key} ({type(vars(client)[key]).__qualname__})")
     if more and make is None:
         raise ConfigError(
             f"this {path} keeps {few(sorted(more))} beside its groups and states, and each "
@@ -210,11 +210,12 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
             "gradient_clipping"
         )
     # Some classes make states that count from 0 when they are made.
-    if any(state and state.get("step", 1) != 0 for state in client.state.values()):
-        raise ConfigError(
-            f"this {path} has states already, such as after a step or a load, and each rank has "
-            "those of what it owns alone; give initialize() one without states, and set them "
-            "afterwards with engine.load_checkpoint() or DeepSpeed's "
-            "safe_set_full_optimizer_state(), 'step' included"
-        )
+    for state in client.state.values():
+        if state and state.get("step", 1) != 0:
+            raise ConfigError(
+                f"this {path} has states already, such as after a step or a load, and each rank "
+                "has those of what it owns alone; give initialize() one without states, and set "
+                "them afterwards with engine.load_checkpoint() or DeepSpeed's "
+                "safe_set_full_optimizer_state(), 'step' included"
+            )
     return make if more else None

@@ -360,7 +360,10 @@ def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> It
                 yield from _expand(f"{here}.params", block.params, {**values, **inner})
             continue
         param = _checked(_Entry, here, entry)
-        parts = {key: entry[key] for key in ("split", "split_groups") if key in entry}
+        parts = {}
+        for key in ("split", "split_groups"):
+            if key in entry:
+                parts[key] = entry[key]
         split = as_one_change(checked_split(here, parts)).get("split")
         name = _named(f"{here}.name", param.name, values)
         yield ModelParam(name, param.shape, param.optimizer, param.transposed, split)

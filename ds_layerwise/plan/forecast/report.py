@@ -170,15 +170,16 @@ def _with_totals(ranks: Iterable[Any]) -> list[dict[str, int]]:
 
 
 def _prediction_json(prediction: Prediction) -> dict[str, Any]:
-    sizes = [
-        {
-            "elements": size.bucket_numel,
-            "buckets": size.num_buckets,
-            "seconds": _seconds(size.wire),
-            **_fit_json(size),
-        }
-        for size in prediction.sizes
-    ]
+    sizes = []
+    for size in prediction.sizes:
+        sizes.append(
+            {
+                "elements": size.bucket_numel,
+                "buckets": size.num_buckets,
+                "seconds": _seconds(size.wire),
+                **_fit_json(size),
+            }
+        )
     return {
         "links": prediction.links.model_dump(),
         "reduction": prediction.reduction,
@@ -373,7 +374,10 @@ def _head(
     trained = [routes[spec.name] for spec in specs]
     lines = []
     for recipe in _recipes(routes, specs):
-        mine = [route for route in trained if route.recipe == recipe]
+        mine = []
+        for route in trained:
+            if route.recipe == recipe:
+                mine.append(route)
         text = recipe.summary(partial(_hyper, mine, groups, used))
         line = f"{_called(recipe, chosen)}: {text}"
         if recipe in products:
@@ -393,7 +397,10 @@ def _hyper(
     if key == "eps":
         return _span(route.hyper(groups[route.group])["eps"] for route in routes)
     own = [getattr(route, key) for route in routes]
-    values = [value for value in own if value is not None]
+    values = []
+    for value in own:
+        if value is not None:
+            values.append(value)
     if None in own:
         values += [groups[i][key] for i in used]
     if key == "betas":
@@ -427,11 +434,10 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
     """Name ``recipe``, with what an override has changed of it, and an unusual weight decay."""
     # One class may be both, with arguments of its own for each.
     run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
-    changed = [
-        f"{key} {value}"
-        for key, value in recipe.settings().items()
-        if value != run.settings()[key] and key not in Recipe.keys()
-    ]
+    changed = []
+    for key, value in recipe.settings().items():
+        if value != run.settings()[key] and key not in Recipe.keys():
+            changed.append(f"{key} {value}")
     if decay := recipe.decay_summary():
         changed.append(f"weight decay {decay}")
     if kept := recipe.kept_summary():

@@ -53,10 +53,11 @@ class ParamSpec:
                 f"a parameter needs a name and a dtype, got name {self.name!r}, dtype "
                 f"{self.dtype!r}"
             )
-        if any(size < 1 for size in self.shape):
-            raise LayoutError(
-                f"{self.name}: every axis needs at least 1 element, got shape {self.shape}"
-            )
+        for size in self.shape:
+            if size < 1:
+                raise LayoutError(
+                    f"{self.name}: every axis needs at least 1 element, got shape {self.shape}"
+                )
         if self.ep_size < 1:
             raise LayoutError(f"{self.name}: ep_size must be at least 1, got {self.ep_size}")
         if self.work < 0 or (self.work and not self.whole):

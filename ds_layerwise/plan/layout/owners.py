@@ -110,10 +110,9 @@ def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int
     exact = {kind: (kind.work // unit, kind.numel) for kind in counts}
     placed = _longest_first(counts, world_size, exact)
     if total_work:
-        shares = {
-            kind: (work * _PARTS // total_work, numel * _PARTS // total_numel)
-            for kind, (work, numel) in exact.items()
-        }
+        shares = {}
+        for kind, (work, numel) in exact.items():
+            shares[kind] = (work * _PARTS // total_work, numel * _PARTS // total_numel)
         by_both = _longest_first(counts, world_size, exact, shares)
         if _is_better_trade(by_both, placed, total_work, total_numel):
             placed = by_both

@@ -177,7 +177,10 @@ def _or_faster(
         return wire.total - (wire.reduce - wire.last) // 2
 
     limit = took(drafts).tail
-    able = [other for other in others if took(other).tail <= limit]
+    able = []
+    for other in others:
+        if took(other).tail <= limit:
+            able.append(other)
     fastest = min(able, key=felt, default=drafts)
     if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts):
         return fastest

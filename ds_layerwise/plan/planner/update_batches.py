@@ -74,9 +74,10 @@ def _take_along(
 
     def fits(matrices: Matrices) -> bool:
         most = own[0].most
-        return all(
-            shape in filled and filled[shape] + numel <= most for shape, numel in matrices.numels
-        )
+        for shape, numel in matrices.numels:
+            if not (shape in filled and filled[shape] + numel <= most):
+                return False
+        return True
 
     taken: list[Matrices] = []
     while fitting := [queue for queue in queues if queue and fits(queue[0][1])]:

@@ -145,7 +145,10 @@ def idle_keys(
         groups: what the script has given each parameter group.
     """
     acting = _acting_keys(optimizer, routes)
-    idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
+    idle = []
+    for key in optimizer.given:
+        if key not in acting:
+            idle.append(f"optimizer.params.{key}")
     idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
     for i, keys in enumerate(groups):
         if "max_lr" not in keys:
@@ -180,7 +183,10 @@ def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[s
         acting.add("muon_lr" if recipe.whole else "adam_lr")
     if optimizer.matrix.whole:
         acting |= {"scalar_optimizer", "per_head_muon"}
-    decays = [route.weight_decay for route in routes if not route.whole]
+    decays = []
+    for route in routes:
+        if not route.whole:
+            decays.append(route.weight_decay)
     if optimizer.scalar_weight_decay in decays:
         acting.add("scalar_weight_decay")
     return acting

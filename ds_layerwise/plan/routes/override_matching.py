@@ -140,7 +140,10 @@ def grouped(
     found: dict[str, str] = {}
     for name, called in params.items():
         first = called[0].name
-        keys = [key for key, group in groups.items() if group.hold(called[0])]
+        keys = []
+        for key, group in groups.items():
+            if group.hold(called[0]):
+                keys.append(key)
         for facts in called:
             own = [key for key, group in groups.items() if group.hold(facts)]
             if len(own) > 1:
@@ -189,10 +192,9 @@ def check_norm_groups(
     Raises:
         RoutingError: as :func:`grouped` and :func:`require_members` do.
     """
-    known = {
-        key: group
-        for key, group in groups.items()
-        if not group.given().keys() & set(NormGroup.OF_THE_MODEL)
-    }
+    known = {}
+    for key, group in groups.items():
+        if not group.given().keys() & set(NormGroup.OF_THE_MODEL):
+            known[key] = group
     found = grouped({name: [Facts(name=name, shape=shape)] for name, shape in params}, known)
     require_members(known, set(found.values()))

@@ -289,7 +289,10 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
 
 
 def _keys_taken(recipe: Recipe) -> list[str]:
-    own = [key for key in recipe.keys() if key not in Recipe.keys()]
+    own = []
+    for key in recipe.keys():
+        if key not in Recipe.keys():
+            own.append(key)
     return [*own, *recipe.hyper, "weight_decay", *Recipe.keys(), "lr", "lr_scale", "min_lr"]
 
 
@@ -330,7 +333,10 @@ def with_effect(
         return route, changes
     takes = {"optimizer", "weight_decay", "lr", "lr_scale", "min_lr"}
     takes.update(route.recipe.keys(), route.recipe.hyper)
-    counts = {key: value for key, value in changes.items() if key in takes}
+    counts = {}
+    for key, value in changes.items():
+        if key in takes:
+            counts[key] = value
     idle = ", ".join(key for key in changes if key not in counts)
     return route.because(f"{idle} without effect") if idle else route, counts
 
@@ -448,8 +454,9 @@ def require_a_matrix(
         raise RoutingError(f"there is nothing to train: {why_none}")
     if all(route.by_user for route in routes):
         return
-    if any(route.whole or route.sent_away for route in routes):
-        return
+    for route in routes:
+        if route.whole or route.sent_away:
+            return
     counts = Counter(route.reason for route in routes)
     reasons = ", ".join(f"{n} x {reason}" for reason, n in counts.items())
     raise RoutingError(

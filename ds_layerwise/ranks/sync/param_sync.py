@@ -174,7 +174,10 @@ class ParamSync:
 
     def wait_for(self, params: Iterable[object]) -> None:
         """Wait for those of ``params`` that are under way."""
-        indices = {self._index_of[param] for param in params if param in self._index_of}
+        indices = set()
+        for param in params:
+            if param in self._index_of:
+                indices.add(self._index_of[param])
         self.wait(sorted(indices, reverse=True))
 
     def finish(self) -> None:

@@ -207,7 +207,10 @@ def _expected(schema: Any, error_type: str) -> Any:
         return schema["expects"]
     if "anyOf" in schema:
         first, *rest = (branch for branch in schema["anyOf"] if branch.get("type") != "null")
-        described = [branch["expects"] for branch in rest if "expects" in branch]
+        described = []
+        for branch in rest:
+            if "expects" in branch:
+                described.append(branch["expects"])
         return " or ".join([_expected(first, error_type), *described])
     if "enum" in schema or "const" in schema:
         choices = schema.get("enum", [schema.get("const")])

@@ -195,7 +195,10 @@ class Parts:
         """Return the bytes of copies of parts of which no strides make a matrix: of the parameter,
         of its gradient, and of states that are like it.
         """
-        copies = [place.shape for place in self.places(shape).values() if not place.is_view]
+        copies = []
+        for place in self.places(shape).values():
+            if not place.is_view:
+                copies.append(place.shape)
         like = whole_states(recipe)
         states = recipe.states((1, 1)).items()
         of_states = sum(spec.rule_nbytes for key, spec in states if key in like)

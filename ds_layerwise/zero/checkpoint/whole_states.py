@@ -201,11 +201,10 @@ def groups_of(
     for name, route in routes.items():
         hyper = route.hyper(groups[route.group])
         of_class = hyper.pop("of_client", None) or _group_of_class(route)
-        own = {
-            key: hyper[key]
-            for key in ("lr", "weight_decay", *route.recipe.hyper)
-            if of_class is None or key in of_class
-        }
+        own = {}
+        for key in ("lr", "weight_decay", *route.recipe.hyper):
+            if of_class is None or key in of_class:
+                own[key] = hyper[key]
         values = {**(of_class or {}), **own}
         same = found.setdefault(repr(sorted(values.items(), key=str)), {**values, "params": []})
         same["params"].extend(map(unwrapped, names[name]))

@@ -152,9 +152,10 @@ def plan(
         with comm.errors_on_all_ranks(None):
             check_copies(not_cut, group=settings.tensor_group)
     norm_groups = _norm_groups(model, trained, names, config, settings)
-    counted_elsewhere = {
-        name for name, param in trained.items() if getattr(param, "ds_pipe_replicated", False)
-    }
+    counted_elsewhere = set()
+    for name, param in trained.items():
+        if getattr(param, "ds_pipe_replicated", False):
+            counted_elsewhere.add(name)
     if settings.tp_rank > 0:
         counted_elsewhere.update(not_cut)
     saved_elsewhere = counted_elsewhere if pipeline.is_pipeline(model) else ()

@@ -77,10 +77,9 @@ class PlainStep:
             )
         if not route.by_columns:
             return [Seen(master, grad, state)]
-        turned = {
-            key: value.transpose(0, 1) if self.is_like_the_parameter(key) else value
-            for key, value in state.items()
-        }
+        turned = {}
+        for key, value in state.items():
+            turned[key] = value.transpose(0, 1) if self.is_like_the_parameter(key) else value
         return [Seen(master.transpose(0, 1), grad.transpose(0, 1), turned)]
 
     def most(self, key: str, before: Tensor, expected: Tensor) -> float:
