@@ -17,16 +17,19 @@ DESIGN = PACKAGE.parent / "docs" / "design.md"
 _SIZE, _FILES = ("<!-- size: python -m tests.measure --write -->", "<!-- files: python -m tests.measure --write -->")
 _END = "<!-- end -->"
 
-#: What is counted a thousand lines of code, with the bound.
-_DENSITY = {
-    "packed assignments": (lambda node: isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
-                           and isinstance(node.targets[0], ast.Tuple), 3),
-    "comprehensions": (lambda node: isinstance(node, (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)), 25),
-    "conditional expressions": (lambda node: isinstance(node, ast.IfExp), 12),
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+#: The density of code, with bounds.
+MOST = {
+    "characters a line of code, without indentation": 36,
+    "lines beyond 100 columns": 0,
+    "packed assignments per 1,000 lines of code": 3,
+    "comprehensions per 1,000 lines of code": 25,
+    "conditional expressions per 1,000 lines of code": 12,
 }
 
-#: Rules whose breaches are counted.
-_RULES = {
+#: Rules without a breach.
+RULES = {
     "functions with more than 15 branches": house_rules.many_branches,
     "constructors with more than 7 arguments": house_rules.many_arguments,
     "folders with more than 12 files": house_rules.full_folders,
@@ -37,21 +40,36 @@ _RULES = {
 }
 
 
+def density(files: list[Source]) -> dict[str, float]:
+    """What ``MOST`` bounds, of all ``files`` together."""
+    lines = [line for source in files for line in source.code_lines()]
+    nodes = [node for source in files for node in ast.walk(source.tree)]
+    a_thousand = 1000 / len(lines)
+    counts = (
+        sum(map(len, lines)) / len(lines),
+        sum(len(line) > 100 for source in files for line in source.text.splitlines()),
+        a_thousand * sum(map(_is_packed, nodes)),
+        a_thousand * sum(isinstance(node, _COMPREHENSIONS) for node in nodes),
+        a_thousand * sum(isinstance(node, ast.IfExp) for node in nodes),
+    )
+    return {what: round(count, 1) for what, count in zip(MOST, counts, strict=True)}
+
+
+def _is_packed(node: ast.AST) -> bool:
+    return (isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
+            and isinstance(node.targets[0], ast.Tuple))
+
+
 def size_table(files: list[Source]) -> list[str]:
     """Tokens by folder, and the density of the whole."""
     tokens: Counter[str] = Counter()
     for source in files:
         tokens[source.module.split(".")[0] or "__init__"] += len(source.code)
-    lines = [line for source in files for line in source.code_lines()]
-    nodes = [node for source in files for node in ast.walk(source.tree)]
     table = ["| code tokens | |", "|---|---:|"]
     table += [f"| {name} | {count:,} |" for name, count in sorted(tokens.items())]
-    table += [f"| **all** | **{sum(tokens.values()):,}** |", "", "| density | is | at most |", "|---|---:|---:|",
-              f"| characters a line of code, without indentation | {sum(map(len, lines)) / len(lines):.1f} | 36 |",
-              f"| lines beyond 100 columns | {sum(len(x) > 100 for s in files for x in s.text.splitlines())} | 0 |"]
-    for name, (counts, most) in _DENSITY.items():
-        table.append(f"| {name} per 1,000 lines of code | {1000 * sum(map(counts, nodes)) / len(lines):.1f} | {most} |")
-    return table + [f"| {name} | {len(rule(files))} | 0 |" for name, rule in _RULES.items()]
+    table += [f"| **all** | **{sum(tokens.values()):,}** |", "", "| density | is | at most |", "|---|---:|---:|"]
+    table += [f"| {what} | {count:g} | {MOST[what]} |" for what, count in density(files).items()]
+    return table + [f"| {name} | {len(rule(files))} | 0 |" for name, rule in RULES.items()]
 
 
 def file_table(files: list[Source]) -> list[str]:

@@ -169,7 +169,9 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, Set):
         return {_plain(item, f"an element of {where}") for item in value}
     if isinstance(value, Sequence):
-        items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = []
+        for index, item in enumerate(value):
+            items.append(_plain(item, f"{where}[{index}]"))
         if isinstance(value, tuple):
             return tuple(items)
         return items
@@ -266,7 +268,9 @@ def stand_ins(names: Iterable[str]) -> list[Any]:
     """Return for torch's ``safe_globals`` the stand-ins of the classes and functions ``names`` of a
     pickle.
     """
-    known = {name for _, name in _AS_BUILTINS}
+    known = set()
+    for _, name in _AS_BUILTINS:
+        known.add(name)
     return [*_AS_BUILTINS, *((Unreadable, name) for name in names if name not in known)]
 
 
@@ -275,7 +279,9 @@ def readable(value: Any) -> tuple[Any, bool]:
     if isinstance(value, _Array):
         return value[0], True
     if isinstance(value, dict):
-        parts = {key: readable(held) for key, held in value.items()}
+        parts = {}
+        for key, held in value.items():
+            parts[key] = readable(held)
         return {key: held for key, (held, _) in parts.items()}, all(ok for _, ok in parts.values())
     if isinstance(value, (list, tuple)):
         items = [readable(held) for held in value]

@@ -114,7 +114,11 @@ class RunConfig:
 
 def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return by path the default of DeepSpeed for each "auto" in ``given`` that counts here."""
-    return {path: value for path, value in _LEFT_TO_DEEPSPEED.items() if at(given, path) == "auto"}
+    found = {}
+    for path, value in _LEFT_TO_DEEPSPEED.items():
+        if at(given, path) == "auto":
+            found[path] = value
+    return found
 
 
 def _bucket_numel(value: object) -> int:

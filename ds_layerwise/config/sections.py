@@ -278,7 +278,11 @@ def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
 
 
 def _set_in(checked: Section, keys: Iterable[str]) -> dict[str, Any]:
-    return {key: getattr(checked, key) for key in keys if key in checked.model_fields_set}
+    found = {}
+    for key in keys:
+        if key in checked.model_fields_set:
+            found[key] = getattr(checked, key)
+    return found
 
 
 def _matrix_names() -> tuple[str, ...]:

@@ -227,7 +227,9 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         what = "the model"
         if engine.mp_world_size > 1 and not is_stage:
             what = "the model, of which parts have to be of equal size,"
-        described = [_described(name, param) for name, param in model.named_parameters()]
+        described = []
+        for name, param in model.named_parameters():
+            described.append(_described(name, param))
         if is_stage:
             group = engine.seq_data_parallel_group
         else:

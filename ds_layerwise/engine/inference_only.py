@@ -45,7 +45,10 @@ def _init(
         or not _is_for_asking(config._param_dict)
     ):
         return original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    kept = {key: value for key, value in config._param_dict.items() if key not in _OF_TRAINING}
+    kept = {}
+    for key, value in config._param_dict.items():
+        if key not in _OF_TRAINING:
+            kept[key] = value
     kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)

@@ -119,7 +119,9 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     if first.element_size() != second.element_size():
         return True
     begin = min(first.data_ptr(), second.data_ptr())
-    starts = [(tensor.data_ptr() - begin) // tensor.element_size() for tensor in (first, second)]
+    starts = []
+    for tensor in (first, second):
+        starts.append((tensor.data_ptr() - begin) // tensor.element_size())
     size = max(starts[0] + _reach(first), starts[1] + _reach(second))
     taken = torch.zeros(size, dtype=torch.bool, device="cpu")
     taken.as_strided(first.shape, first.stride(), starts[0]).fill_(True)

@@ -118,11 +118,11 @@ class UpdateRule:
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:
     """``states`` of ``param`` as zeros, on its device or on the host."""
-    return {
-        name: torch.zeros(
+    found = {}
+    for name, spec in states.items():
+        found[name] = torch.zeros(
             spec.shape,
             dtype=getattr(torch, spec.dtype),
             device="cpu" if spec.on_host else param.device,
         )
-        for name, spec in states.items()
-    }
+    return found

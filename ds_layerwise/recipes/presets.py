@@ -55,4 +55,8 @@ def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of ``preset`` that a config takes over; ``given`` are its own values."""
     sized = "scale_mode" in given or any(map(given.get, _HOOKS))
     left_out = {*given, *(_SIZE if sized else ())}
-    return {key: value for key, value in PRESETS[preset].items() if key not in left_out}
+    found = {}
+    for key, value in PRESETS[preset].items():
+        if key not in left_out:
+            found[key] = value
+    return found

@@ -273,7 +273,11 @@ def _refuse_norms(path: str, module: nn.Module) -> None:
 
 
 def _paths(entry: AttentionEntry) -> list[str]:
-    return [where for where in (entry.q, entry.k, entry.qkv) if where is not None]
+    found = []
+    for where in (entry.q, entry.k, entry.qkv):
+        if where is not None:
+            found.append(where)
+    return found
 
 
 def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Parameter]:

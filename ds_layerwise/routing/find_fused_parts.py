@@ -245,7 +245,9 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
         return with_parts(route, parts)
     runs = runs_of(param, parts.length)
     sizes = tuple(part.size for _, part in parts.each)
-    with_heads = [part.heads is not None for _, part in parts.each]
+    with_heads = []
+    for _, part in parts.each:
+        with_heads.append(part.heads is not None)
     here: Parts | None = None
     whole = all(with_heads)
     if runs == (parts.length,) and parts.groups % tensor.size == 0:

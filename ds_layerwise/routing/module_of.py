@@ -83,7 +83,11 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     parametrized = _lists(module).get("weight")
     if parametrized is not None:
         params = parametrized._parameters.values()
-        return [param for param in params if param is not None and not is_gain(param)]
+        found: list[Tensor] = []
+        for param in params:
+            if param is not None and not is_gain(param):
+                found.append(param)
+        return found
     # The older tools put what they have computed where any attribute is.
     if "weight" in vars(module):
         for name in _OLDER:
@@ -113,4 +117,8 @@ def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
         lists = None
     if not isinstance(lists, nn.ModuleDict):
         return {}
-    return {name: entry for name, entry in lists.items() if isinstance(entry, ParametrizationList)}
+    found = {}
+    for name, entry in lists.items():
+        if isinstance(entry, ParametrizationList):
+            found[name] = entry
+    return found

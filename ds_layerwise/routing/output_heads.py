@@ -208,14 +208,9 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
     place.
     """
     layers = list(dict(_layers(model)))
-    _, linears = tables_and_linears(model, leave_out=others.tied)
-    linears = [(path, weight) for path, weight in linears if path in layers]
-    if not linears or others.linear_after:
+    end, last = _last_linear(model, layers, others.tied)
+    if not last or others.linear_after:
         return
-    end = linears[-1][0]
-    if any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
-        return
-    last = {weight for path, weight in linears if _plain(path) == _plain(end)}
     in_list, beside_matrix = _surroundings(model, end)
     followed = others.followed or layers[-1] != end or beside_matrix
     alone = not (others.has_matrices or has_matrices(model, leave_out=last))
@@ -225,6 +220,22 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
             yield weight, "output head (last linear layer, shaped like an embedding)"
         elif by_place and not (followed or in_list or alone):
             yield weight, "output head (last linear layer)"
+
+
+def _last_linear(
+    model: nn.Module, layers: Collection[str], tied: Collection[Tensor]
+) -> tuple[str, set[Tensor]]:
+    """Return the path of the last linear layer of ``layers``, and its weights; those of a wrapper
+    that names it twice, too. There are no weights if its name is that of no head.
+    """
+    _, linears = tables_and_linears(model, leave_out=tied)
+    linears = [(path, weight) for path, weight in linears if path in layers]
+    if not linears:
+        return "", set()
+    end = linears[-1][0]
+    if any(map(_NO_HEAD.fullmatch, _plain(end).split("."))):
+        return end, set()
+    return end, {weight for path, weight in linears if _plain(path) == _plain(end)}
 
 
 def _surroundings(model: nn.Module, end: str) -> tuple[bool, bool]:

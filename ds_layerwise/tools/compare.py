@@ -82,7 +82,9 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
 
 def _names(contents: Contents) -> dict[str, int]:
     """Return every name and its number of elements."""
-    numels = {name: math.prod(shape) for name, shape in contents.trained.items()}
+    numels = {}
+    for name, shape in contents.trained.items():
+        numels[name] = math.prod(shape)
     return numels | {name: value.numel() for name, value in contents.others.items()}
 
 

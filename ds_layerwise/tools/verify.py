@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -183,19 +184,10 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
             for address in fragments.values():
                 numel = address.start + address.numel
                 found[name].append((starts[name], starts[name] + address.numel, rank))
-            # DeepSpeed's scripts go by what is there, whether or not it is listed.
-            tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
-            states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
-            tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
-            for key, value in tensors.items():
-                if value is None:
-                    size = "no"
-                else:
-                    size = value.numel()
-                if value is None or tuple(value.shape) != (numel,):
-                    has = f"{path} has {size} elements of {key} of {name}"
-                    yield name, f"{has}, and {numel} by its own list"
-                    broken.add(name)
+            for key, size in _of_other_size(state_dict, index, numel):
+                has = f"{path} has {size} elements of {key} of {name}"
+                yield name, f"{has}, and {numel} by its own list"
+                broken.add(name)
     for name, intervals in found.items():
         intervals.sort()
         if name in broken:
@@ -204,6 +196,21 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
             yield name, f"{line} in the files of {saved.path(0).parent}"
         elif intervals != sorted((first, last, rank) for rank, first, last in saved.holders(name)):
             yield name, f"{name} is not on the ranks that the layout in {saved.path(0)} says"
+
+
+def _of_other_size(
+    state_dict: Mapping[str, Any], index: int, numel: int
+) -> Iterator[tuple[str, int | str]]:
+    """Yield key and size of the tensors of a parameter that are not 1-D with ``numel`` elements."""
+    # DeepSpeed's scripts go by what is there, whether or not it is listed.
+    tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
+    states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+    tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
+    for key, value in tensors.items():
+        if value is None:
+            yield key, "no"
+        elif tuple(value.shape) != (numel,):
+            yield key, value.numel()
 
 
 def _gaps(name: str, intervals: list[tuple[int, int, int]], numel: int) -> str:

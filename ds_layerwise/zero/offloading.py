@@ -56,8 +56,8 @@ class Offloading:
             self._run.take_away()
             if not self._hooks:
                 for module in self._holders:
-                    hook = module.register_state_dict_pre_hook(_refuse)  # type: ignore[no-untyped-call]
-                    self._hooks.append(hook)
+                    register: Any = module.register_state_dict_pre_hook
+                    self._hooks.append(register(_refuse))
         get_accelerator().empty_cache()
 
     def reload(self) -> None:

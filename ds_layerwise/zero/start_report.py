@@ -30,7 +30,10 @@ def warn_of_zeros(run: RunState) -> None:
 
     No error: a checkpoint may be loaded next.
     """
-    kept = {name for name, route in run.planned.routes.items() if keeps_zeros(route.recipe)}
+    kept = set()
+    for name, route in run.planned.routes.items():
+        if keeps_zeros(route.recipe):
+            kept.add(name)
     if not kept:
         return
     mine = [name for name in kept & run.pieces.keys() if not run.owned.value(name).any()]

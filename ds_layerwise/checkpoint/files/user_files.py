@@ -24,7 +24,11 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
         replaces: globs over the names of more files that are no one else's.
     """
     is_ours = _known(folder, replaces)
-    return [name for name in _entries(folder) if not is_ours(name)]
+    found = []
+    for name in _entries(folder):
+        if not is_ours(name):
+            found.append(name)
+    return found
 
 
 def is_a_saves(folder: Path) -> bool:

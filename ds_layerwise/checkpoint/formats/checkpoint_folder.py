@@ -62,7 +62,9 @@ def in_parallel(
     pool = ThreadPoolExecutor(workers)
     try:
         with bars(what, sum(size for _, size in sized)) as done:
-            futures = {pool.submit(work, item): size for item, size in sized}
+            futures = {}
+            for item, size in sized:
+                futures[pool.submit(work, item)] = size
             for future in as_completed(futures):
                 future.result()
                 done(futures[future])
@@ -248,7 +250,11 @@ class ModelFile:
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Return frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
-        return {name: value for name, value in self.module.items() if name not in left_out}
+        found = {}
+        for name, value in self.module.items():
+            if name not in left_out:
+                found[name] = value
+        return found
 
 
 def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

@@ -152,10 +152,10 @@ class Piece(Tensor):
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
         stop = self.start + self.held.numel()
-        return [
-            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size))
-            for offset, size in boxes(self.shape, self.start, stop)
-        ]
+        found = []
+        for offset, size in boxes(self.shape, self.start, stop):
+            found.append(ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)))
+        return found
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Return the boxes that torch is to write."""
@@ -350,7 +350,11 @@ class ShardedCheckpoint:
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
 
     def _known(self, told: Mapping[str, T]) -> dict[str, T]:
-        return {name: said for name, said in told.items() if name in self._shapes}
+        found = {}
+        for name, said in told.items():
+            if name in self._shapes:
+                found[name] = said
+        return found
 
     def _own_beside(self) -> Beside:
         content = self._empty(HEADER)
@@ -424,7 +428,9 @@ class ShardedCheckpoint:
 
     def read_others(self) -> dict[str, Tensor]:
         """Return frozen parameters and buffers, by name."""
-        read = {old: self._empty(f"{MODEL}.{old}") for old, _ in self._others.values()}
+        read = {}
+        for old, _ in self._others.values():
+            read[old] = self._empty(f"{MODEL}.{old}")
         if read:
             self._read({f"{MODEL}.{old}": value for old, value in read.items()})
         return {name: read[old].to(dtype) for name, (old, dtype) in self._others.items()}

@@ -39,10 +39,10 @@ def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
     """Return an entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
     blocks = torch.split(values.detach().reshape(-1), _BLOCK)
     firsts = range(start, start + values.numel(), _BLOCK)
-    return {
-        first: (first + block.numel(), _crc32(block))
-        for first, block in zip(firsts, blocks, strict=False)
-    }
+    found = {}
+    for first, block in zip(firsts, blocks, strict=False):
+        found[first] = (first + block.numel(), _crc32(block))
+    return found
 
 
 def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:

@@ -352,7 +352,10 @@ class RegularCheckpoint:
 
     @cached_property
     def _indices(self) -> dict[str, int]:
-        return {name: index for index, name in enumerate(self.header.shapes)}
+        found = {}
+        for index, name in enumerate(self.header.shapes):
+            found[name] = index
+        return found
 
 
 def mp_size(folder: Path) -> int:

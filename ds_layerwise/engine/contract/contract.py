@@ -99,7 +99,10 @@ def difference(function: Any, expected: Sequence[str]) -> str | None:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return "cannot be called"
-    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named = []
+    for p in parameters:
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
+            named.append(p)
     # A decorator that takes anything does not say what is inside.
     takes_anything = not named and len(parameters) == 2
     start = named[: len(expected)]

@@ -155,7 +155,9 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
     config = engine._config
     scheduler = engine.lr_scheduler
     asked = config.load_universal_checkpoint
-    counts = {key: vars(engine)[key] for key in ("global_steps", "global_samples", "skipped_steps")}
+    counts = {}
+    for key in ("global_steps", "global_samples", "skipped_steps"):
+        counts[key] = vars(engine)[key]
     if hasattr(scheduler, "state_dict"):
         schedule = scheduler.state_dict()
     else:

@@ -175,7 +175,10 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
         return
     names = comm.gather_objects(_model_file(engine), group=None)
     rank = save.disks.rank
-    writers = [other for other in save.disks.here if names[other] == names[rank]]
+    writers = []
+    for other in save.disks.here:
+        if names[other] == names[rank]:
+            writers.append(other)
     engine.save_non_zero_checkpoint = rank == min(writers)
 
 
@@ -208,7 +211,9 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     owns = save.disks.is_owner
     here = save.disks.here
     with comm.errors_on_all_ranks(None):
-        names = [path.relative_to(folder).as_posix() for path in save.written]
+        names = []
+        for path in save.written:
+            names.append(path.relative_to(folder).as_posix())
         written = _listed(engine, folder, names)
         needed = [_model_file(engine)]
         if engine.save_zero_checkpoint:
@@ -225,7 +230,10 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
             rest = [path.name for path in folder.iterdir() if path.is_file()]
-            more = [name for name in rest if name not in files and name != SIGNATURE]
+            more = []
+            for name in rest:
+                if name not in files and name != SIGNATURE:
+                    more.append(name)
             files |= _listed(engine, folder, more).files
             atomic.seal(save.folder, Manifest(files, save.disks.save_id))
     _publish(engine, save)

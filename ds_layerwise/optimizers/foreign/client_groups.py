@@ -112,7 +112,10 @@ class ClientOptimizer(LayerWiseOptimizer):
         """Return the part of ``given`` that a load compares: all of it, by the names of the class,
         as a checkpoint says it.
         """
-        return {key: normalised(plain(value, key)) for key, value in given.items()}
+        found = {}
+        for key, value in given.items():
+            found[key] = normalised(plain(value, key))
+        return found
 
     def hold(self, held: Iterable[Held]) -> None:
         """Let the object show the states of what this rank owns."""

@@ -89,7 +89,11 @@ class Prototype:
 
 def of_class(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return what ``group`` says to an optimizer of one of its parameters."""
-    return {key: value for key, value in group.items() if key not in ABOUT_GROUPS}
+    found = {}
+    for key, value in group.items():
+        if key not in ABOUT_GROUPS:
+            found[key] = value
+    return found
 
 
 def must_be_optimizer(found: object) -> Optimizer:

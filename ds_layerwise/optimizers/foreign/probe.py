@@ -187,7 +187,10 @@ def flat(value: Any) -> dict[Path, Any]:
 def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
     """The same dicts, lists and tuples around what ``change`` makes of what lies in them."""
     if isinstance(value, Mapping):
-        return {key: rebuilt(each, change, (*path, key)) for key, each in value.items()}
+        found = {}
+        for key, each in value.items():
+            found[key] = rebuilt(each, change, (*path, key))
+        return found
     if isinstance(value, (list, tuple)):
         items = [rebuilt(each, change, (*path, index)) for index, each in enumerate(value)]
         if isinstance(value, tuple):

@@ -157,7 +157,9 @@ class Forecast:
             max_waiting: see :attr:`max_waiting`.
         """
         wires = wires_of(layout, specs)
-        opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
+        opened = []
+        for bucket in layout.buckets:
+            opened.append(opened_bytes(bucket, routes, master_dtype))
         bytes_of = partial(
             memory_bytes,
             layout,
@@ -219,7 +221,10 @@ class Forecast:
 
     @property
     def _bucket_bytes(self) -> list[int]:
-        return [bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets]
+        found = []
+        for bucket in self.layout.buckets:
+            found.append(bucket.numel * DTYPE_BYTES[bucket.dtype])
+        return found
 
     @property
     def start_up(self) -> tuple[int, ...]:
@@ -298,12 +303,14 @@ class Forecast:
         That is the rank which sends most of all together.
         """
         sent = self.sent()
-        totals = [sum(counts) for counts in zip(*itertools.chain(*sent.values()), strict=True)]
+        totals = []
+        for counts in zip(*itertools.chain(*sent.values()), strict=True):
+            totals.append(sum(counts))
         busiest = totals.index(max(totals))
-        return {
-            dtype: (each.gradients[busiest], each.parameters[busiest])
-            for dtype, each in sent.items()
-        }
+        found = {}
+        for dtype, each in sent.items():
+            found[dtype] = (each.gradients[busiest], each.parameters[busiest])
+        return found
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:

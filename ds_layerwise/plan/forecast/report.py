@@ -128,7 +128,9 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
     keys = ("gradients", "parameters")
     dtypes = {}
     for dtype in layout.dtypes:
-        means = [sum(by_rank) / layout.world_size for by_rank in sent[dtype]]
+        means = []
+        for by_rank in sent[dtype]:
+            means.append(sum(by_rank) / layout.world_size)
         dtypes[dtype] = {
             "gradients_accumulate_in": forecast.stored_as[dtype],
             "gradients_travel_in": forecast.wire_as(dtype),

@@ -231,7 +231,9 @@ class _Swaps:
         # shards): the last kind is nothing, which everybody has.
         self._nothing = len(kinds)
         self._sizes = np.vstack((sizes, [0, 0]))
-        held = [np.bincount(shards, minlength=self._loads.shape[1]) for shards in self._shards]
+        held = []
+        for shards in self._shards:
+            held.append(np.bincount(shards, minlength=self._loads.shape[1]))
         self._held = np.array([*held, np.full(self._loads.shape[1], 2)])
         self._left = _MAX_COMBINATIONS
 

@@ -423,7 +423,9 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
     # What one of them lacks shifts all that follows: what stands in the same place there is about
     # something else.
     names = {item.partition(" ")[0] for item in items}
-    lacks = [item.partition(" ")[0] not in names for item in (first, second)]
+    lacks = []
+    for item in (first, second):
+        lacks.append(item.partition(" ")[0] not in names)
     (_, lacks_second), (lacks_first, _) = of_both(lacks)
     if lacks_first and not lacks_second:
         return f"only rank 0 has {first}"

@@ -63,7 +63,9 @@ class Agreement:
             Exception: this rank has an error.
             LayerWiseError: another rank has one.
         """
-        flags = [values.new_full((), float(flag)) for flag in (error is not None, bool(idle))]
+        flags = []
+        for flag in (error is not None, bool(idle)):
+            flags.append(values.new_full((), float(flag)))
         sums = torch.stack([*values, *flags])
         self.sum_over_everyone(sums)
         *summed, failed, frozen = sums.tolist()

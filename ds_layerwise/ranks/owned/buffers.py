@@ -107,10 +107,10 @@ class ShardBuffer:
     def pieces_of(self, index: int, shard: Tensor) -> dict[str, Tensor]:
         """Return the pieces of bucket ``index`` by name, as views of 1-D ``shard``."""
         origin = self.layout.buckets[index].shard(self.rank)[0]
-        return {
-            piece.name: shard.narrow(0, piece.start - origin, piece.numel)
-            for piece in self.pieces[index]
-        }
+        found = {}
+        for piece in self.pieces[index]:
+            found[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
+        return found
 
     def has(self, index: int) -> bool:
         """Tell whether bucket ``index`` is one tensor."""

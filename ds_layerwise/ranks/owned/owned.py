@@ -397,10 +397,12 @@ class Owned:
             return []
         if self._masters.has(index):
             return [("", values, self._masters.bucket(index))]
-        return [
-            (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
-            for piece in self.pieces[index]
-        ]
+        found = []
+        for piece in self.pieces[index]:
+            found.append(
+                (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
+            )
+        return found
 
     def followed(self, name: str) -> Tensor:
         """Return the master that the next update of a parameter starts from.
@@ -458,7 +460,9 @@ class Owned:
                 name = piece.name
                 follows = to_save and self._is_live(name, MASTER)
                 master = self.followed(name) if follows else self._recorded(name, MASTER)
-                state = {key: self._recorded(name, key) for key in self.states[name]}
+                state = {}
+                for key in self.states[name]:
+                    state[key] = self._recorded(name, key)
                 records.append(PieceRecord(self.saved_as[name], piece.param_start, master, state))
         return ShardRecord(
             self.rank,

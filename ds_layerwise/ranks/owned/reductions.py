@@ -60,11 +60,11 @@ class ReducedGradients(ShardBuffer):
     def _parts(
         self, leave_out: Collection[str], only: Collection[str] | None = None
     ) -> list[Tensor]:
-        return [
-            view
-            for name, view in self._views.items()
-            if name not in leave_out and (only is None or name in only)
-        ]
+        found = []
+        for name, view in self._views.items():
+            if name not in leave_out and (only is None or name in only):
+                found.append(view)
+        return found
 
     def multiply_(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
         """Multiply those of bucket ``index`` by ``factor``, or by what ``factors`` has for a

@@ -54,11 +54,11 @@ class Watch:
 
     def before(self, names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
         """Copy masters that are about to be updated, for :meth:`after`."""
-        return [
-            param.clone()
-            for name, param in zip(names, params, strict=True)
-            if self._update_rms and name not in self._elsewhere
-        ]
+        found = []
+        for name, param in zip(names, params, strict=True):
+            if self._update_rms and name not in self._elsewhere:
+                found.append(param.clone())
+        return found
 
     def after(
         self,

@@ -68,7 +68,11 @@ class SameWeights:
 
     def written(self) -> list[str]:
         """List the parameters that were written on this rank since :meth:`check`."""
-        return [name for name, param in self._params.items() if param._version != self._seen[name]]
+        found = []
+        for name, param in self._params.items():
+            if param._version != self._seen[name]:
+                found.append(name)
+        return found
 
     def check(self) -> None:
         """Compare what was written on any rank. Every rank of every group must call this at the

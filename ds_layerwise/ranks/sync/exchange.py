@@ -81,7 +81,10 @@ def rounds_of(
         rank: of the layout.
         dtype_of: returns the layout's name for what travels of a bucket; that of parameters.
     """
-    return [_as_seen(dealt, rank // dealt.ep_size) for dealt in deal(buckets, dtype_of)]
+    found = []
+    for dealt in deal(buckets, dtype_of):
+        found.append(_as_seen(dealt, rank // dealt.ep_size))
+    return found
 
 
 def _in_cut(shard: Shard, number: int) -> tuple[int, int]:

@@ -77,7 +77,10 @@ class GradSync(BucketOrder):
         """
         if self.gradients is not Gradients.SUMS:
             return {}
-        return {name: self._grads.param(name) for name in sorted(self._has_grad)}
+        found = {}
+        for name in sorted(self._has_grad):
+            found[name] = self._grads.param(name)
+        return found
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """Return this rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros

@@ -34,7 +34,9 @@ class Kept(Recipe):
         return specs
 
     def _low_bit_dtypes(self) -> dict[str, StateDtype]:
-        dtypes = {state: getattr(self, field) for state, field in self.kept_by.items()}
+        dtypes = {}
+        for state, field in self.kept_by.items():
+            dtypes[state] = getattr(self, field)
         return {state: dtype for state, dtype in dtypes.items() if dtype != "float32"}
 
     @property

@@ -56,7 +56,11 @@ class Kronecker(KeptMoments):
         """Return the lengths of the sides that have a factor, by its name."""
         *_, rows, cols = shape
         sides = {"L": rows, "R": cols}
-        return {key: side for key, side in sides.items() if side <= self.max_side}
+        found = {}
+        for key, side in sides.items():
+            if side <= self.max_side:
+                found[key] = side
+        return found
 
     def squares(self, shape: Shape, *prefixes: str) -> States:
         """Return a square for each side that has a factor, for each of ``prefixes``."""

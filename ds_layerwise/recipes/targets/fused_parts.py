@@ -130,7 +130,10 @@ class Parts:
 
     def shapes(self, shape: Shape) -> dict[str, Shape]:
         """Return, by part of a parameter of ``shape``, the shape that its rule sees."""
-        return {name: place.shape for name, place in self.places(shape).items()}
+        found = {}
+        for name, place in self.places(shape).items():
+            found[name] = place.shape
+        return found
 
     def places(self, shape: Shape) -> dict[str, Place]:
         """Return the place of each part in a parameter of ``shape``."""

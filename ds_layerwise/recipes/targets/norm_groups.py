@@ -44,10 +44,10 @@ def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
             f'{where} must be an object of names of groups to conditions like {{"mtp": {{"name": '
             f'"mtp.*"}}}}, got {given!r}'
         )
-    return {
-        _checked_name(where, name): _checked(f"{where}.{name}", entry)
-        for name, entry in given.items()
-    }
+    found = {}
+    for name, entry in given.items():
+        found[_checked_name(where, name)] = _checked(f"{where}.{name}", entry)
+    return found
 
 
 def _checked_name(where: str, name: object) -> str:

@@ -106,7 +106,11 @@ class ParamKey:
     @property
     def choices(self) -> dict[str, Any]:
         """The conditions of which any will do, as far as they are given."""
-        return {key: getattr(self, key) for key in _ANY if each_of(getattr(self, key))}
+        found = {}
+        for key in _ANY:
+            if each_of(getattr(self, key)):
+                found[key] = getattr(self, key)
+        return found
 
     @property
     def narrowed(self) -> dict[str, Any]:

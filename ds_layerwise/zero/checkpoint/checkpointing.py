@@ -380,7 +380,8 @@ class Checkpointing:
         # Masters that are the weights, in float32, are copied over them.
         loaded = []
         if load.weights_win:
-            loaded = [owned.values(bucket.index).clone() for bucket in planned.layout.buckets]
+            for bucket in planned.layout.buckets:
+                loaded.append(owned.values(bucket.index).clone())
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
         # The engine has loaded weights that were rounded to another dtype, or none of what other

@@ -171,7 +171,9 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     with comm.errors_on_all_ranks(None):
         mine = atomic.save_ids(folder)
     everyone = comm.gather_objects(mine, group=None)
-    in_place = {here for here, _ in everyone}
+    in_place = set()
+    for here, _ in everyone:
+        in_place.add(here)
     if len(in_place) == 1:
         return
     for save_id in sorted(filter(None, in_place)):

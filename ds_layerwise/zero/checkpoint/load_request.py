@@ -94,7 +94,10 @@ def kept_of(
     """
     found = {}
     for name, route in routes.items():
-        kept = {key: str(spec.kept_as) for key, spec in route.states(1).items() if spec.kept_as}
+        kept = {}
+        for key, spec in route.states(1).items():
+            if spec.kept_as:
+                kept[key] = str(spec.kept_as)
         if kept:
             found.update(dict.fromkeys(names.get(name, (name,)), kept))
     return found

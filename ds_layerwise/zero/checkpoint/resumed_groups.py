@@ -150,7 +150,9 @@ class Resumption:
         # have written that down.
         built = self.optimizer.built_with[index]
         saved = self._saved[index]
-        known = {key: saved.get(key, value) for key, value in built.items()}
+        known = {}
+        for key, value in built.items():
+            known[key] = saved.get(key, value)
         lr = known["lr"] if self.scheduler is None else built["lr"]
         return {**known, "lr": saved.get("initial_lr", lr)}
 
@@ -200,7 +202,10 @@ class Resumption:
         """
         built = self.optimizer.built_with[index]
         if key in _RATES:
-            given = {ratio: built[ratio] for ratio in RATIOS.values() if ratio in built}
+            given = {}
+            for ratio in RATIOS.values():
+                if ratio in built:
+                    given[ratio] = built[ratio]
         else:
             given = {key: built[key]}
         for name, value in given.items():

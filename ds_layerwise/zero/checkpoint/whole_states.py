@@ -175,7 +175,9 @@ def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
 
 def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
     """Return by further names of parameters those that they are trained under."""
-    names = {param: name for name, param in module.named_parameters()}
+    names = {}
+    for name, param in module.named_parameters():
+        names[param] = name
     return {
         name: names[param]
         for name, param in module.named_parameters(remove_duplicate=False)

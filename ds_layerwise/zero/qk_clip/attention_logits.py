@@ -85,7 +85,9 @@ class AttentionLogits(StepObserver):
             ConfigError: an entry of the config is for no module of any part, or there is no
                 attention.
         """
-        clipped = {attention.name: bool(attention.scaled) for attention in self._attentions}
+        clipped = {}
+        for attention in self._attentions:
+            clipped[attention.name] = bool(attention.scaled)
         parts = [(clipped, matched(self._run.model, self.clip))]
         if self._run.settings.model_group is not None:
             parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)

@@ -49,7 +49,10 @@ class Products:
         """The dtypes that are fast on all ranks that ask, for rules; see
         :meth:`.optimizers.rule.UpdateRule.on_device`.
         """
-        asked = [dtypes for dtypes in self.by_rank if dtypes is not None]
+        asked = []
+        for dtypes in self.by_rank:
+            if dtypes is not None:
+                asked.append(dtypes)
         return frozenset.intersection(*asked or [frozenset()])
 
     @property

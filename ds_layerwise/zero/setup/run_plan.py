@@ -310,7 +310,10 @@ def _compare(
             f"ep_size {spec.ep_size}, gradient sent in {spec.wire}{cut}"
         )
     for i, group in enumerate(optimizer.param_groups):
-        hyper = {key: value for key, value in group.items() if key in HYPER_KEYS}
+        hyper = {}
+        for key, value in group.items():
+            if key in HYPER_KEYS:
+                hyper[key] = value
         described.append(f"param_groups[{i}] with {hyper}")
     digest = comm.digest_of([layout.digest(), *described])
     compared = [("the layout", settings.group)]

@@ -22,7 +22,10 @@ class Guard:
         self._run = run
         self._model = run.model
         self._at_start = dict(run.model.named_parameters(remove_duplicate=False))
-        required = [param for param in self._at_start.values() if param.requires_grad]
+        required = []
+        for param in self._at_start.values():
+            if param.requires_grad:
+                required.append(param)
         self._known = {*run.params.values(), *required}
         self._hidden: set[str] = set()
         self._reported: set[str] = set()

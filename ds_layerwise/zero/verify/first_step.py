@@ -267,7 +267,9 @@ class FirstStep(StepObserver):
             # Who has written weights means them.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
             held[MASTER] = masters
-        before = {key: value.clone() for key, value in held.items()}
+        before = {}
+        for key, value in held.items():
+            before[key] = value.clone()
         states = dict(held)
         del states[MASTER]
         decision = step.decision
