@@ -77,24 +77,34 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 def stack(matrices: Sequence[Tensor]) -> Tensor:
     """Return one contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows,
     cols)``; of a single one that is contiguous a view."""
-    batches = list(map(_batch, matrices))
+    # One operation where there are no batches, which views of each would triple.
+    if len(matrices) > 1 and _are_single(matrices):
+        return torch.stack(list(matrices))
+    batches = [matrix.view(-1, *matrix.shape[-2:]) for matrix in matrices]
     if len(batches) > 1:
         return torch.cat(batches)
     # Sums over what is not contiguous are made in another order.
     return batches[0].contiguous()
 
 
-def _batch(matrices: Tensor) -> Tensor:
-    """Return a view ``(batch, rows, cols)`` of a matrix or a batch."""
-    return matrices.view(-1, *matrices.shape[-2:])
-
-
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
+    if _are_single(like):
+        return list(stacked.unbind())
     parts = torch.split(stacked, [each.shape[:-2].numel() for each in like])
     return list(map(torch.Tensor.view_as, parts, like))
 
 
+def _are_single(tensors: Sequence[Tensor]) -> bool:
+    return all(tensor.dim() == 2 for tensor in tensors)
+
+
 def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Every matrix of matrices and batches, in their order, as a view."""
-    return list(chain.from_iterable(_batch(tensor).unbind() for tensor in tensors))
+    matrices: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.dim() == 3:
+            matrices += tensor.unbind()
+        else:
+            matrices.append(tensor)
+    return matrices

@@ -101,7 +101,7 @@ def tests(place: Place, limit_s: float) -> Found:
     ranks = max(number for number in TEST_RANKS if number <= place.ranks)
     chosen = f"{ranks}rank" + ("s" if ranks > 1 else "")
     if place.tiny:
-        chosen = f"exact and {chosen}-2-native"
+        chosen = f"exact and 2-{chosen}-native"
     with tempfile.TemporaryDirectory() as folder:
         report, chosen_names = (
             Path(folder, "report.xml"),

@@ -19,11 +19,11 @@ from ds_layerwise.engine.loading.loading import _latest_tag
 from ds_layerwise.engine.loading.scheduler_state import check_scheduler
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.compare import differences
-from ds_layerwise.zero.checkpoint import single_file_states
+from ds_layerwise.zero.checkpoint import whole_states
 from ds_layerwise.zero.checkpoint.resumed_groups import Resumption
 from tests.support.rooms import rooms
 
-pytestmark = rooms("atomic", "dcp", "single_file", "single_file_states", "resumed_groups",
+pytestmark = rooms("atomic", "dcp", "single_file", "whole_states", "resumed_groups",
                    "scheduler_state", "loading", "compare")
 
 
@@ -91,8 +91,8 @@ def test_a_file_of_whole_parameters_makes_its_folder_and_takes_complex_states(tm
 def test_a_write_that_an_error_ends_receives_what_others_send_and_ctrl_c_does_not(error, received, monkeypatch):
     """After Ctrl-C the others may be gone."""
     value, calls = torch.ones(4), []
-    theirs = single_file_states._Part(1, 0, 4, (4,), value.dtype, sums_of(value, 0))
-    comm = single_file_states.comm
+    theirs = whole_states._Part(1, 0, 4, (4,), value.dtype, sums_of(value, 0))
+    comm = whole_states.comm
     monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     monkeypatch.setattr(comm, "gather_objects", lambda mine, group: [mine, {"master.w": theirs}])
     monkeypatch.setattr(comm, "errors_on_all_ranks", lambda group: nullcontext())
@@ -101,10 +101,10 @@ def test_a_write_that_an_error_ends_receives_what_others_send_and_ctrl_c_does_no
     def write(*_):
         raise error("no more")
 
-    monkeypatch.setattr(single_file_states, "write", write)
+    monkeypatch.setattr(whole_states, "write", write)
     header = Header(step=1, shapes={"w": (4,)}, rules={}, dtypes=("float32",), param_groups=[], configured=[])
     with pytest.raises(error, match="no more"):
-        single_file_states.save(Path("file"), [], header, ("loss_scaler", LossScaler(1.0)), torch.device("cpu"))
+        whole_states.save_one_file(Path("file"), [], header, ("loss_scaler", LossScaler(1.0)), torch.device("cpu"))
     assert calls == [1] * received
 
 

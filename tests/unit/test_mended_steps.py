@@ -24,10 +24,10 @@ from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync
+from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.qk_clip import attention_logits
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
-from ds_layerwise.zero.step.interrupted import Interrupted
-from ds_layerwise.zero.step.update import Update
+from ds_layerwise.zero.step.update import update
 from tests.support.rooms import rooms
 
 pytestmark = rooms("attention_logits", "comm", "contract", "grad_sync", "inference_only", "register", "update")
@@ -37,7 +37,7 @@ class Updating:
     """A run of three buckets, whose parts note what they are asked for, and fail where ``fails`` says."""
 
     def __init__(self, *fails):
-        self.fails, self.calls = fails, []
+        self.fails, self.calls, self.interrupted = fails, [], Interrupted()
         self.settings = SimpleNamespace(timers=lambda name: SimpleNamespace(start=lambda: None, stop=lambda: None))
         self.owned = SimpleNamespace(pieces=range(3), updating=nullcontext, update=self.noted("update"))
         self.param_sync = SimpleNamespace(launch=self.noted("launch"), send=self.noted("send"),
@@ -54,11 +54,10 @@ class Updating:
 
     def step(self):
         step = SimpleNamespace(number=3, watch=None, scaled={}, failed=False, decision=SimpleNamespace(
-            factor=1.0, factors={}, frozen=()))
-        interrupted = Interrupted()
+            rescale_=None, frozen=()))
         with pytest.raises(MemoryError) as error:
-            Update(self, interrupted).run(step, self.observers)
-        return str(error.value), step.failed, bool(interrupted)
+            update(self, step, self.observers)
+        return str(error.value), step.failed, bool(self.interrupted)
 
 
 @pytest.mark.parametrize("fails, calls, error", [

@@ -17,7 +17,7 @@ pytestmark = rooms("torch_contract")
 SOURCES = [source for source in sources() if source.path.name != "torch_contract.py"]
 
 #: Of Python, which calls them private, too.
-OF_PYTHON = {"_exit", "_shutdown", "_run_exitfuncs", "_asdict", "_fields", "_Unpickler"}
+OF_PYTHON = {"_exit", "_shutdown", "_run_exitfuncs", "_asdict", "_fields", "_replace", "_Unpickler"}
 OF_DEEPSPEED = {name.key for name in (*CONTRACT, *USED)}
 
 #: Methods of this kind torch asks for, and does not say so.

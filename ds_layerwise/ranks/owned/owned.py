@@ -237,23 +237,22 @@ class Owned:
         self,
         index: int,
         param_groups: Sequence[Mapping[str, Any]],
-        factor: float,
+        rescale_: Callable[[Mapping[str, Tensor]], None],
         *,
         step: int,
-        factors: Mapping[str, float] = NONE,
         leave_out: Collection[str] = (),
         scaled: Mapping[str, Factors] = NONE,
         watch: Watch | None = None,
     ) -> None:
-        """Multiply the gradients of bucket ``index`` by ``factor``, update masters and states, and
-        write the values.
+        """Rescale the gradients of bucket ``index``, update masters and states, and write the
+        values.
 
         Nothing of the parameters ``leave_out`` changes. Inside ``with owned.updating():``, last
         bucket first: some parameters of other buckets are updated with them.
 
         Args:
+            rescale_: rescales gradients in place, by parameter, as all ranks have decided.
             step: the number of this update in the run.
-            factors: by parameter, what replaces ``factor``.
             scaled: by parameter, what masters are multiplied with after their update.
             watch: the statistics to add to.
 
@@ -261,11 +260,11 @@ class Owned:
             StepError: a rule cannot update a parameter, which the error names; others are updated.
         """
         brought = self.host.bring(index)
-        self._begin(index, brought, factor, factors)
+        self._begin(index, brought, rescale_)
         masters, opened = self._open(index, brought, leave_out)
         for update in self._updates[index]:
             for ahead in update.buckets:
-                self._begin(ahead, NONE, factor, factors)
+                self._begin(ahead, NONE, rescale_)
             self._run(update, param_groups, opened, leave_out, watch)
         for piece in self.pieces[index]:
             if piece.name in scaled:
@@ -314,14 +313,14 @@ class Owned:
             view.take_back(copy)
 
     def _begin(
-        self, index: int, brought: Opened, factor: float, factors: Mapping[str, float]
+        self, index: int, brought: Opened, rescale_: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
-        """Multiply the gradients of bucket ``index``, and let its masters follow, unless that was
+        """Rescale the gradients of bucket ``index``, and let its masters follow, unless that was
         done ahead.
         """
         if index not in self._begun:
             self._begun.add(index)
-            self.reduced.multiply_(index, factor, factors)
+            rescale_(self.reduced.pieces_in(index))
             self.follow_values(index, brought)
 
     def _open(

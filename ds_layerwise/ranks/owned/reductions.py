@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
@@ -66,14 +66,6 @@ class ReducedGradients(ShardBuffer):
                 found.append(view)
         return found
 
-    def multiply_(self, index: int, factor: float, factors: Mapping[str, float]) -> None:
-        """Multiply those of bucket ``index`` by ``factor``, or by what ``factors`` has for a
-        parameter in its place.
-        """
-        by_factor: dict[float, list[Tensor]] = {}
-        for piece in self.pieces[index]:
-            own = factors.get(piece.name, factor)
-            by_factor.setdefault(own, []).append(self.piece(piece.name))
-        for own, gradients in by_factor.items():
-            if own != 1:
-                torch._foreach_mul_(gradients, own)
+    def pieces_in(self, index: int) -> dict[str, Tensor]:
+        """Return the 1-D views of bucket ``index``, by parameter."""
+        return {piece.name: self.piece(piece.name) for piece in self.pieces[index]}

@@ -49,6 +49,16 @@ class Decision:
         """True if nothing is updated."""
         return self.overflow or self.above is not None
 
+    def rescale_(self, gradients: Mapping[str, Tensor]) -> None:
+        """Multiply averaged ``gradients``, by parameter, with their factors, in place."""
+        by_factor: dict[float, list[Tensor]] = {}
+        for name, gradient in gradients.items():
+            own = self.factors.get(name, self.factor)
+            by_factor.setdefault(own, []).append(gradient)
+        for own, together in by_factor.items():
+            if own != 1:
+                torch._foreach_mul_(together, own)
+
 
 def nothing(run: RunState) -> Tensor:
     """Return the sums of a rank that has nothing to add."""

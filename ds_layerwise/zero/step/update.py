@@ -45,9 +45,8 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
                 run.owned.update(
                     left[-1],
                     groups,
-                    step.decision.factor,
+                    step.decision.rescale_,
                     step=step.number,
-                    factors=step.decision.factors,
                     leave_out=step.decision.frozen,
                     scaled=step.scaled,
                     watch=step.watch,

@@ -274,7 +274,7 @@ class FirstStep(StepObserver):
         del states[MASTER]
         decision = step.decision
         if name not in decision.frozen:
-            grad.mul_(decision.factors.get(name, decision.factor))
+            decision.rescale_({name: grad})
             try:
                 plain.update_(masters, grad, states, groups[self._run.planned.routes[name].group])
             except UpdateError as error:
