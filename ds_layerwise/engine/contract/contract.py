@@ -61,15 +61,12 @@ class Name:
                 owner = resolve_name(place)
             except (ImportError, AttributeError):
                 continue
+            own = []
             if isinstance(owner, type):
                 package = owner.__module__.partition(".")[0]
-            else:
-                package = ""
-            if isinstance(owner, type):
-                bases = owner.__mro__
-            else:
-                bases = ()
-            own = [base for base in bases if base.__module__.partition(".")[0] == package]
+                for base in owner.__mro__:
+                    if base.__module__.partition(".")[0] == package:
+                        own.append(base)
             for base in own or [owner]:
                 if name in vars(base):
                     return owner, name

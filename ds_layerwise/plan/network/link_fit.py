@@ -242,13 +242,10 @@ def measured_links(
 
 def require_like(ranks_per_node: int, num_nodes: int) -> str:
     """Return the refusal of what :func:`missing_keys` names, without another source."""
-    if num_nodes == 1:
-        where = "one node"
-    else:
+    where = "one node"
+    start = "several"
+    if num_nodes > 1:
         where = "nodes of one rank"
-    if num_nodes == 1:
-        start = "several"
-    else:
         start = "nodes of several ranks"
     return (
         f"{', '.join(missing_keys(ranks_per_node, num_nodes))} cannot be measured on {where}; "
