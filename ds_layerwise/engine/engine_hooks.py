@@ -37,6 +37,7 @@ from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine import (
     config_hook,
     inference_only,
+    operator_build,
     python_overrides,
     schedules,
     shared_storage,
@@ -394,6 +395,7 @@ WRAPS: dict[str, Method] = {
     ),
     **inference_only.WRAPS,
     **schedules.WRAPS,
+    **operator_build.WRAPS,
     **FOR_LIFE,
 }
 

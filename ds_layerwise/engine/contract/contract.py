@@ -145,6 +145,7 @@ CONTRACT = (
     Name(f"{_ENGINE}._load_zero_checkpoint", "self load_dir tag"),
     Name(f"{_ENGINE}.load_module_state_dict", "self checkpoint strict custom_load_fn"),
     Name(f"{_ENGINE}._get_all_ckpt_names", "self checkpoints_path tag"),
+    Name("deepspeed.ops.op_builder.builder.OpBuilder.jit_load", "self verbose"),
     # A script calls it.
     Name("torch.nn.utils.clip_grad_norm_", "parameters max_norm"),
     Name(f"{_CONFIG}.DEEPSPEED_OPTIMIZERS"),

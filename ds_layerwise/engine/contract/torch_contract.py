@@ -39,6 +39,7 @@ PRIVATE = {
     "torch.nn.Module._parameters": "the own parameters of a module, without a parametrization",
     "torch.optim.Optimizer._optimizer_step_pre_hooks": "hooks of a script's optimizer",
     "torch.optim.lr_scheduler.LRScheduler._wrapped_by_lr_sched": "no warning without need",
+    "torch.utils.cpp_extension._get_build_directory": "where DeepSpeed's operators are compiled",
     "torch.utils._python_dispatch": "tells tensors that hold other tensors",
 }
 

@@ -1,0 +1,43 @@
+"""The line that says that DeepSpeed compiles an operator, which it does for minutes without a
+word.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ds_layerwise.output import announce
+
+
+def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
+    """Print on the first rank of a node what DeepSpeed compiles, unless that is there already."""
+    # The tools of extensions take a while to import, and few starts need them.
+    from torch.utils import cpp_extension
+
+    folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
+    lock = folder / "lock"
+    is_built = (folder / f"{builder.name}.so").exists() and not lock.exists()
+    if os.environ.get("LOCAL_RANK", "0") == "0" and not is_built:
+        announce(f"ds_layerwise: {progress(builder.name, folder, is_locked=lock.exists())}")
+    return original(*args, **options)
+
+
+def progress(name: str, folder: Path, *, is_locked: bool) -> str:
+    """Return the line on the operator ``name`` that is compiled in ``folder``, which another
+    process may have locked.
+    """
+    if is_locked:
+        return (
+            f"DeepSpeed waits for another process that compiles {name}; if there is none, as an "
+            f"earlier start was killed, end this one and delete {folder / 'lock'}"
+        )
+    return (
+        f"DeepSpeed compiles {name} in {folder}; this takes one to three minutes, at the first "
+        "start alone"
+    )
+
+
+WRAPS = {"jit_load": _jit_load}

@@ -1,0 +1,51 @@
+"""The line that says that DeepSpeed compiles an operator, or waits for a lock."""
+
+import pytest
+from deepspeed.ops.op_builder.builder import OpBuilder
+
+from ds_layerwise.engine.register import register, unregister
+from tests.support.rooms import rooms
+
+pytestmark = rooms("operator_build")
+
+
+class Unfit(OpBuilder):
+    """An operator of which DeepSpeed finds that it cannot be compiled here, after the line."""
+
+    def __init__(self):
+        super().__init__("an_operator")
+
+    def absolute_name(self):
+        return "nowhere.an_operator"
+
+    def sources(self):
+        return []
+
+    def is_compatible(self, verbose=False):
+        return False
+
+
+COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, at the first start alone"
+WAITS = ("DeepSpeed waits for another process that compiles an_operator; if there is none, as an earlier start was killed, "
+         "end this one and delete {folder}/lock")
+
+
+@pytest.mark.parametrize("files, rank, says", [
+    ((), "0", COMPILES), ((), "1", None), (("an_operator.so", ), "0", None), (("lock", ), "0", WAITS),
+    # Built for another torch, it is made anew.
+    (("an_operator.so", "lock"), "0", WAITS)], ids=lambda value: "+".join(value) if isinstance(value, tuple) else None)
+def test_one_rank_says_what_is_compiled_or_waited_for(files, rank, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    folder = tmp_path / "an_operator"
+    folder.mkdir()
+    for file in files:
+        (folder / file).touch()
+    register()
+    try:
+        with pytest.raises(RuntimeError, match="not being compatible"):
+            Unfit().jit_load(False)
+    finally:
+        unregister()
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_layerwise")]
+    assert told == ([f"ds_layerwise: {says.format(folder=folder)}"] if says else [])
