@@ -26,8 +26,8 @@ class Unfit(OpBuilder):
 
 
 COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, at the first start alone"
-WAITS = ("DeepSpeed waits for another process that compiles an_operator; if there is none, as an earlier start was killed, "
-         "end this one and delete {folder}/lock")
+WAITS = ("DeepSpeed waits for another process that compiles an_operator; if there is none, as an earlier start was "
+         "killed, end this one and delete {folder}/lock")
 
 
 @pytest.mark.parametrize("files, rank, says", [
