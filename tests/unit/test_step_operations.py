@@ -24,10 +24,14 @@ from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.zero.step.clip import Decision
 from tests.support.rooms import rooms
 from tests.support.training import Net
 
 pytestmark = rooms("owned")
+
+#: Of clipping to half the norm.
+DECISION = Decision(factor=0.5, frozen=frozenset(), loss_scale=1.0, clip_grad=1.0)
 
 META = torch.device("meta")
 
@@ -83,7 +87,7 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
     with torch.no_grad(), mine.updating(), Watch() as watch:
         squares = mine.reduced.sum_of_squares()
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, 0.5, step=1)
+            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
     assert (watch.waiting, watch.across) == ([], [])
     assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
 
@@ -94,7 +98,7 @@ def test_neither_does_weight_decay(matrix, scalar, decay):
     optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)
     with torch.no_grad(), mine.updating(), Watch() as watch:
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, 0.5, step=1)
+            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
 
 
