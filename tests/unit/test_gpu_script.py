@@ -306,13 +306,13 @@ def test_ranks_return_what_they_found_or_why_not(gpu, place):
 def test_tests_that_take_too_long_are_given_up_with_all_that_they_started(gpu, place, tmp_path, monkeypatch):
     started, ours = tmp_path / "started", tmp_path / "test_slow.py"
     ours.write_text("import os, pathlib, time\nimport pytest\n@pytest.mark.gpu\n"
-                    "@pytest.mark.parametrize('_', ['2ranks-2-native'])\ndef test_exact(_):\n"
+                    "@pytest.mark.parametrize('_', ['2-2ranks-native'])\ndef test_exact(_):\n"
                     "    if not os.fork():\n        os.setpgid(0, 0)\n"
                     f"        pathlib.Path({str(started)!r}).write_text(str(os.getpid()))\n    time.sleep(300)\n")
     monkeypatch.setattr(gpu, "TESTS", str(ours))
     monkeypatch.setattr(subprocess, "Popen", impatient(started))
     assert gpu.tests(place, 6).problems == ["not done after 6 seconds",
-                                            "1 not run to the end: test_exact[2ranks-2-native]"]
+                                            "1 not run to the end: test_exact[2-2ranks-native]"]
     until = time.monotonic() + 20
     while runs(int(started.read_text())) and time.monotonic() < until:
         time.sleep(0.1)
@@ -326,7 +326,7 @@ def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monk
                        "none": "signal.signal(signal.SIGINT, signal.SIG_IGN)"}
     started, ours = tmp_path / "started", tmp_path / "test_slow.py"
     ours.write_text("import pathlib, signal, time\nimport pytest\npytestmark = [pytest.mark.gpu, "
-                    "pytest.mark.parametrize('_', ['2ranks-2-native'])]\n"
+                    "pytest.mark.parametrize('_', ['2-2ranks-native'])]\n"
                     "def test_exact_passes(_):\n    pass\n"
                     "def test_exact_fails(_):\n    raise ZeroDivisionError('of course')\n"
                     "def test_exact_hangs(_):\n"
@@ -349,7 +349,7 @@ def test_tests_that_take_too_long_keep_what_they_have(gpu, place, tmp_path, monk
     assert found.lines[0] == "1 passed, 1 failed, 0 skipped."
     late, failed, missing = found.problems
     assert late == "not done after 6 seconds" and "ZeroDivisionError: of course" in failed
-    assert missing == "2 not run to the end: test_exact_hangs[2ranks-2-native], test_exact_waits[2ranks-2-native]"
+    assert missing == "2 not run to the end: test_exact_hangs[2-2ranks-native], test_exact_waits[2-2ranks-native]"
 
 
 def impatient(started):
