@@ -12,7 +12,7 @@ from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
-from tests.unit.test_keeping import FILES, assert_kept, put
+from tests.unit.checkpoint.test_user_files import FILES, assert_kept, put
 
 pytestmark = rooms("user_files", "consolidate")
 

@@ -28,7 +28,7 @@ from tests.support.training import (
     weights,
 )
 from tests.support.universal import convert
-from tests.unit.test_kept import by_chance
+from tests.unit.optimizers.test_low_bit import by_chance
 
 pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "low_bit_settings", "dtypes", "owned",
                    "load_request", "cost", "checkpointing")

@@ -28,7 +28,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("dry_run", "forecast", "model_file", "config_file")
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 MODEL = """
 model: small

@@ -19,7 +19,7 @@ from tests.support.rooms import rooms
 pytestmark = [*rooms("routing_rules", "output_heads", "module_of", "group_defaults", "matrix_view"),
               pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
 
-OTHERS = json.loads((Path(__file__).parents[1] / "support" / "other_families.json").read_text())
+OTHERS = json.loads((Path(__file__).parents[2] / "support" / "other_families.json").read_text())
 
 #: Convolutions over one axis alone.
 WITHOUT_A_MATRIX = {"DacModel", "UnivNetModel"}

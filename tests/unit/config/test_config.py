@@ -233,7 +233,7 @@ def test_how_much_is_offloaded(ratio, host_ratio):
     assert run_config(zero={"offload_optimizer": {"device": "cpu", **ratio}}).host_ratio == host_ratio
 
 
-CONFIGS = sorted((Path(__file__).parents[2] / "ds_configs").glob("*.json"))
+CONFIGS = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
 
 
 def fits_the_schema(text):

@@ -28,7 +28,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("ds_config", "run_config", "register")
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 ROWS = read_table(DOCUMENT.read_text())
 BASE = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWise", "params": {"muon_lr": 0.02}},
         "gradient_clipping": 0.0}

@@ -9,7 +9,7 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
-from tests.unit.test_staging import Killed, commit, dying_at, holds, write
+from tests.unit.checkpoint.test_atomic import Killed, commit, dying_at, holds, write
 
 pytestmark = rooms("user_files")
 

@@ -21,7 +21,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("planner", "owners", "model_file")
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
+MODELS = Path(__file__).resolve().parents[3] / "ds_layerwise" / "plan" / "models"
 POLICIES = ("balanced", "lpt", "size_matching")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
 

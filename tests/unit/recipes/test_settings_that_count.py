@@ -24,7 +24,7 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("group_defaults", "schedule_rates", "routing_rules", "param_groups", "sections", "model_file")
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 
 
 class Model(nn.Module):
@@ -236,8 +236,9 @@ OF_LAYERWISE = {
 
 #: The others act in an engine: a test of each.
 IN_ENGINES = {
-    "layout": "unit/test_plan.py", "alignment": "unit/test_layout.py", "reduction": "distributed/step/test_wires.py",
-    "links": "unit/test_links.py", "max_skipped_steps": "distributed/step/test_skipped.py",
+    "layout": "unit/tools/test_dry_run.py", "alignment": "unit/plan/test_layout.py",
+    "reduction": "distributed/step/test_wires.py",
+    "links": "unit/plan/test_links.py", "max_skipped_steps": "distributed/step/test_skipped.py",
     "grad_norm_skip_threshold": "distributed/step/test_reports.py",
     "log_num_zeros_in_grad": "distributed/step/test_reports.py", "norm_groups": "distributed/step/test_reports.py",
     "monitor": "distributed/step/test_reports.py", "verify_first_step": "distributed/step/test_first_step.py",
