@@ -24,7 +24,7 @@ from ds_layerwise.recipes.targets.model_names import (
     KEY_VALUE_NAMES,
     QUERY_NAMES,
 )
-from ds_layerwise.routing.module_of import kind_of, told, weights_of
+from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 
 
@@ -49,7 +49,7 @@ def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
     fallback = None
     if not number_of(own, HEAD_COUNTS):
         config = getattr(model, "config", None)
-        fallback = told(config, "text_config") or config
+        fallback = config_value(config, "text_config") or config
     return [*own, getattr(module, "config", fallback)]
 
 
@@ -166,7 +166,7 @@ def number_of(sources: Iterable[Any], spellings: Collection[str]) -> int | None:
     """
     for source in sources:
         for key in spellings:
-            number = told(source, key)
+            number = config_value(source, key)
             if isinstance(number, int) and number > 0:
                 return number
     return None

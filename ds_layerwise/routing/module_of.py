@@ -39,7 +39,7 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
     return kind
 
 
-def told(config: Any, key: str) -> Any:
+def config_value(config: Any, key: str) -> Any:
     """Return the value of ``config`` under ``key``; None if it has none, or differs by layer."""
     try:
         return getattr(config, key, None)

@@ -198,23 +198,6 @@ def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _of_nodes(ranks: Sequence[int], links: Links, tp_size: int) -> list[str]:
-    lines = []
-    if tp_size > 1:
-        lines.append(
-            f"tensor parallelism over {tp_size} ranks: numbers are of one of them, and --ranks are "
-            f"those with the same part of the model, of which a node has {links.ranks_per_node}"
-        )
-    if uneven := [str(num_ranks) for num_ranks in ranks if not links.are_full(num_ranks)]:
-        lines.append(
-            f"assumed for {', '.join(uneven)} ranks, of which nodes of {links.ranks_per_node} "
-            "would have different numbers: sums are not made inside nodes first, and ways are "
-            "chosen as for one rank a node, as in a run there; start equally many on each, and "
-            "say how many with --ranks_per_node"
-        )
-    return lines
-
-
 def _tensor_parallel(
     given: Mapping[str, Any], tp_size: int | None, ep_size: int
 ) -> tuple[int, Cutter]:

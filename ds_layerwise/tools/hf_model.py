@@ -32,9 +32,9 @@ _FROM_CONSTRUCTORS = (
 
 def _hidden_size(config: Any) -> int | None:
     """Return what a Trainer takes: the largest of several sizes; None if ``config`` has none."""
-    from ds_layerwise.routing.module_of import told
+    from ds_layerwise.routing.module_of import config_value
 
-    sizes = told(config, "hidden_size") or told(config, "hidden_sizes")
+    sizes = config_value(config, "hidden_size") or config_value(config, "hidden_sizes")
     if isinstance(sizes, list | tuple):
         sizes = sizes
     else:

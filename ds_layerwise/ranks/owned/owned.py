@@ -25,7 +25,7 @@ from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.ranks.owned.split_master_store import SplitMasters
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
-from ds_layerwise.ranks.owned.update_stats import Watch
+from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.recipes.base.dtypes import MasterDtype
 from ds_layerwise.recipes.base.recipe import StateSpec
@@ -242,7 +242,7 @@ class Owned:
         step: int,
         leave_out: Collection[str] = (),
         scaled: Mapping[str, Factors] = NONE,
-        watch: Watch | None = None,
+        watch: UpdateStats | None = None,
     ) -> None:
         """Rescale the gradients of bucket ``index``, update masters and states, and write the
         values.
@@ -286,7 +286,7 @@ class Owned:
         param_groups: Sequence[Mapping[str, Any]],
         opened: Opened,
         leave_out: Collection[str],
-        watch: Watch | None,
+        watch: UpdateStats | None,
     ) -> None:
         """Let a rule update those of its parameters that are not left out."""
         names: list[str] = []

@@ -18,7 +18,7 @@ from ds_layerwise.ranks.owned.reductions import sum_of_squares
 _MOMENTA = ("momentum_buffer", "exp_avg")
 
 
-class Watch:
+class UpdateStats:
     """Sums of squares of one update, by rule, over the ranks of a model.
 
     Args:

@@ -63,7 +63,7 @@ class Gradients(Enum):
     """The averages over all ranks, at their owners: nothing is to come before the step."""
 
 
-class BucketOrder(ABC):
+class BucketScheduler(ABC):
     """Starts a bucket once its gradients and all buckets before it are there, a few at a time.
 
     Note: what a backward pass may wait for

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.sync.bucket_scheduler import BucketOrder, Gradients
+from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler, Gradients
 from ds_layerwise.ranks.sync.bucket_transfers import room_in
 
 
@@ -33,7 +33,7 @@ def half_a_pass(*, outside: bool) -> StepError:
     )
 
 
-class GradSync(BucketOrder):
+class GradSync(BucketScheduler):
     """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners'
     shards.
 
@@ -164,7 +164,7 @@ class GradSync(BucketOrder):
             self._start(pending)
 
 
-class EagerGradSync(BucketOrder):
+class EagerGradSync(BucketScheduler):
     """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients
     of other owners.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ds_layerwise.ranks.comm.step_agreement import Agreement
-from ds_layerwise.ranks.owned.update_stats import Watch
+from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
@@ -34,9 +34,9 @@ class Reports(StepObserver):
             rules.add(route.recipe.rule)
             key = route.recipe.lr_ratio
             self._groups[key] = min(route.group, self._groups.get(key, route.group))
-        self._watch: Watch | None = None
+        self._watch: UpdateStats | None = None
         if monitor.asks:
-            self._watch = Watch(
+            self._watch = UpdateStats(
                 rules,
                 update_rms=monitor.update_rms,
                 momentum_norm=monitor.momentum_norm,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.owned.update_stats import Watch
+from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.zero.step.clip import Decision
 
 
@@ -25,7 +25,7 @@ class Step:
     """The factors that parameters, by name, are multiplied with after their update."""
     values: dict[str, float] = field(default_factory=dict)
     """The values that are reported of this step, the same on every rank."""
-    watch: Watch | None = None
+    watch: UpdateStats | None = None
     """The statistics of the update; None where nobody asks for them."""
     failed: bool = False
     """True if an exception has ended the update on this rank."""
