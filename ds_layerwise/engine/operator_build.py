@@ -14,6 +14,9 @@ from ds_layerwise.output import announce
 
 def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
     """Print on the first rank of a node what DeepSpeed compiles, unless that is there already."""
+    if not builder.is_compatible(verbose=False):
+        # DeepSpeed says why.
+        return original(*args, **options)
     # The tools of extensions take a while to import, and few starts need them.
     from torch.utils import cpp_extension
 

@@ -228,7 +228,10 @@ class AttentionLogits(StepObserver):
         values = torch.cat([largest, reduced]).tolist()
         by_module = dict(zip(self._everywhere, values))
         self._judge(by_module)
-        by_module[""] = values[len(by_module)]
+        others = values[len(by_module)]
+        if others > -math.inf:
+            # Else it is the model's own, where that is an attention module itself.
+            by_module[""] = others
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}

@@ -7,6 +7,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from tests.support import internals
@@ -336,6 +337,15 @@ class TestGiven(DistributedTest):
         assert step_of(engine, [9.0, 9.0], number=1)["attn.k.weight"] == [1.0, 1.0]
 
 
+class RootAttention(LlamaAttention):
+    """All of a model."""
+
+    def forward(self, place):
+        x = torch.randn(1, 5, 32, generator=torch.Generator().manual_seed(place[0]))
+        cos, sin = torch.ones(1, 5, 8), torch.zeros(1, 5, 8)
+        return super().forward(x, (cos, sin), None)[0].square().mean()
+
+
 def written(folder):
     return {path.stem: [row for row in csv.reader(path.open())][1:] for path in (folder / "job").glob("*.csv")}
 
@@ -374,6 +384,14 @@ class TestReported(DistributedTest):
             # The writer takes what is behind the last point for a suffix of a file.
             name = next(each for each in found if label.startswith(each) and each.count(".") == label.count("."))
             assert float(found[name][0][1]) == pytest.approx(float(largest.max()), rel=1e-5)
+
+    def test_a_model_that_is_an_attention_module_itself(self):
+        config = LlamaConfig(hidden_size=32, intermediate_size=16, num_hidden_layers=1, vocab_size=32,
+                             num_attention_heads=4, attn_implementation="sdpa")
+        engine = start(RootAttention(config, 0), ds_config(layerwise={"log_max_attention_logit": True}))
+        train_engine(engine, 1)
+        assert engine.optimizer.max_attention_logits.keys() == {""}
+        assert engine.optimizer.report()["max_attention_logit"] == engine.optimizer.max_attention_logits[""]
 
     def test_it_takes_one_collective_a_step_and_none_where_it_is_off(self, monkeypatch):
         counts = {}

@@ -10,10 +10,11 @@ pytestmark = rooms("operator_build")
 
 
 class Unfit(OpBuilder):
-    """An operator of which DeepSpeed finds that it cannot be compiled here, after the line."""
+    """An operator that cannot be compiled here, of which DeepSpeed finds it ``after`` it was asked so often."""
 
-    def __init__(self):
+    def __init__(self, after=1):
         super().__init__("an_operator")
+        self.after = after
 
     def absolute_name(self):
         return "nowhere.an_operator"
@@ -22,7 +23,8 @@ class Unfit(OpBuilder):
         return []
 
     def is_compatible(self, verbose=False):
-        return False
+        self.after -= 1
+        return self.after >= 0
 
 
 COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, at the first start alone"
@@ -49,3 +51,14 @@ def test_one_rank_says_what_is_compiled_or_waited_for(files, rank, says, tmp_pat
         unregister()
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_layerwise")]
     assert told == ([f"ds_layerwise: {says.format(folder=folder)}"] if says else [])
+
+
+def test_nothing_is_said_or_made_for_what_cannot_be_compiled(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    register()
+    try:
+        with pytest.raises(RuntimeError, match="not being compatible"):
+            Unfit(after=0).jit_load(False)
+    finally:
+        unregister()
+    assert "compiles" not in capsys.readouterr().out and not list(tmp_path.iterdir())
