@@ -40,8 +40,9 @@ _MUST_BE_FALSE = {
     ),
 }
 
-#: Keys of ZeRO stage 3, and the value with which they ask for nothing.
-_OF_STAGE_3 = {
+#: Keys of ZeRO stage 3 that ask for more than this backend has there, and the value with which they
+#: ask for nothing.
+_MORE_THAN_STAGE_3 = {
     "offload_optimizer.super_offload": False,
     "pipeline_loading_checkpoint": False,
     "zero_hpz_partition_size": 1,
@@ -57,8 +58,8 @@ _OF_STAGE_3 = {
 #: values, and the way out.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
-        (1, 2),
-        "this backend takes the place of ZeRO stages 1 and 2; set it to one of them",
+        (1, 2, 3),
+        "this backend takes the place of ZeRO stages 1 to 3; set it to one of them",
     ),
     "zero_optimization.offload_optimizer.device": (
         ("none", "cpu"),
@@ -70,8 +71,8 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "zero_optimization.zenflow": ((None,), "remove it"),
     **{
-        f"zero_optimization.{key}": ((neutral,), "it belongs to ZeRO stage 3; remove it")
-        for key, neutral in _OF_STAGE_3.items()
+        f"zero_optimization.{key}": ((neutral,), "it has no part in this backend; remove it")
+        for key, neutral in _MORE_THAN_STAGE_3.items()
     },
     **{path: ((False,), way_out) for path, way_out in _MUST_BE_FALSE.items()},
 }
@@ -130,6 +131,29 @@ _IDLE = """
     zero_optimization.stage3_module_granularity_threshold
 """.split()
 
+#: Those of them that DeepSpeed reads at ZeRO stage 3, for what it does itself there.
+_ACTS_AT_STAGE_3 = """
+    zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
+    zero_optimization.log_trace_cache_warnings
+    zero_optimization.stage3_gather_fp16_weights_on_model_save
+    zero_optimization.gather_16bit_weights_on_model_save
+    zero_optimization.use_all_reduce_for_fetch_params
+    zero_optimization.allgather_sequential
+    zero_optimization.stage3_gather_16bit_weights_on_model_save
+    zero_optimization.stage3_use_all_reduce_for_fetch_params
+    zero_optimization.stage3_allgather_sequential
+    zero_optimization.leaf_module.classes zero_optimization.leaf_module.names
+    zero_optimization.leaf_module.name_suffixes
+    zero_optimization.prefetch_bucket_size zero_optimization.param_persistence_threshold
+    zero_optimization.model_persistence_threshold zero_optimization.max_live_parameters
+    zero_optimization.max_reuse_distance zero_optimization.module_granularity_threshold
+    zero_optimization.stage3_prefetch_bucket_size
+    zero_optimization.stage3_param_persistence_threshold
+    zero_optimization.stage3_model_persistence_threshold
+    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
+    zero_optimization.stage3_module_granularity_threshold
+""".split()
+
 #: The idle keys in the order of the start-up table, each with the value with which it says nothing.
 _WITHOUT_EFFECT: dict[str, Any] = {
     **dict.fromkeys(_IDLE_IF_TRUE, True),
@@ -169,10 +193,11 @@ def with_plain_numbers(section: Any) -> Any:
 
 def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of ``ds_config`` that ask for something, are accepted, and change nothing."""
+    acts = _ACTS_AT_STAGE_3 if at(ds_config, "zero_optimization.stage") == 3 else ()
     return tuple(
         path.removeprefix("zero_optimization.")
         for path, neutral in _WITHOUT_EFFECT.items()
-        if at(ds_config, path) not in (None, "auto", {}, neutral)
+        if path not in acts and at(ds_config, path) not in (None, "auto", {}, neutral)
     )
 
 
@@ -300,7 +325,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
     if at(ds_config, "zero_optimization.stage") is None:
         raise ConfigError(
-            "zero_optimization.stage must be 1 or 2 with this optimizer, but is not set"
+            "zero_optimization.stage must be 1, 2 or 3 with this optimizer, but is not set"
         )
     only_known(
         "data_types",
@@ -312,12 +337,12 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
 
 def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     zero = ds_config["zero_optimization"]
-    at_stage_2 = zero["stage"] == 2
+    at_stage_2 = zero["stage"] >= 2
     overlaps = zero.get("overlap_comm") is True
     accumulated = at(ds_config, "data_types.grad_accum_dtype")
     if at_stage_2 and accumulated not in (None, "fp32", "float32", "float"):
         raise ConfigError(
-            f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got {accumulated!r}: "
+            f"data_types.grad_accum_dtype must be 'fp32' from stage 2 on, got {accumulated!r}: "
             "owners add up averaged gradients in float32; remove it"
         )
     if zero.get("compute_grad_norm") is False:
@@ -341,15 +366,42 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     is_bounded = at(ds_config, "layerwise.max_waiting_buckets") is not None
     if is_bounded and not (at_stage_2 and overlaps):
         raise ConfigError(
-            "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 with "
+            "layerwise.max_waiting_buckets bounds gradients that wait from ZeRO stage 2 on with "
             "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
         )
+    if zero["stage"] == 3:
+        _refuse_at_stage_3(ds_config)
     is_local = at(ds_config, "checkpoint.use_node_local_storage")
     if is_local and at(ds_config, "layerwise.save_universal"):
         raise ConfigError(
             "layerwise.save_universal is true, which needs a disk that all ranks share, but "
             "checkpoint.use_node_local_storage is true; remove one of the two"
         )
+
+
+#: What has no part at ZeRO stage 3 yet, each with the value that asks for nothing.
+_NOT_AT_STAGE_3: dict[str, Any] = {
+    "zero_optimization.offload_optimizer.device": "none",
+    "layerwise.overlap_param_gather": False,
+    "layerwise.verify_first_step": False,
+    "layerwise.save_universal": False,
+    "layerwise.qk_clip": None,
+    "layerwise.log_max_attention_logit": False,
+    "tensor_parallel.autotp_size": 1,
+    "sequence_parallel_size": 1,
+    "torch_autocast.enabled": False,
+    "checkpoint.load_universal": False,
+}
+
+
+def _refuse_at_stage_3(ds_config: Mapping[str, Any]) -> None:
+    for path, neutral in _NOT_AT_STAGE_3.items():
+        value = at(ds_config, path)
+        if value not in (None, neutral, False, 0):
+            raise ConfigError(
+                f"{path} is {value!r}, which this backend does not do at ZeRO stage 3 yet; remove "
+                "it, or set zero_optimization.stage to 2"
+            )
 
 
 _AUTOCAST_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "half")

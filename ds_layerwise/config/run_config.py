@@ -103,13 +103,13 @@ class RunConfig:
 
     def stored_as(self, dtype: str) -> str:
         """Return the dtype in which gradients of parameters of ``dtype`` are accumulated."""
-        if self.stage == 2:
+        if self.stage > 1:
             return "float32"
         return self.accumulation_dtype or dtype
 
     def sent_as(self, dtype: str) -> str:
         """Return the dtype in which gradients of parameters of ``dtype`` travel."""
-        return self.wire_dtype or (dtype if self.stage == 2 else self.stored_as(dtype))
+        return self.wire_dtype or (dtype if self.stage > 1 else self.stored_as(dtype))
 
 
 def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:

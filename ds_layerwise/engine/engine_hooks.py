@@ -62,6 +62,7 @@ from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.stage3.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.unused_calls import warn_once
 
 
@@ -326,7 +327,11 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
             "model: what is compared is an update of whole parameters, which no rank has; remove "
             "it, or verify the same config with a model that is not cut"
         )
-    built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
+    if settings.stage == 3:
+        _refuse_at_stage_3(engine)
+        settings = replace(settings, fetcher=make_fetcher(engine, settings.group))
+    with whole_shapes(engine.module.parameters()):
+        built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the
     # engine copies it into. Of a model that is cut it would say that nothing is.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
@@ -347,6 +352,20 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if built.rank == 0 and logger.isEnabledFor(logging.DEBUG):
         logger.debug("ds_layerwise: %s", as_text(built.listed()))
     return built
+
+
+def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
+    """Refuse a model that is spread over ranks otherwise, too.
+
+    Raises:
+        ConfigError: says which way out there is.
+    """
+    if engine.has_moe_layers or engine.mpu is not None or pipeline.is_pipeline(engine.module):
+        raise ConfigError(
+            "zero_optimization.stage is 3, and experts, pipelines, tensor or sequence parallelism "
+            "spread the model over ranks as well, which this backend does at stages 1 and 2 alone; "
+            "set zero_optimization.stage to 2"
+        )
 
 
 def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: Any) -> Any:

@@ -166,5 +166,32 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Return the gradient that was left on ``param``, for the same flush."""
         return param.grad
 
-    def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int) -> None:
+    def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int = 0) -> None:
         """Do nothing in the same flush."""
+
+    # --- ZeRO stage 3
+
+    parameter_offload: Any = None
+    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, under the name that its users reach
+    for; else None.
+    """
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The groups of :attr:`bit16_groups`, under the name of ZeRO stage 3."""
+        return self.bit16_groups
+
+    def independent_gradient_partition_epilogue(self) -> None:
+        """Finish the reduction, under the name of ZeRO stage 3."""
+        self.reduce_gradients()
+
+    def empty_partition_cache(self) -> None:
+        """Let no parameter be whole."""
+        if self.parameter_offload is not None:
+            self.parameter_offload.partition_all_parameters()
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        """End a backward pass; parameters that it has left whole are released."""
+        super().backward_epilogue(*args, **kwargs)
+        if self.parameter_offload is not None:
+            self.parameter_offload.release_backward_leftovers()

@@ -20,6 +20,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.grad_sync import GradSync
+from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
@@ -31,6 +32,7 @@ from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.stage3.cut_access import attach_all
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.gradient_share import divide_once
 from ds_layerwise.zero.step.metrics import Reports
@@ -70,8 +72,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.dp_process_group = settings.group
         self.rank = comm.rank_of(settings.group)
         self.world_size = comm.size_of(settings.group)
-        self.partition_gradients = settings.stage == 2
+        self.partition_gradients = settings.stage > 1
         self.clip_grad = settings.clip_grad
+        self.parameter_offload = settings.fetcher
 
         # Collectives from here on: the order is the same on every rank.
         planned = plan(model, optimizer, config, settings)
@@ -112,7 +115,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             first_step=first_step,
             zero_grad=self.zero_grad,
         )
-        if config.overlap_param_gather:
+        if config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
         # The nodes of autograd's graph last as long as somebody keeps them.
         self._divided = divide_once(engine, run.params.values())
@@ -121,8 +124,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
         param_owner.take(run.params.values(), self)
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
-        for access in self._access:
-            access.attach()
+        if settings.stage == 3:
+            attach_all(self._access)
+        else:
+            for access in self._access:
+                access.attach()
         start_report.warn_of_zeros(run)
         # One checkpoint group a parameter; see checkpoint.formats.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
@@ -170,7 +176,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             and engine is not None
             and engine.enable_backward_allreduce
             and not engine.inside_no_sync_ctxt
-            and (self.settings.stage == 2 or engine.is_gradient_accumulation_boundary())
+            and (self.settings.stage > 1 or engine.is_gradient_accumulation_boundary())
         )
 
     def exit_backward(self) -> None:
@@ -318,6 +324,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Bring everything back, and wait for parameters, before a save or a load."""
         self.reload_states()
         self.wait_for_params()
+        self.empty_partition_cache()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
@@ -418,6 +425,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         for access in self._access:
             access.detach()
         self.attention.destroy()
+        if self.parameter_offload is not None:
+            self.parameter_offload.destroy()
         self._run.param_sync.remove_hooks()
         self._run.param_sync.finish()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,9 +19,10 @@ from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
-from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
+from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.interrupted import Interrupted
@@ -29,6 +31,7 @@ from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.stage3.param_cuts import ParamCuts
 from ds_layerwise.zero.step_progress import Progress
 
 
@@ -43,16 +46,16 @@ class RunState:
     """
 
     products: Products
-    values: FlatBuffer
-    """The memory of parameters."""
+    values: FlatBuffer | OwnShards
+    """The memory of parameters; at ZeRO stage 3 that of this rank's shards."""
     grads: FlatBuffer | None
-    """The memory of gradients; None at ZeRO stage 2, where gradients are only at their owners."""
+    """The memory of gradients; None from ZeRO stage 2 on, where they are at their owners alone."""
     owned: Owned
     """The masters, the states and the averaged gradients of this rank."""
     groups: comm.Groups
     """The ranks that hold the same experts, by the number of ranks in a row that hold others."""
     grad_sync: GradSync | EagerGradSync
-    param_sync: ParamSync
+    param_sync: ParamSync | CutSync
 
     def __init__(
         self,
@@ -80,7 +83,10 @@ class RunState:
         """The number of ranks in a row with other experts under a name; in model order."""
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""
+        self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
+        """The shapes of whole parameters by name."""
         self._places: dict[str, Tensor] = {}
+        self._cuts: ParamCuts | None = None
         self.device = next(iter(self.params.values())).device
         self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other stages of a pipeline hold, too, and the ranks of those."""
@@ -95,8 +101,11 @@ class RunState:
         """
         recipes = self.planned.recipes
         self.products = Products.agree(recipes, self.device)
+        if self.settings.stage == 3:
+            self._move_in_cuts()
         with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
-            self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
+            if self.settings.stage < 3:
+                self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
             self.grads = self._make_grads()
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
@@ -104,6 +113,17 @@ class RunState:
                 Held(self.params[name], self.planned.routes[name], piece, self.owned.states[name])
                 for name, piece in self.pieces.items()
             )
+
+    def _move_in_cuts(self) -> None:
+        """Make this rank's shards, and fetch what it owns into them."""
+        layout = self.planned.layout
+        with comm.errors_on_all_ranks(None):
+            values = OwnShards(layout, self.rank, self.device)
+            fetcher = self.settings.fetcher
+            self._cuts = ParamCuts(self.params, layout, self.rank, values, fetcher)
+        self.values = values
+        self.param_sync = CutSync(layout, self.rank, values, self._cuts, group=self.settings.group)
+        self.param_sync.fetch()
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""
@@ -113,6 +133,8 @@ class RunState:
 
     def misplaced(self) -> str | None:
         """Return the first parameter that does not lie in its place any more; None if all do."""
+        if self._cuts is not None:
+            return self._cuts.misplaced()
         for name, param in self.params.items():
             place = self._places[name]
             if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
@@ -133,7 +155,7 @@ class RunState:
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout
         accumulated = self.settings.accumulation_dtype
-        if self.settings.stage == 2:
+        if self.settings.stage > 1:
             return None
         if accumulated is None:
             return FlatBuffer(layout, self.device)
@@ -200,11 +222,26 @@ class RunState:
                 divide_by=settings.divide_by,
                 wire_dtype=wire_dtype,
             )
-            self.param_sync = ParamSync(
-                planned.layout, self.rank, self.params, self.values, wires=wires
-            )
+            if isinstance(self.values, FlatBuffer):
+                self.param_sync = ParamSync(
+                    planned.layout, self.rank, self.params, self.values, wires=wires
+                )
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
+
+    @torch.no_grad()
+    def write(self, name: str, value: Tensor) -> None:
+        """Write a parameter, or this rank's part of it where it has no more; the same ``value`` on
+        every rank.
+        """
+        if self._cuts is None:
+            self.params[name].data.copy_(value.reshape(self.shapes[name]))
+            return
+        flat = value.reshape(-1)
+        self._cuts.write(name, flat)
+        piece = self.pieces.get(name)
+        if piece is not None:
+            self.owned.set_weight(name, flat.narrow(0, piece.param_start, piece.numel))
 
     def group_of(self, name: str) -> comm.Group:
         """Return the ranks over which the parameter ``name`` is dealt out."""
@@ -216,7 +253,7 @@ class RunState:
         Args:
             own: returns what this rank has of it, 1-D.
         """
-        whole = torch.zeros(self.params[name].numel(), dtype=torch.float32, device=self.device)
+        whole = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float32, device=self.device)
         piece = self.pieces.get(name)
         if piece is not None:
             whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))

@@ -9,6 +9,7 @@ step, a gradient takes all ranks of the world, also that of an expert.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -34,14 +35,15 @@ class StateAccess:
         self.name = name
         self._run = run
         self._offloading = offloading
-        self._param = run.params[name]
+        self.param = run.params[name]
+        self._shape = run.shapes[name]
         self._owned = run.owned
         self._group = run.group_of(name)
         self._piece = run.pieces.get(name)
 
     def attach(self) -> None:
         """Let DeepSpeed's functions find this on the parameter."""
-        self._param.__dict__.update(
+        self.param.__dict__.update(
             _hp_mapping=self,
             _dp_group=self._group,
             **{name: getattr(self, name) for name in _METHODS},
@@ -49,8 +51,8 @@ class StateAccess:
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        for key in ("_hp_mapping", "_dp_group", *_METHODS):
-            self._param.__dict__.pop(key, None)
+        for key in ("_hp_mapping", "_dp_group", "_z3_optimizer", *_METHODS):
+            self.param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return nothing: a copy of the model has no optimizer."""
@@ -69,7 +71,7 @@ class StateAccess:
             return self._whole(self._owned.followed)
         key = self._key(optim_state_key)
         if key == "step":
-            step = torch.zeros((), dtype=torch.float32, device=self._param.device)
+            step = torch.zeros((), dtype=torch.float32, device=self.param.device)
             if self._piece is not None and self._piece.param_start == 0:
                 step.copy_(self._owned.states[self.name][key])
             return comm.sum_over_ranks(step, group=self._group)
@@ -97,7 +99,7 @@ class StateAccess:
             value = value.float()
         part = self._part(value)
         if key == MASTER:
-            self._param.data.copy_(value.reshape(self._param.shape))
+            self._run.write(self.name, value)
         if part is not None:
             self._owned.set_value(self.name, key, part)
 
@@ -114,7 +116,7 @@ class StateAccess:
         self._wait()
         own = self._run.grad_sync.local_sum(self.name)
         if own is not None:
-            return own.view(self._param.shape).clone()
+            return own.view(self._shape).clone()
         divisor = self._run.grad_sync.divisor()
         # Of ranks that have refused a step some may have averages already.
         return self._whole(lambda name: self._owned.reduced.piece(name) / divisor)
@@ -152,9 +154,9 @@ class StateAccess:
 
     def _part(self, value: Tensor) -> Tensor | None:
         """Return the part of the whole parameter ``value`` that is of this rank; 1-D."""
-        if value.numel() != self._param.numel():
+        if value.numel() != math.prod(self._shape):
             raise StepError(
-                f"{self.name} has {self._param.numel()} elements, got a value of {value.numel()}"
+                f"{self.name} has {math.prod(self._shape)} elements, got a value of {value.numel()}"
             )
         if self._piece is None:
             return None
@@ -162,4 +164,4 @@ class StateAccess:
         return value.reshape(-1)[start : start + self._piece.numel]
 
     def _whole(self, own: Callable[[str], Tensor]) -> Tensor:
-        return self._run.whole(self.name, own).view(self._param.shape)
+        return self._run.whole(self.name, own).view(self._shape)

@@ -199,14 +199,14 @@ def memory_bytes(
         stored = stored_as[bucket.dtype]
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
-            if stage == 2 or stored != "float32":
+            if stage > 1 or stored != "float32":
                 reduced[rank] += SUM_BYTES * numel
             for piece in bucket.pieces(rank):
                 states[rank] += state_bytes(piece.name, piece.numel)
         if bucket.way == "cuts":
             sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
             # They lie where the gradients do, or else in memory of their own.
-            if stage == 2 or stored != sums:
+            if stage > 1 or stored != sums:
                 grads += itemsize(sums) * bucket.cut_numel
     memory = []
     for rank in range(layout.world_size):
@@ -314,10 +314,10 @@ def traffic_bytes(
             group = group_of(bucket.holders, links, bucket.ep_size)
         for most, nbytes in zip(own, _own_bytes(bucket, wire, group, stage, reduction)):
             _raise_to_own(most[turn], bucket, nbytes)
-        copies = int(stage == 2 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
+        copies = int(stage > 1 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
         if group and (bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction)):
             # Sorted by the places of a node, at stage 2 beside the memory that it all comes from.
-            copies = stage
+            copies = min(stage, 2)
             if reduction == "native":
                 sum_bytes = itemsize(wire)
             else:
@@ -350,7 +350,7 @@ def _own_bytes(
     bucket: Bucket, wire: str, group: Group | None, stage: int, reduction: Reduction
 ) -> tuple[int, int, int]:
     """Return the bytes for an element of a rank's own part: received, partial sums, added."""
-    if stage == 2:
+    if stage > 1:
         added = SUM_BYTES
     else:
         added = 0

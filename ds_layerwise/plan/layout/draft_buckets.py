@@ -73,6 +73,19 @@ def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) 
     return Draft(False, Numels.equal(shard, holders), items, offsets, wire)
 
 
+def draft_by_param(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
+    """Lay ``items`` back to back, each with room for as many equal, aligned cuts as there are
+    ``holders``.
+    """
+    rooms = []
+    for item in items:
+        cut = -(-item.numel // holders)
+        rooms.append(holders * (cut + -cut % alignment))
+    *offsets, total = accumulate(rooms, initial=0)
+    shards = Numels.equal(total // holders, holders)
+    return Draft(False, shards, items, offsets, wire, "by_param")
+
+
 def draft_owned(
     items: Sequence[Item], owners: Iterable[int], holders: int, wire: str, shard: int | None = None
 ) -> Draft:

@@ -20,8 +20,11 @@ from typing import Any, Literal, cast, get_args
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.shards import Numels, Shards
 
+#: The ways of buckets whose parameters have one owner each.
+_FOR_OWNERS = ("ragged", "cuts")
+
 #: The ways of a bucket to its owners and back; see :class:`Bucket`.
-Way = Literal["even", "ragged", "cuts"]
+Way = Literal["even", "ragged", "cuts", "by_param"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +123,10 @@ class Bucket:
     ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``,
     straight to them with shards of any length; ``cuts``, whatever its shards, in as many equal cuts
     as there are shards, cut r to holder r, from where one exchange a step moves what belongs to
-    others. By default ``even`` where all shards are equal, else ``ragged``.
+    others; ``by_param``, of parameters that are cut over the ranks: each of them evenly by itself,
+    as ZeRO stage 3 cuts it, cut r to holder r, whose shard is its cuts of all of them. Their slots
+    have room for as many equal cuts. By default ``even`` where all shards are equal, else
+    ``ragged``.
 
     Raises:
         LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it
@@ -190,14 +196,18 @@ class Bucket:
                 f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got "
                 f"{self.way!r}"
             )
-        if not self.whole and self.way != "even":
+        own_ways = ("even", *_FOR_OWNERS) if self.whole else ("even", "by_param")
+        if self.way not in own_ways:
             raise LayoutError(
                 f"bucket {self.index}: slots that are cut over the ranks take equal shards and the "
-                f"way 'even', got way {self.way!r} and shards of {self._lengths}"
+                f"way 'even' or 'by_param', others not 'by_param', got way {self.way!r} and shards "
+                f"of {self._lengths}"
             )
-        if self.way == "even" and not self.is_even:
+        if self.way == "by_param":
+            self._check_room()
+        if self.way in ("even", "by_param") and not self.is_even:
             raise LayoutError(
-                f"bucket {self.index}: the way 'even' takes equal shards, got {self._lengths}"
+                f"bucket {self.index}: the way {self.way!r} takes equal shards, got {self._lengths}"
             )
         if self.way == "cuts" and self.shards.numel % self.holders:
             raise LayoutError(
@@ -293,8 +303,42 @@ class Bucket:
             )
         return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
+    def cut_of(self, slot: Slot) -> int:
+        """Return the elements of each rank's cut of ``slot`` by itself; the last may lack some."""
+        return -(-slot.numel // self.holders)
+
+    def offset_in_shard(self, slot: Slot) -> int:
+        """Return where a rank's cut of ``slot`` begins in its shard, where the way is
+        ``by_param``.
+        """
+        return (slot.start - self.start) // self.holders
+
+    def _check_room(self) -> None:
+        """Check that the cuts of each slot have room before those of the next."""
+        ends = [slot.start for slot in self.slots[1:]]
+        for slot, end in zip(self.slots, [*ends, self.stop], strict=True):
+            room = (end - slot.start) // self.holders
+            if (slot.start - self.start) % self.holders or room < self.cut_of(slot):
+                raise LayoutError(
+                    f"{slot.name}: cuts of {self.cut_of(slot)} elements for {self.holders} ranks "
+                    f"from {slot.start} on do not fit before {end} in bucket {self.index}"
+                )
+
+    def _pieces_by_param(self, rank: int) -> tuple[Piece, ...]:
+        start = self.shard(rank)[0]
+        pieces = []
+        for slot in self.slots:
+            cut = self.cut_of(slot)
+            first = rank // self.ep_size * cut
+            numel = min(cut, slot.numel - first)
+            if numel > 0:
+                pieces.append(Piece(slot.name, start + self.offset_in_shard(slot), numel, first))
+        return tuple(pieces)
+
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return what lies in the shard of ``rank``, in memory order, without padding."""
+        if self.way == "by_param":
+            return self._pieces_by_param(rank)
         start, stop = self.shard(rank)
         if start == stop:
             return ()

@@ -60,18 +60,26 @@ class Deal(NamedTuple):
     shards: tuple[Shard, ...]
 
 
+def travels_in_cuts(bucket: Bucket) -> bool:
+    """Tell whether ``bucket`` goes to its owners by way of equal cuts."""
+    return bucket.way == "cuts"
+
+
 def deal(
-    buckets: Iterable[Bucket], dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype
+    buckets: Iterable[Bucket],
+    dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype,
+    takes_part: Callable[[Bucket], bool] = travels_in_cuts,
 ) -> list[Deal]:
-    """The rounds for those of ``buckets`` that travel in cuts, which take part in the order given.
+    """The rounds for those of ``buckets`` that take part, in the order given.
 
     Args:
         dtype_of: the layout's name for what travels of a bucket; that of parameters.
+        takes_part: tells whether a bucket has shards in the rounds.
     """
     deals: list[Deal] = []
     kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
     for bucket in buckets:
-        if bucket.way == "cuts":
+        if takes_part(bucket):
             kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
     for (ep_size, dtype), alike in kinds.items():
         rounds: list[list[Shard]] = []
@@ -88,18 +96,22 @@ def deal(
     return deals
 
 
-def begun_backwards(buckets: Sequence[Bucket]) -> list[Deal]:
+def begun_backwards(
+    buckets: Sequence[Bucket], takes_part: Callable[[Bucket], bool] = travels_in_cuts
+) -> list[Deal]:
     """The rounds in which parameters return, in the order in which they begin: once all of their
     buckets are updated.
 
     Args:
         buckets: of a layout; the last is updated first.
+        takes_part: as in :func:`deal`.
     """
 
     def last_updated(each: Deal) -> int:
         return min(shard.bucket.index for shard in each.shards)
 
-    return sorted(deal(reversed(buckets)), key=last_updated, reverse=True)
+    rounds = deal(reversed(buckets), takes_part=takes_part)
+    return sorted(rounds, key=last_updated, reverse=True)
 
 
 def exchange_bytes(

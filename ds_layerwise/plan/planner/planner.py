@@ -19,7 +19,13 @@ from typing import NamedTuple, get_args
 
 from ds_layerwise.config.sections import LayoutPolicy
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.layout.draft_buckets import Draft, cut_stream, draft_owned, draft_split
+from ds_layerwise.plan.layout.draft_buckets import (
+    Draft,
+    cut_stream,
+    draft_by_param,
+    draft_owned,
+    draft_split,
+)
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
 from ds_layerwise.plan.network.links import NVLINK_IB, Links, group_of
@@ -63,8 +69,9 @@ def plan_layout(
         links: what ways are chosen for where the policy is ``balanced``;
             :data:`.plan.network.links.NVLINK_IB` if None.
         reduction: how sums are made; see :mod:`.plan.network.reduction`.
-        stage: of ZeRO. At stage 2 no bucket is a row of equal matrices, whose gradients wait for
-            each other: they would have memory of their own while they wait.
+        stage: of ZeRO. From stage 2 on no bucket is a row of equal matrices, whose gradients wait
+            for each other: they would have memory of their own while they wait. At stage 3
+            parameters that are cut by element are cut each by itself.
 
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
@@ -114,8 +121,9 @@ def draft_layout(
         for stream, items in streams.items():
             holders = world_size // stream.ep_size
             if not stream.whole:
+                split = draft_split if stage < 3 else draft_by_param
                 for bucket in cut_stream(items, bucket_numel):
-                    drafts.append(draft_split(bucket, holders, stream.wire, alignment))
+                    drafts.append(split(bucket, holders, stream.wire, alignment))
             elif policy == "size_matching":
                 drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
             elif policy == "lpt":

@@ -72,6 +72,44 @@ class FlatBuffer:
         return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
 
+class OwnShards:
+    """The shards of one rank alone, where no rank has the memory of a whole bucket."""
+
+    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
+        self.layout = layout
+        self.rank = rank
+        shards = []
+        for bucket in layout.buckets:
+            start, stop = bucket.shard(rank)
+            shards.append(torch.zeros(stop - start, dtype=DTYPES[bucket.dtype], device=device))
+        self.tensors = tuple(shards)
+        """The memory: one tensor a bucket."""
+
+    def shard(self, bucket: Bucket, rank: int) -> Tensor:
+        """Return the shard of ``rank``, which must be this one, in ``bucket``, 1-D."""
+        if rank != self.rank:
+            raise ValueError(f"rank {self.rank} has no shard of rank {rank}")
+        return self.tensors[bucket.index]
+
+
+def lay_in_rows(value: Tensor, rows: Tensor) -> None:
+    """Copy 1-D ``value`` into ``rows``, row by row; what it does not reach stays as it is."""
+    length = rows.shape[1]
+    full, rest = divmod(value.numel(), length)
+    rows[:full].copy_(value[: full * length].view(full, length))
+    if rest:
+        rows[full, :rest].copy_(value[full * length :])
+
+
+def out_of_rows(rows: Tensor, value: Tensor) -> None:
+    """Undo :func:`lay_in_rows`."""
+    length = rows.shape[1]
+    full, rest = divmod(value.numel(), length)
+    value[: full * length].view(full, length).copy_(rows[:full])
+    if rest:
+        value[full * length :].copy_(rows[full, :rest])
+
+
 def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
     """Return the cut of ``rank`` in ``memory``, the whole of ``bucket``, 1-D, a view."""
     return memory.narrow(0, rank // bucket.ep_size * bucket.cut_numel, bucket.cut_numel)

@@ -18,7 +18,7 @@ from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.part_views import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
@@ -81,7 +81,7 @@ class Owned:
         self,
         rank: int,
         routes: Mapping[str, Route],
-        values: FlatBuffer,
+        values: FlatBuffer | OwnShards,
         grads: FlatBuffer | None,
         rules: Mapping[str, UpdateRule],
         settings: OwnedSettings,
@@ -525,6 +525,10 @@ class Owned:
             self._split.set_piece(name, value)
         else:
             self._masters.piece(name).copy_(value)
+
+    def set_weight(self, name: str, value: Tensor) -> None:
+        """Write this rank's piece of a parameter; its master does not follow yet."""
+        self._values.piece(name).copy_(value)
 
     @property
     def masters(self) -> tuple[Tensor, ...]:

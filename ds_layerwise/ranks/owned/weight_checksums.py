@@ -102,10 +102,16 @@ class SameWeights:
                 )
 
 
-@torch.no_grad()
 def checksum(values: Tensor) -> tuple[int, int]:
+    """Return the numbers of :func:`checksum_of`."""
+    plain, placed = checksum_of(values).tolist()
+    return plain, placed
+
+
+@torch.no_grad()
+def checksum_of(values: Tensor) -> Tensor:
     """Return two whole numbers that tell tensors of one shape and dtype apart, also by where in
-    them a value stands.
+    them a value stands: int64, (2,), on the device of ``values``.
     """
     dtype = torch.int32 if values.element_size() == 4 else torch.int16
     bits = values.detach().reshape(-1).view(dtype)
@@ -114,5 +120,4 @@ def checksum(values: Tensor) -> tuple[int, int]:
         some = bits[start : start + _AT_A_TIME].long()
         places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
         total += torch.stack([some.sum(), (some * places).sum()])
-    plain, placed = total.tolist()
-    return plain, placed
+    return total

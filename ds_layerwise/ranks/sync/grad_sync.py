@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.plan.layout.layout import Bucket, Slot
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, lay_in_rows
 from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler, Gradients
 from ds_layerwise.ranks.sync.bucket_transfers import room_in
 
@@ -31,6 +32,17 @@ def half_a_pass(*, outside: bool) -> StepError:
         "all of its gradients are there; call engine.zero_grad() on all ranks, and go on with the "
         "next batch"
     )
+
+
+def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
+    """Copy ``gradient`` to the place of ``slot`` in ``memory``, the whole of ``bucket``."""
+    if bucket.way == "by_param":
+        first = bucket.offset_in_shard(slot)
+        rows = memory.view(bucket.holders, -1)[:, first : first + bucket.cut_of(slot)]
+        lay_in_rows(gradient.reshape(-1), rows)
+    else:
+        place = memory.narrow(0, slot.start - bucket.start, slot.numel)
+        place.view(gradient.shape).copy_(gradient)
 
 
 class GradSync(BucketScheduler):
@@ -281,8 +293,7 @@ class EagerGradSync(BucketScheduler):
             for slot in bucket.slots:
                 param = self._params[slot.name]
                 if param.grad is not None:
-                    place = travelling.narrow(0, slot.start - bucket.start, slot.numel)
-                    place.view(param.shape).copy_(param.grad)
+                    _lay_in(travelling, bucket, slot, param.grad)
                     if math.isinf(self._max_waiting):
                         self._side.keep(param.grad)
                     else:

@@ -29,6 +29,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.routes.low_bit_checks import check_accuracy
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
 from ds_layerwise.zero.checkpoint.load_request import (
     Found,
@@ -483,6 +484,8 @@ class Checkpointing:
     @torch.no_grad()
     def masters_from_weights(self) -> None:
         """Masters from the model's weights, after only those were loaded."""
+        if isinstance(self._run.param_sync, CutSync):
+            self._run.param_sync.fetch()
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.values_to_masters(bucket.index)
 

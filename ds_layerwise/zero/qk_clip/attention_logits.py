@@ -121,7 +121,7 @@ class AttentionLogits(StepObserver):
                 name = scaled.name
                 # The first update is compared for parameters of others.
                 if name in run.pieces or run.config.verify_first_step:
-                    shape = run.params[name].shape
+                    shape = run.shapes[name]
                     self._outputs[name] = _indices(scaled, shape, attention, clip, run.device)
 
     def destroy(self) -> None:

@@ -59,6 +59,10 @@ class Settings:
     """DeepSpeed's timers by name, or what stands in for them where nobody looks."""
     may_be_unused: bool
     """True if a step may be without a gradient of a parameter that requires one."""
+    fetcher: Any = None
+    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, which cuts parameters over the ranks,
+    and makes them whole; else None.
+    """
     without_effect: tuple[str, ...] = ()
     """Keys of the config that are accepted, but change nothing; the start-up table names them."""
 

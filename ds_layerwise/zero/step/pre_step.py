@@ -10,6 +10,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.weight_checksums import SameWeights
 from ds_layerwise.ranks.sync.bucket_scheduler import nothing_reduced
+from ds_layerwise.ranks.sync.cut_sync import CutSync, CutWrites
 from ds_layerwise.ranks.sync.grad_sync import half_a_pass
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
@@ -34,7 +35,10 @@ class BeforeUpdate:
             tensor_group=settings.tensor_group,
             tied=run.tied,
         )
-        self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
+        if isinstance(run.param_sync, CutSync):
+            self.same_weights: SameWeights = CutWrites(run.param_sync, group=settings.group)
+        else:
+            self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
 
     def decide(self, *, clip_grad: float, loss_scale: float, inside_pass: bool) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.

@@ -1,0 +1,259 @@
+"""The sending of updated parameters to the cuts that ZeRO stage 3 keeps of them on all ranks, and
+of these back to their owners.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards
+from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm.profiling import profiled
+from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
+from ds_layerwise.ranks.owned.weight_checksums import SameWeights, checksum_of
+
+
+class Place(NamedTuple):
+    """A parameter in the shard of its owner."""
+
+    name: str
+    start: int
+    """Where it starts in the shard."""
+    numel: int
+    cut: int
+    """The elements of each rank's cut of it."""
+
+
+class Round(NamedTuple):
+    """An all-to-all, in which each owner sends all ranks their cuts of one of its shards."""
+
+    buckets: frozenset[int]
+    """The buckets of which shards take part."""
+    own: int | None
+    """The bucket of this rank's shard; None where none takes part."""
+    places: Mapping[int, tuple[Place, ...]]
+    """The parameters that take part, by owner, in rank order."""
+
+    def sizes(self, holders: int) -> list[int]:
+        """Return the elements that each owner sends a rank, by owner."""
+        sizes = [0] * holders
+        for owner, places in self.places.items():
+            sizes[owner] = sum(place.cut for place in places)
+        return sizes
+
+
+def _places(shard: Shard) -> tuple[Place, ...]:
+    bucket = shard.bucket
+    found = []
+    for piece in bucket.pieces(shard.owner * bucket.ep_size):
+        start = piece.start - bucket.start - shard.start
+        found.append(Place(piece.name, start, piece.numel, -(-piece.numel // bucket.holders)))
+    return tuple(found)
+
+
+def rounds_of(layout: Layout, rank: int) -> list[Round]:
+    """Return the rounds for all buckets of whole parameters, in the order in which they begin."""
+
+    def is_whole(bucket: Bucket) -> bool:
+        return bucket.whole
+
+    def seen(dealt: Deal) -> Round:
+        by_owner = {shard.owner: shard for shard in dealt.shards}
+        own = by_owner.get(rank)
+        return Round(
+            frozenset(shard.bucket.index for shard in dealt.shards),
+            None if own is None else own.bucket.index,
+            {owner: _places(by_owner[owner]) for owner in sorted(by_owner)},
+        )
+
+    return [seen(dealt) for dealt in begun_backwards(layout.buckets, is_whole)]
+
+
+class Cuts(Protocol):
+    """This rank's cuts of parameters, which others make whole while they use them."""
+
+    def of(self, name: str) -> Tensor:
+        """Return the cut of a parameter, 1-D."""
+
+    def release(self) -> None:
+        """Let no parameter be whole."""
+
+    def fetch_persistent(self) -> None:
+        """Make those whole that stay so. A collective."""
+
+
+class CutSync:
+    """Sends what owners have updated to every rank's cut of it, in rounds.
+
+    A round begins when its last bucket is launched, in one order on all ranks, and at most
+    :data:`~ds_layerwise.plan.network.transport.MAX_UNDER_WAY` are pending at a time. Parameters
+    that are cut by element stay where they are: their cuts are the shards.
+
+    Args:
+        values: this rank's shards.
+        cuts: see :class:`Cuts`.
+        group: the ranks that have the cuts.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        values: OwnShards,
+        cuts: Cuts,
+        *,
+        group: comm.Group,
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._values = values
+        self._all_cuts = cuts
+        self._group = group
+        self._holders = comm.size_of(group)
+        self._rounds = rounds_of(layout, rank)
+        self._pending: deque[comm.Pending] = deque()
+        self._start()
+        self._sent = self.checksum()
+
+    def _start(self) -> None:
+        self._launched: set[int] = set()
+        self._next = 0
+
+    # --- owners to cuts
+
+    def launch(self, index: int) -> None:
+        """Start sending bucket ``index``; its shards must not be written until :meth:`finish`."""
+        if not self._launched:
+            # What is whole has the values of before.
+            self._all_cuts.release()
+        self._launched.add(index)
+        while self._next < len(self._rounds):
+            round_ = self._rounds[self._next]
+            if not round_.buckets <= self._launched:
+                return
+            while len(self._pending) >= MAX_UNDER_WAY:
+                self._pending.popleft().wait()
+            with profiled("gather"):
+                self._pending.append(self._begin(round_))
+            self._next += 1
+
+    def _begin(self, round_: Round) -> comm.Pending:
+        sizes = round_.sizes(self._holders)
+        own = sizes[self._rank]
+        like = self._shard(round_)
+        rows = like.new_zeros((self._holders, own))
+        first = 0
+        for place in round_.places.get(self._rank, ()):
+            value = like[place.start : place.start + place.numel]
+            lay_in_rows(value, rows[:, first : first + place.cut])
+            first += place.cut
+        received = like.new_empty(sum(sizes))
+        work = comm.all_to_all(
+            received,
+            rows.view(-1),
+            group=self._group,
+            received=sizes,
+            sent_to=[own] * self._holders,
+        )
+
+        def into_place() -> None:
+            cuts = self._cuts(round_)
+            parts = received.split_with_sizes([cut.numel() for cut in cuts])
+            torch._foreach_copy_(cuts, list(parts))
+
+        return comm.Pending([work], into_place, keep=rows)
+
+    def _shard(self, round_: Round) -> Tensor:
+        """Return this rank's shard that takes part; an empty one of its dtype if there is none."""
+        if round_.own is None:
+            return self._values.tensors[min(round_.buckets)][:0]
+        return self._values.tensors[round_.own]
+
+    def _cuts(self, round_: Round) -> list[Tensor]:
+        """Return this rank's cuts of what takes part, by owner."""
+        return [
+            self._all_cuts.of(place.name) for places in round_.places.values() for place in places
+        ]
+
+    def send(self, indices: Iterable[int]) -> None:
+        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
+        for index in indices:
+            self.launch(index)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for everything pending."""
+        if not self._launched:
+            return
+        while self._pending:
+            self._pending.popleft().wait()
+        # An update that was left half-way launched some of the buckets of a round.
+        self._start()
+        self._sent = self.checksum()
+        self._all_cuts.fetch_persistent()
+
+    leave_under_way = finish
+
+    def remove_hooks(self) -> None:
+        """Do nothing: there are none."""
+
+    # --- cuts to owners
+
+    def written(self) -> Tensor:
+        """Tell whether somebody has written a cut since it was sent: 0-d bool; nobody waits for
+        the device.
+        """
+        return (self.checksum() != self._sent).any()
+
+    def checksum(self) -> Tensor:
+        """Return two whole numbers that tell this rank's cuts of whole parameters apart."""
+        total = torch.zeros(2, dtype=torch.int64, device=self._values.tensors[0].device)
+        for round_ in self._rounds:
+            for number, cut in enumerate(self._cuts(round_), 1):
+                total = total + number * checksum_of(cut)
+        return total
+
+    def fetch(self) -> None:
+        """Let the shards of owners follow the cuts. Every rank must call this at the same point."""
+        for round_ in self._rounds:
+            sizes = round_.sizes(self._holders)
+            own = sizes[self._rank]
+            shard = self._shard(round_)
+            sent = torch.cat([shard[:0], *self._cuts(round_)])
+            rows = shard.new_empty((self._holders, own))
+            comm.all_to_all(
+                rows.view(-1),
+                sent,
+                group=self._group,
+                received=[own] * self._holders,
+                sent_to=sizes,
+            ).wait()
+            first = 0
+            for place in round_.places.get(self._rank, ()):
+                value = shard[place.start : place.start + place.numel]
+                out_of_rows(rows[:, first : first + place.cut], value)
+                first += place.cut
+        self._sent = self.checksum()
+
+
+class CutWrites(SameWeights):
+    """What scripts have written into cuts between two steps, of which owners have to know."""
+
+    def __init__(self, cut_sync: CutSync, *, group: comm.Group) -> None:
+        super().__init__({}, {}, group=group)
+        self._cut_sync = cut_sync
+
+    def noticed(self, followed: Tensor) -> Tensor:
+        """Return what is added up over all ranks, as :meth:`.SameWeights.noticed` does."""
+        return torch.stack([followed, self._cut_sync.written()]).float()
+
+    def check(self) -> None:
+        """Let owners have what was written; their masters follow in the update."""
+        self._cut_sync.fetch()

@@ -1,0 +1,1 @@
+"""ZeRO stage 3: parameters that DeepSpeed cuts over the ranks and fetches."""

@@ -1,0 +1,77 @@
+"""The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to parameters at
+ZeRO stage 3, where they ask one object for all parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from ds_layerwise.errors import StepError
+from ds_layerwise.zero.state_access import StateAccess
+
+
+def attach_all(accesses: Iterable[StateAccess]) -> None:
+    """Let DeepSpeed's functions find ``accesses`` on their parameters."""
+    found = CutAccess(accesses)
+    for access in found.by_param.values():
+        access.param._z3_optimizer = found  # type: ignore[attr-defined]
+
+
+class CutAccess:
+    """The masters, states and averaged gradients of all parameters, whole, under the names of
+    DeepSpeed's optimizer at stage 3.
+    """
+
+    def __init__(self, accesses: Iterable[StateAccess]) -> None:
+        self.by_param = {access.param: access for access in accesses}
+
+    def __deepcopy__(self, memo: object) -> None:
+        """Return nothing: a copy of the model has no optimizer."""
+
+    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+        """See :meth:`.StateAccess.get_full_hp_param`."""
+        return self.by_param[param].get_full_hp_param(optim_state_key)
+
+    def set_full_hp_param(
+        self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """See :meth:`.StateAccess.set_full_hp_param`."""
+        self.by_param[param].set_full_hp_param(value, optim_state_key)
+
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor:
+        """See :meth:`.StateAccess.get_full_hp_grad`."""
+        return self.by_param[param].get_full_hp_grad()
+
+    def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """See :meth:`.StateAccess.set_full_hp_grad`."""
+        self.by_param[param].set_full_hp_grad(value)
+
+    def update_fp32_grad_for_param_vectorized(
+        self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]
+    ) -> None:
+        """Replace the gradient of each of ``params`` by what ``update`` makes of it."""
+        for param in params:
+            access = self.by_param[param]
+            access.set_full_hp_grad(update(access.get_full_hp_grad(), param))
+
+    def get_local_fp32_param(self, param: nn.Parameter, *_: Any) -> NoReturn:
+        """Refuse: see :func:`_no_cuts`."""
+        raise _no_cuts(self.by_param[param].name)
+
+    get_local_fp32_grad_for_param = get_local_fp32_param
+
+    def set_local_hp_param(self, _: Tensor, param: nn.Parameter, *__: Any) -> NoReturn:
+        """Refuse: see :func:`_no_cuts`."""
+        raise _no_cuts(self.by_param[param].name)
+
+    set_local_grad_for_param = set_local_hp_param
+
+
+def _no_cuts(name: str) -> StepError:
+    return StepError(
+        f"{name}: masters, states and gradients of matrices are whole at one rank, so that a rank "
+        "has no cut of its own of them; use safe_get_full_* and safe_set_full_*, on all ranks"
+    )

@@ -1,0 +1,140 @@
+"""Parameters as ZeRO stage 3 keeps them: a cut on each rank, and whole while a module runs.
+
+DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tensor``, ceil(numel /
+ranks) elements; what the last ranks have too many is padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import Tensor, nn
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.buffers import OwnShards
+
+
+def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
+    """Cut the parameters of ``engine`` over the ranks, those that ``zero.Init`` has not cut yet,
+    and make what fetches them.
+
+    Raises:
+        ConfigError: they are cut over other ranks than those of ``group``.
+    """
+    fetcher = DeepSpeedZeRoOffload(
+        engine.module,
+        timers=engine.timers,
+        ds_config=engine.config,
+        overlap_comm=engine.zero_overlap_comm(),
+        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
+        max_reuse_distance=engine.zero_max_reuse_distance(),
+        max_live_parameters=engine.zero_max_live_parameters(),
+        param_persistence_threshold=engine.zero_param_persistence_threshold(),
+        model_persistence_threshold=engine.zero_model_persistence_threshold(),
+        dp_process_group=group,
+        offload_param_config=engine.zero_offload_param(),
+        mpu=engine.mpu,
+        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
+        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
+    )
+    with comm.errors_on_all_ranks(None):
+        for name, param in engine.module.named_parameters():
+            if comm.ranks_of(param.ds_process_group) != comm.ranks_of(group):
+                raise ConfigError(
+                    f"{name} is cut over the ranks {comm.ranks_of(param.ds_process_group)}, and "
+                    f"gradients are averaged over {comm.ranks_of(group)}; give zero.Init() the "
+                    "same config and the same mpu as initialize()"
+                )
+    return fetcher
+
+
+@contextmanager
+def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let every cut parameter have the shape of the whole while a model is looked at.
+
+    It has the memory of one element then: nobody may read or write values.
+    """
+    held = []
+    for param in params:
+        if hasattr(param, "ds_id"):
+            held.append((param, param.data))
+            param.data = torch.zeros(1, dtype=param.dtype, device=param.device).expand(
+                param.ds_shape  # type: ignore[attr-defined]
+            )
+    try:
+        yield
+    finally:
+        for param, data in held:
+            param.data = data
+
+
+class ParamCuts:
+    """This rank's cuts of the trained parameters.
+
+    Those of parameters that are cut by element move into the shards of ``values``, where they are
+    updated; the others stay where DeepSpeed has them.
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter],
+        layout: Layout,
+        rank: int,
+        values: OwnShards,
+        fetcher: DeepSpeedZeRoOffload,
+    ) -> None:
+        self._params = params
+        self._rank = rank
+        self._fetcher = fetcher
+        self._places: dict[str, Tensor] = {}
+        for bucket in layout.buckets:
+            if not bucket.whole:
+                self._move_in(bucket, rank, values.shard(bucket, rank))
+
+    def _move_in(self, bucket: Bucket, rank: int, shard: Tensor) -> None:
+        numels = {piece.name: piece.numel for piece in bucket.pieces(rank)}
+        for slot in bucket.slots:
+            place = shard.narrow(0, bucket.offset_in_shard(slot), bucket.cut_of(slot))
+            cut = self.of(slot.name)
+            numel = numels.get(slot.name, 0)
+            # Padding is zeros, whatever lies in DeepSpeed's.
+            place[:numel].copy_(cut[:numel])
+            self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
+            self._places[slot.name] = place
+
+    def of(self, name: str) -> Tensor:
+        """Return this rank's cut of ``name``, 1-D, where it lies now."""
+        cut: Tensor = self._params[name].ds_tensor.data  # type: ignore[attr-defined]
+        return cut
+
+    def release(self) -> None:
+        """Let no parameter be whole, so that the next who uses one fetches it anew."""
+        self._fetcher.partition_all_parameters()
+
+    def fetch_persistent(self) -> None:
+        """Make those parameters whole that stay so between two steps. A collective."""
+        persistent = self._fetcher.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
+        param = self._params[name]
+        cut = self.of(name)
+        own = value[self._rank * cut.numel() :][: cut.numel()]
+        cut[: own.numel()].copy_(own)
+        if param.numel() == value.numel():
+            param.data.view(-1).copy_(value)
+
+    def misplaced(self) -> str | None:
+        """Return the first parameter whose cut is not where it is updated; None if all are."""
+        for name, place in self._places.items():
+            if self.of(name).data_ptr() != place.data_ptr():
+                return name
+        return None
