@@ -104,6 +104,8 @@ class Header:
     """The dtypes of states in fewer bits than float32, by parameter and state."""
     loss_scaler: Any = None
     overflow: bool = False
+    has_weights: bool = True
+    """False where the trained weights are masters alone, as at ZeRO stage 3."""
     repeats: str = ""
     """The point of a step at which it was saved, which is repeated, as a checkpoint has no
     gradients; empty between two steps.

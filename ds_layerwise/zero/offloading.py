@@ -44,6 +44,11 @@ class Offloading:
             LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
                 has moved then.
         """
+        if self._run.settings.stage == 3:
+            raise StepError(
+                "offload_states() at ZeRO stage 3 is not something that this backend does yet; "
+                "set zero_optimization.stage to 2"
+            )
         self._run.param_sync.finish()
         with comm.errors_on_all_ranks(None):
             wanted = {}

@@ -148,9 +148,9 @@ class RunState:
 
     def put_back(self) -> None:
         """Undo :meth:`take_away`."""
-        for name, param in self.params.items():
-            if not param.numel():
-                param.data = self._places[name]
+        for name, place in self._places.items():
+            if not self.params[name].numel():
+                self.params[name].data = place
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout

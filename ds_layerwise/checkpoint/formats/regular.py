@@ -51,7 +51,9 @@ _RULES = TypeAdapter(dict[str, RuleRecord])
 _HEADER = TypeAdapter(Header)
 
 #: The entries of a header that are written as they are.
-_DESCRIBED = frozenset(("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept"))
+_DESCRIBED = frozenset(
+    ("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept", "has_weights")
+)
 
 #: More than there are anywhere.
 _MOST_RANKS = 1 << 20
@@ -152,6 +154,7 @@ def describe(header: Header) -> dict[str, Any]:
         "dtypes": header.dtypes,
         "fast_dtypes": header.fast_dtypes,
         "kept": {name: dict(states) for name, states in header.kept.items()},
+        "has_weights": header.has_weights,
         "repeats": header.repeats,
     }
 

@@ -26,7 +26,7 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME
 from ds_layerwise.checkpoint.files.safe_load import naming
 from ds_layerwise.checkpoint.formats import universal
 from ds_layerwise.checkpoint.formats.checkpoint_folder import manifest_of
-from ds_layerwise.checkpoint.formats.regular import mp_size
+from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.loading.model_checks import (
@@ -35,6 +35,7 @@ from ds_layerwise.engine.loading.model_checks import (
     check_model_file,
     check_scheduler,
 )
+from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, load_cuts, with_weights
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
@@ -42,6 +43,7 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.load_request import Load
 from ds_layerwise.zero.optimizer import uses_us
+from ds_layerwise.zero.stage3.param_cuts import whole_shapes
 
 
 def _load_checked(
@@ -74,18 +76,20 @@ def _load_checked(
     is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
     found = None
-    if is_universal or states:
+    has_no_weights = not is_universal and _has_no_weights(folder)
+    if is_universal or states or has_no_weights:
         found = checkpointing.prepare_load(
             folder,
             universal=is_universal,
             states=states,
             strict=load_module_strict,
-            masters=is_universal or engine.zero_load_from_fp32_weights(),
+            masters=is_universal or has_no_weights or engine.zero_load_from_fp32_weights(),
         )
     load = Load(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
         weights_win=custom_load_fn is not None,
+        has_no_weights=has_no_weights,
     )
     with checkpointing.loading(load), _as_before(engine, universal=is_universal):
         with comm.errors_on_all_ranks(None):
@@ -94,10 +98,21 @@ def _load_checked(
             if pipeline.is_pipeline(engine.module) or is_universal:
                 check_model_file(engine, load_dir, tag)
         with _pipeline_loading(engine.module, load), _Alone(load):
-            done = original(load_dir, tag, *options)
+            with as_at_stage_2(engine):
+                done = original(load_dir, tag, *options)
+        if has_no_weights and not states:
+            # The engine looks for no masters.
+            checkpointing.finish_load()
         if found is None:
             checkpointing.restart_step()
         return done
+
+
+def _has_no_weights(folder: Path) -> bool:
+    """Tell whether the trained weights are in the optimizer's files of ``folder`` alone."""
+    if not any(folder.glob("*_mp_rank_00_optim_states.pt")) or not (folder / FILE_NAME).exists():
+        return False
+    return not RegularCheckpoint(folder).header.has_weights
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:
@@ -376,13 +391,15 @@ def _load_module_state_dict(
         if custom_load_fn is None:
             module = checkpoint["module"]
             renamed = new_names(module, engine.optimizer.config.rename, use_all=True)
-            # Frozen parameters are the same once more, by their names in the checkpoint.
-            checkpoint = {
-                **checkpoint,
-                "module": {renamed[name]: value for name, value in module.items()},
-                FROZEN_PARAM_FRAGMENTS: None,
-            }
-            check_model(engine, checkpoint, strict=strict)
+            with whole_shapes(engine.module.parameters()):
+                module = {renamed[name]: value for name, value in module.items()}
+                if load is not None and load.has_no_weights:
+                    module = with_weights(engine, module)
+                # Frozen parameters are the same once more, by their names in the checkpoint.
+                checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
+                check_model(engine, checkpoint, strict=strict)
+            if is_cut(engine):
+                checkpoint["module"] = load_cuts(engine, module)
         check_scheduler(engine, checkpoint)
     return original(checkpoint, strict, custom_load_fn, **options)
 

@@ -32,6 +32,7 @@ from ds_layerwise.checkpoint.formats import regular, universal
 from ds_layerwise.checkpoint.formats.tags import check_tag
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.saving.save_snapshot import snapshot
+from ds_layerwise.engine.stage3_files import as_at_stage_2, saving_the_rest
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
@@ -78,7 +79,9 @@ def _save_whole(
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             state = {} if client_state is None else client_state
-            done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
+            optimizer.checkpoint_event_prologue()
+            with saving_the_rest(engine), as_at_stage_2(engine):
+                done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():
             # It goes on beside the training, and is committed before the next step, or at the end
@@ -161,7 +164,8 @@ def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
 
 
 def _model_file(engine: DeepSpeedEngine) -> str:
-    return Path(engine._get_ckpt_name("", "")).name
+    with as_at_stage_2(engine):
+        return Path(engine._get_ckpt_name("", "")).name
 
 
 def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:

@@ -117,6 +117,7 @@ class Checkpointing:
             shapes.pop(name, None)
         return Header(
             step=run.progress.updates,
+            has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(run.grad_sync.gradients),
             shapes=shapes,
             rules=run.owned.rule_records(planned.routes_elsewhere),
@@ -136,7 +137,8 @@ class Checkpointing:
             "dynamic_loss_scale": run.scaling.is_dynamic,
             "overflow": run.scaling.overflow,
             CLIP_GRAD: clip_grad,
-            ZERO_STAGE: run.settings.stage,
+            # DeepSpeed's scripts put pieces together by name and place up to stage 2 alone.
+            ZERO_STAGE: min(run.settings.stage, 2),
             DS_VERSION: deepspeed_version,
             **to_state_dict(run.owned.record(to_save=True), self.header(), run.settings.tp_size),
         }
@@ -378,6 +380,10 @@ class Checkpointing:
         load.found = None
         planned = self._run.planned
         owned = self._run.owned
+        is_cut = isinstance(self._run.param_sync, CutSync)
+        if isinstance(self._run.param_sync, CutSync):
+            # What the engine has loaded, it has loaded into cuts.
+            self._run.param_sync.fetch()
         # Masters that are the weights, in float32, are copied over them.
         loaded = []
         if load.weights_win:
@@ -389,7 +395,13 @@ class Checkpointing:
         # stages save, or none.
         are_others = found.header.dtypes != planned.layout.dtypes
         masters_win = not load.weights_win and any(
-            (found.universal, are_others, planned.saved_elsewhere)
+            (
+                found.universal,
+                are_others,
+                planned.saved_elsewhere,
+                is_cut,
+                not found.header.has_weights,
+            )
         )
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         owned.take_back(
@@ -413,6 +425,8 @@ class Checkpointing:
         self.restart_step()
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
+        elif is_cut:
+            self._send_all()
         self._report(found)
 
     def _copy_others(self, others: Mapping[str, Tensor]) -> None:
@@ -494,5 +508,8 @@ class Checkpointing:
         """The model's weights from the masters, on every rank."""
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.masters_to_values(bucket.index)
-            self._run.param_sync.launch(bucket.index)
-        self._run.param_sync.finish()
+        self._send_all()
+
+    def _send_all(self) -> None:
+        """Send every rank what owners have of weights."""
+        self._run.param_sync.send(bucket.index for bucket in self._run.planned.layout.buckets)

@@ -79,6 +79,9 @@ class Load:
     weights_win: bool = False
     """True if the user loads the model, so that masters follow other weights than were saved."""
 
+    has_no_weights: bool = False
+    """True if the trained weights are masters in the checkpoint, and nothing else."""
+
     alone: bool = False
     """True while an error of this rank is not one that all ranks have agreed on."""
 

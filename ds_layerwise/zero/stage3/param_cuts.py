@@ -74,6 +74,13 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
             param.data = data
 
 
+def own_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
+    """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
+    cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
+    own = value[rank * cut.numel() :][: cut.numel()]
+    cut[: own.numel()].copy_(own)
+
+
 class ParamCuts:
     """This rank's cuts of the trained parameters.
 
@@ -126,9 +133,7 @@ class ParamCuts:
     def write(self, name: str, value: Tensor) -> None:
         """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
         param = self._params[name]
-        cut = self.of(name)
-        own = value[self._rank * cut.numel() :][: cut.numel()]
-        cut[: own.numel()].copy_(own)
+        own_cut(param, self._rank, value)
         if param.numel() == value.numel():
             param.data.view(-1).copy_(value)
 

@@ -1,0 +1,116 @@
+"""The model's file at ZeRO stage 3: named as at stages 1 and 2, and without the trained weights,
+which are the masters in the optimizer's files, rounded.
+
+So one checkpoint serves all stages, and no rank needs the memory of the whole model. What is not
+trained is in it as ever: the rank that writes it gathers that, parameter by parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor, nn
+
+from ds_layerwise.zero.stage3.param_cuts import own_cut
+
+
+def is_cut(engine: DeepSpeedEngine) -> bool:
+    """Tell whether ``engine`` has its parameters cut over the ranks."""
+    return engine.optimizer.parameter_offload is not None
+
+
+@contextmanager
+def as_at_stage_2(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Let the engine name, write and read the model's file as at stage 2."""
+    if not is_cut(engine):
+        yield
+        return
+    engine.zero_optimization_partition_weights = lambda: False
+    try:
+        yield
+    finally:
+        del engine.zero_optimization_partition_weights
+
+
+@contextmanager
+def saving_the_rest(engine: DeepSpeedEngine) -> Iterator[None]:
+    """Let the engine save of the module what is not trained, whole. Every rank must call this at
+    the same point.
+    """
+    if not is_cut(engine):
+        yield
+        return
+    shared = engine._get_shared_params()
+    whole = _gathered(engine)
+    rest: dict[str, Any] = {}
+    trained = {id(param) for param in engine.optimizer._params.values()}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if id(value) not in trained:
+            rest[name] = whole.get(id(value), value)
+
+    def fragment(param: nn.Parameter) -> Tensor:
+        return whole.get(id(param), param.detach())
+
+    def module_state_dict(exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        if not exclude_frozen_parameters:
+            return rest
+        return {name: value for name, value in rest.items() if not isinstance(value, nn.Parameter)}
+
+    replaced: dict[str, Any] = {
+        "_get_shared_params": lambda: shared,
+        "_get_param_fragment_func": fragment,
+        "module_state_dict": module_state_dict,
+    }
+    vars(engine).update(replaced)
+    try:
+        yield
+    finally:
+        for name in replaced:
+            del vars(engine)[name]
+
+
+def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
+    """Return what is not trained, whole, in host memory of the rank that writes it, by id."""
+    trained = {id(param) for param in engine.optimizer._params.values()}
+    found: dict[int, Tensor] = {}
+    for param in engine.module.parameters():
+        if id(param) not in trained:
+            param.all_gather()
+            if engine.save_non_zero_checkpoint:
+                found[id(param)] = nn.Parameter(
+                    param.detach().cpu().clone(), requires_grad=param.requires_grad
+                )
+            param.partition()
+    return found
+
+
+def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``module`` of a checkpoint that has no trained weights with those of the model:
+    new ones follow from the masters, which are loaded after it.
+    """
+    trained = {id(param) for param in engine.optimizer._params.values()}
+    filled = dict(module)
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if name not in filled and id(value) in trained:
+            filled[name] = value.detach()
+    return filled
+
+
+@torch.no_grad()
+def load_cuts(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str, Any]:
+    """Write this rank's cuts of the parameters in ``module``, and return it with what the model has
+    in their places: the engine loads buffers alone.
+    """
+    left = dict(module)
+    rank = engine.optimizer.rank
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        if isinstance(value, nn.Parameter) and name in module:
+            saved = module[name]
+            if saved.numel() == value.ds_numel:  # type: ignore[attr-defined]
+                own_cut(value, rank, saved.reshape(-1))
+            left[name] = value.detach()
+    return left
