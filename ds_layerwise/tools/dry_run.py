@@ -133,6 +133,9 @@ class DryRun:
             plan = forecast(
                 specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size
             )
+            forecasts.append(plan)
+            if run.stage == 3:
+                continue
             prediction = predict(
                 plan,
                 specs,
@@ -143,9 +146,13 @@ class DryRun:
                 tp_size=tp_size,
                 memory_bytes=memory_bytes,
             )
-            forecasts.append(plan)
             predictions.append(prediction)
         assumed = [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes]
+        if run.stage == 3:
+            assumed.append(
+                "not predicted at ZeRO stage 3 yet: times, and what fits beside the parameters "
+                "that DeepSpeed makes whole while modules run"
+            )
         return cls(run, routes, specs, forecasts, assumed, predictions, tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:

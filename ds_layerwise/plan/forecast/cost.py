@@ -32,7 +32,14 @@ from ds_layerwise.plan.forecast.host_pieces import (
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.layout.shards import in_own_cuts
-from ds_layerwise.plan.network.exchange_rounds import begun_backwards, deal, exchange_bytes
+from ds_layerwise.plan.network.exchange_rounds import (
+    begun_backwards,
+    cut_bytes,
+    cut_sizes,
+    deal,
+    exchange_bytes,
+    has_owners,
+)
 from ds_layerwise.plan.network.links import Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, InLevels, in_levels, itemsize
@@ -94,6 +101,29 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
     for ep_size, elements in sent.items():
         total += np.repeat(elements, ep_size, axis=1)
     return Wire(*map(tuple, total.tolist()))
+
+
+def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
+    """Count what each rank sends of parameters of ``dtype`` after a step of ZeRO stage 3: as their
+    owner, to the cuts of all other ranks.
+    """
+    sent = [0] * layout.world_size
+    for each in deal(layout.buckets, takes_part=has_owners):
+        if each.dtype == dtype:
+            for owner, size in cut_sizes(each).items():
+                sent[owner] += size * (layout.world_size - 1)
+    return tuple(sent)
+
+
+def fetched_elements(layout: Layout, dtype: str) -> int:
+    """Count what a rank sends of parameters of ``dtype`` when DeepSpeed makes all of them whole
+    once, at ZeRO stage 3: its cuts, to all other ranks.
+    """
+    cuts = 0
+    for bucket in layout.buckets:
+        if bucket.dtype == dtype:
+            cuts += sum(map(bucket.cut_of, bucket.slots))
+    return cuts * (layout.world_size - 1)
 
 
 def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -172,9 +202,11 @@ def memory_bytes(
 
     Args:
         state_bytes: of what a rank holds of a parameter, see :func:`state_bytes_of`.
-        stage: of ZeRO. At stage 2 a rank keeps gradients of what it owns alone, in float32; during
-            a backward pass there are at most two buckets of gradients, and what their shards are
-            received in, beside.
+        stage: of ZeRO. From stage 2 on a rank keeps gradients of what it owns alone, in float32;
+            during a backward pass there are at most two buckets of gradients, and what their shards
+            are received in, beside. At stage 3 it keeps parameters that it owns, and its cuts of
+            all; not counted is what DeepSpeed makes whole while modules run, and between steps
+            (``stage3_max_live_parameters``, ``stage3_param_persistence_threshold``).
         grads_stored_as: the dtype gradients accumulate in, for each dtype of the layout; its own
             where missing.
         wires: what they travel in, by bucket; what they accumulate in if None.
@@ -187,17 +219,24 @@ def memory_bytes(
         LayoutError: a dtype whose size is not known.
     """
     stored_as = {dtype: dtype for dtype in layout.dtypes} | dict(grads_stored_as or {})
-    params = grads = 0
+    grads = in_buffer = 0
     for dtype in layout.dtypes:
-        params += itemsize(dtype) * layout.buffer_numel(dtype)
+        if stage < 3:
+            in_buffer += itemsize(dtype) * layout.buffer_numel(dtype)
         if stage == 1:
             grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
+    params = [in_buffer] * layout.world_size
     reduced = [0] * layout.world_size
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
     for bucket in layout.buckets:
         stored = stored_as[bucket.dtype]
+        if stage == 3 and bucket.whole:
+            nbytes = itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
+            params = [held + nbytes for held in params]
         for rank, numel in bucket.non_empty_shards():
+            if stage == 3:
+                params[rank] += itemsize(bucket.dtype) * numel
             masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
             if stage > 1 or stored != "float32":
                 reduced[rank] += SUM_BYTES * numel
@@ -210,7 +249,7 @@ def memory_bytes(
                 grads += itemsize(sums) * bucket.cut_numel
     memory = []
     for rank in range(layout.world_size):
-        on_device = RankMemory(params, grads + reduced[rank], masters[rank], states[rank])
+        on_device = RankMemory(params[rank], grads + reduced[rank], masters[rank], states[rank])
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
 
@@ -329,7 +368,12 @@ def traffic_bytes(
         sent[turn] = max(sent[turn], bucket.numel * itemsize(wire) * copies)
     rounds = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
     there = exchange_bytes(rounds, layout.world_size, owners_have="float32").tolist()
-    back = exchange_bytes(begun_backwards(layout.buckets), layout.world_size).tolist()
+    if stage == 3:
+        gathered = 0
+        returns = cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
+    else:
+        returns = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
+    back = returns.tolist()
     found = []
     for rank, received in enumerate((own.sum(axis=(0, 1)) + sum(node_sums)).tolist()):
         reduced = RankTraffic(sum(sent), received)

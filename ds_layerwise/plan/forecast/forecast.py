@@ -22,6 +22,8 @@ from ds_layerwise.plan.forecast.cost import (
     LayoutReport,
     RankMemory,
     RankTraffic,
+    cut_elements,
+    fetched_elements,
     memory_bytes,
     state_bytes_by,
     traffic_bytes,
@@ -97,7 +99,9 @@ class Sent(NamedTuple):
     """Bytes that each rank sends, by rank."""
 
     gradients: tuple[int, ...]
-    """Bytes in a step at stage 1, in a backward pass at stage 2."""
+    """Bytes in a step at stage 1, in a backward pass at stage 2; at stage 3 in a forward and a
+    backward pass, with the parameters that DeepSpeed fetches for them.
+    """
     parameters: tuple[int, ...]
     """Bytes in a step."""
 
@@ -230,10 +234,10 @@ class Forecast:
     def start_up(self) -> tuple[int, ...]:
         """Bytes held at most until the first step.
 
-        Parameters move into their buffer a bucket at a time. The rest is made after that, and goes
-        to the host, or into fewer bits, a bucket at a time.
+        Parameters move into their buffer a bucket at a time; at stage 3 there is none. The rest is
+        made after that, and goes to the host, or into fewer bits, a bucket at a time.
         """
-        bucket = max(self._bucket_bytes, default=0)
+        bucket = max(self._bucket_bytes, default=0) if self.stage < 3 else 0
         return tuple(
             max(rank.params + bucket, rank.total + rank.staging + opened)
             for rank, opened in zip(self.memory, self.opened, strict=True)
@@ -294,6 +298,10 @@ class Forecast:
                 gradients = gradients + np.array(wire.reduce) * DTYPE_BYTES[name]
                 gradients += np.array(wire.forward) * sum_bytes
                 parameters = parameters + np.array(wire.gather) * DTYPE_BYTES[dtype]
+            if self.stage == 3:
+                parameters = np.array(cut_elements(self.layout, dtype)) * DTYPE_BYTES[dtype]
+                # In the forward pass, and once more in the backward pass.
+                gradients += 2 * fetched_elements(self.layout, dtype) * DTYPE_BYTES[dtype]
             found[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
         return found
 

@@ -83,6 +83,8 @@ def plan_table(
         what = "gradients and parameters in a step"
     else:
         what = "gradients in one backward pass and parameters in a step"
+        if forecasts[0].stage == 3:
+            what = f"parameters in one forward and backward pass, {what}"
     rows = [_row(forecast) for forecast in forecasts]
     if not any(any(forecast.saved) for forecast in forecasts):
         for row in rows:
@@ -538,13 +540,15 @@ def _costs(forecast: Forecast) -> Table:
     )
     rows["in a step, at most"] = f"{_size(max(forecast.workspace))} that an update works in"
     start_up = _size(max(forecast.start_up))
-    rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
+    if forecast.stage < 3:
+        rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
     rows["padding"] = f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %"
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         if forecast.stage == 1:
             sent = f"{_size(reduced + gathered)} a step"
         else:
-            sent = f"{_size(reduced)} a backward pass and {_size(gathered)} a step"
+            passes = "backward pass" if forecast.stage == 2 else "forward and backward pass"
+            sent = f"{_size(reduced)} a {passes} and {_size(gathered)} a step"
         rows[f"{dtype} parameters"] = (
             f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
             f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}"

@@ -65,6 +65,11 @@ def travels_in_cuts(bucket: Bucket) -> bool:
     return bucket.way == "cuts"
 
 
+def has_owners(bucket: Bucket) -> bool:
+    """Tell whether the parameters of ``bucket`` have one owner each."""
+    return bucket.whole
+
+
 def deal(
     buckets: Iterable[Bucket],
     dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype,
@@ -129,6 +134,34 @@ def exchange_bytes(
         under_way.append(
             _held(each, world_size // each.ep_size, in_place=owners_have in (None, each.dtype))
         )
+        most = np.maximum(most, np.sum(list(under_way), axis=0))
+    return most
+
+
+def cut_sizes(each: Deal) -> dict[int, int]:
+    """Return the elements that each owner sends to every rank at ZeRO stage 3, by owner: the cuts
+    of what is in its shard.
+    """
+    sizes = {}
+    for shard in each.shards:
+        bucket = shard.bucket
+        pieces = bucket.pieces(shard.owner * bucket.ep_size)
+        sizes[shard.owner] = sum(-(-piece.numel // bucket.holders) for piece in pieces)
+    return sizes
+
+
+def cut_bytes(deals: Iterable[Deal], world_size: int) -> NDArray[np.int64]:
+    """Return the most bytes that rounds of parameters to the cuts of ZeRO stage 3 hold at a time,
+    by rank: what an owner sends, and what everybody receives.
+    """
+    most = np.zeros(world_size, np.int64)
+    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_UNDER_WAY)
+    for each in deals:
+        sizes = cut_sizes(each)
+        numel = np.full(world_size, sum(sizes.values()), np.int64)
+        for owner, size in sizes.items():
+            numel[owner] += size * world_size
+        under_way.append(numel * itemsize(each.dtype))
         most = np.maximum(most, np.sum(list(under_way), axis=0))
     return most
 

@@ -11,8 +11,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards
+from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards, has_owners
 from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
@@ -61,9 +61,6 @@ def _places(shard: Shard) -> tuple[Place, ...]:
 def rounds_of(layout: Layout, rank: int) -> list[Round]:
     """Return the rounds for all buckets of whole parameters, in the order in which they begin."""
 
-    def is_whole(bucket: Bucket) -> bool:
-        return bucket.whole
-
     def seen(dealt: Deal) -> Round:
         by_owner = {shard.owner: shard for shard in dealt.shards}
         own = by_owner.get(rank)
@@ -73,7 +70,7 @@ def rounds_of(layout: Layout, rank: int) -> list[Round]:
             {owner: _places(by_owner[owner]) for owner in sorted(by_owner)},
         )
 
-    return [seen(dealt) for dealt in begun_backwards(layout.buckets, is_whole)]
+    return [seen(dealt) for dealt in begun_backwards(layout.buckets, has_owners)]
 
 
 class Cuts(Protocol):
