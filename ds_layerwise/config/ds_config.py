@@ -342,8 +342,8 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     accumulated = at(ds_config, "data_types.grad_accum_dtype")
     if at_stage_2 and accumulated not in (None, "fp32", "float32", "float"):
         raise ConfigError(
-            f"data_types.grad_accum_dtype must be 'fp32' from stage 2 on, got {accumulated!r}: "
-            "owners add up averaged gradients in float32; remove it"
+            f"data_types.grad_accum_dtype must be 'fp32' at ZeRO stage {zero['stage']}, got "
+            f"{accumulated!r}: owners add up averaged gradients in float32; remove it"
         )
     if zero.get("compute_grad_norm") is False:
         if ds_config.get("gradient_clipping", 1.0):
@@ -366,7 +366,7 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     is_bounded = at(ds_config, "layerwise.max_waiting_buckets") is not None
     if is_bounded and not (at_stage_2 and overlaps):
         raise ConfigError(
-            "layerwise.max_waiting_buckets bounds gradients that wait from ZeRO stage 2 on with "
+            "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 or 3 with "
             "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
         )
     if zero["stage"] == 3:

@@ -61,8 +61,8 @@ from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
+from ds_layerwise.zero.setup.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.stage3.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.unused_calls import warn_once
 
 

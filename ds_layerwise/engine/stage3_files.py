@@ -15,7 +15,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_layerwise.zero.stage3.param_cuts import own_cut
+from ds_layerwise.zero.setup.param_cuts import own_cut
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:

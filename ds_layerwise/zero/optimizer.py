@@ -23,6 +23,7 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
+from ds_layerwise.zero.cut_access import attach_all
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.interrupted import survivable
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -32,7 +33,6 @@ from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.stage3.cut_access import attach_all
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.gradient_share import divide_once
 from ds_layerwise.zero.step.metrics import Reports

@@ -29,9 +29,9 @@ from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
+from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.stage3.param_cuts import ParamCuts
 from ds_layerwise.zero.step_progress import Progress
 
 

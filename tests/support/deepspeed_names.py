@@ -185,6 +185,7 @@ IMPORTED = (
     Used("deepspeed.runtime.utils.count_used_parameters_in_backward", "imported", ("parameters",)),
     Used("deepspeed.runtime.zero.config.ZeroStageEnum", "imported"),
     Used("deepspeed.runtime.zero.offload_config.OffloadStateTypeEnum", "imported"),
+    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "imported"),
     *_used("deepspeed.utils", "imported", "groups logger"),
     *_used("deepspeed.utils.bwc", "imported", """
         bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_group bwc_tensor_model_parallel_world_size""",
@@ -233,8 +234,19 @@ READ = (
         gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint
         loss_scale tensor_parallel_config torch_autocast_dtype torch_autocast_enabled use_node_local_storage
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
-        zero_optimization_partition_gradients zero_optimization_stage zero_overlap_comm""",
-            ("self",)),
+        zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage
+        zero_overlap_comm""", ("self",)),
+    *_used(_ENGINE, "read", """
+        _get_shared_params zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance
+        zero_model_persistence_threshold zero_module_granularity_threshold zero_offload_param
+        zero_param_persistence_threshold zero_prefetch_bucket_size""", ("self",)),
+    *_used(_ENGINE, "read", "config module_state_dict"),
+    Used(f"{_ENGINE}._get_param_fragment_func", "read", ("self", "param")),
+    *_used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "read", """
+        destroy partition_all_parameters release_backward_leftovers""", ("self",)),
+    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.persistent_parameters", "read"),
+    *_used("deepspeed.runtime.zero.partition_parameters.Init", "read", """
+        all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor partition"""),
     Used(f"{_ENGINE}.backward", "read", ("self", "loss")),
     Used(f"{_ENGINE}._backward_prologue_per_tensor", "read", ("self", "grad")),
     Used(f"{_ENGINE}._is_gradient_accumulation_boundary", "read"),
@@ -247,8 +259,8 @@ READ = (
     *_used(f"{_BASE}.ZeROOptimizer", "read", """
         _backward_active_depth _backward_hook_state _hooks_fired_this_backward _max_expected_hooks_seen"""),
     *_used(f"{_BASE}.ZeROOptimizer", "read", """
-        clear_backward_seen_flag enter_backward exit_backward queue_post_backward_callback reenter_backward_if_needed
-        should_refresh_expected_hook_count""", ("self",)),
+        backward_epilogue clear_backward_seen_flag enter_backward exit_backward queue_post_backward_callback
+        reenter_backward_if_needed should_refresh_expected_hook_count""", ("self",)),
     Used(f"{_BASE}.ZeROOptimizer.update_hook_state_and_maybe_run_epilogue", "read", (
         "self", "current_expected_count")),
     *_used(f"{_BASE}.BackwardHookStateManager", "read", """
@@ -298,6 +310,10 @@ ASKED = (
         _coalesce_grad_reduction get_gradient_for_reduction reduce_ready_partitions_and_remove_grads setup_buckets""",
             since="0.19.1"),
     Used(f"{_ENGINE}.finalize_gradient_accumulation_boundary", "asked", since="0.19.4"),
+    *_used(_ENGINE, "asked", "empty_partition_cache fp16_groups independent_gradient_partition_epilogue"),
+    *_used("deepspeed.utils.tensor_fragment", "asked", """
+        _z3_optimizer get_fp32_grad_for_param get_local_fp32_grad_for_param get_local_fp32_param
+        set_fp32_grad_for_param set_local_grad_for_param set_local_hp_param update_fp32_grad_for_param_vectorized"""),
     *_used("deepspeed.utils.tensor_fragment", "asked", """
         _hp_mapping get_full_hp_grad get_full_hp_param set_full_hp_grad set_full_hp_param"""),
     Used("deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer.ds_grad_is_ready", "asked"),

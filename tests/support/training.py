@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -121,7 +122,7 @@ def raises_on_rank_1(kind, message):
 
 def reduced_gradients(engine):
     """This rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
-    if engine.optimizer.settings.stage == 2:
+    if engine.optimizer.settings.stage > 1:
         # They are sums until the step.
         internals.grad_sync(engine).finish()
     return {piece.name: (piece.param_start, internals.reduced(engine, piece.name).clone())
@@ -153,8 +154,16 @@ def start_adamw(module):
 
 
 def weights(module):
-    """All parameters as one vector."""
-    return torch.cat([p.detach().float().flatten() for p in module.parameters()])
+    """All parameters as one vector. At ZeRO stage 3 every rank must call this."""
+    return torch.cat([whole(param).float().flatten() for param in module.parameters()])
+
+
+def whole(param):
+    """A parameter without its graph; a copy at ZeRO stage 3, where every rank must call this."""
+    if not hasattr(param, "ds_id"):
+        return param.detach()
+    with deepspeed.zero.GatheredParameters(param):
+        return param.detach().clone()
 
 
 def assert_same_on_all_ranks(module):

@@ -11,7 +11,7 @@ Note: what is wrapped, and why there
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.load_request import Load
 from ds_layerwise.zero.optimizer import uses_us
-from ds_layerwise.zero.stage3.param_cuts import whole_shapes
+from ds_layerwise.zero.setup.param_cuts import whole_shapes
 
 
 def _load_checked(
@@ -75,8 +75,8 @@ def _load_checked(
     states = load_optimizer_states and not load_module_only
     is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
-    found = None
     has_no_weights = not is_universal and _has_no_weights(folder)
+    found = None
     if is_universal or states or has_no_weights:
         found = checkpointing.prepare_load(
             folder,
@@ -92,11 +92,7 @@ def _load_checked(
         has_no_weights=has_no_weights,
     )
     with checkpointing.loading(load), _as_before(engine, universal=is_universal):
-        with comm.errors_on_all_ranks(None):
-            if pipeline.is_pipeline(engine.module) and not is_universal:
-                check_layers(engine, folder, strict=load_module_strict)
-            if pipeline.is_pipeline(engine.module) or is_universal:
-                check_model_file(engine, load_dir, tag)
+        _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
         with _pipeline_loading(engine.module, load), _Alone(load):
             with as_at_stage_2(engine):
                 done = original(load_dir, tag, *options)
@@ -109,10 +105,27 @@ def _load_checked(
 
 
 def _has_no_weights(folder: Path) -> bool:
-    """Tell whether the trained weights are in the optimizer's files of ``folder`` alone."""
-    if not any(folder.glob("*_mp_rank_00_optim_states.pt")) or not (folder / FILE_NAME).exists():
-        return False
-    return not RegularCheckpoint(folder).header.has_weights
+    """Tell whether the trained weights are in the optimizer's files of ``folder`` alone, as those
+    say; what cannot be read says nothing.
+    """
+    answer = "yes"
+    with suppress(LayerWiseError):
+        if not RegularCheckpoint(folder).header.has_weights:
+            answer = "no"
+    comm.same_on_all_ranks(f"whether {folder} has weights", answer, [answer], group=None)
+    return answer == "no"
+
+
+def _check_first(
+    engine: DeepSpeedEngine, load_dir: str, tag: str, *, universal: bool, strict: bool
+) -> None:
+    """Check what the engine would find wrong when it has loaded half of the model."""
+    is_stage = pipeline.is_pipeline(engine.module)
+    with comm.errors_on_all_ranks(None):
+        if is_stage and not universal:
+            check_layers(engine, Path(load_dir, tag), strict=strict)
+        if is_stage or universal:
+            check_model_file(engine, load_dir, tag)
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:

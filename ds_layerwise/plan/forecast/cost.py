@@ -219,24 +219,17 @@ def memory_bytes(
         LayoutError: a dtype whose size is not known.
     """
     stored_as = {dtype: dtype for dtype in layout.dtypes} | dict(grads_stored_as or {})
-    grads = in_buffer = 0
+    grads = 0
     for dtype in layout.dtypes:
-        if stage < 3:
-            in_buffer += itemsize(dtype) * layout.buffer_numel(dtype)
         if stage == 1:
             grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
-    params = [in_buffer] * layout.world_size
+    params = _param_bytes(layout, stage)
     reduced = [0] * layout.world_size
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
     for bucket in layout.buckets:
         stored = stored_as[bucket.dtype]
-        if stage == 3 and bucket.whole:
-            nbytes = itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
-            params = [held + nbytes for held in params]
         for rank, numel in bucket.non_empty_shards():
-            if stage == 3:
-                params[rank] += itemsize(bucket.dtype) * numel
             masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
             if stage > 1 or stored != "float32":
                 reduced[rank] += SUM_BYTES * numel
@@ -252,6 +245,25 @@ def memory_bytes(
         on_device = RankMemory(params[rank], grads + reduced[rank], masters[rank], states[rank])
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
+
+
+def _param_bytes(layout: Layout, stage: int) -> list[int]:
+    """Count the bytes of parameters, by rank: of whole buckets, or at stage 3 of what the rank owns
+    and of its cuts.
+    """
+    if stage < 3:
+        whole = sum(itemsize(dtype) * layout.buffer_numel(dtype) for dtype in layout.dtypes)
+        return [whole] * layout.world_size
+    cuts = 0
+    for bucket in layout.buckets:
+        # Cuts of the others are their shards.
+        if bucket.whole:
+            cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
+    params = [cuts] * layout.world_size
+    for bucket in layout.buckets:
+        for rank, numel in bucket.non_empty_shards():
+            params[rank] += itemsize(bucket.dtype) * numel
+    return params
 
 
 def _with_host(
@@ -368,22 +380,24 @@ def traffic_bytes(
         sent[turn] = max(sent[turn], bucket.numel * itemsize(wire) * copies)
     rounds = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
     there = exchange_bytes(rounds, layout.world_size, owners_have="float32").tolist()
-    if stage == 3:
-        gathered = 0
-        returns = cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
-    else:
-        returns = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
-    back = returns.tolist()
+    back = _returned_bytes(layout, stage).tolist()
     found = []
     for rank, received in enumerate((own.sum(axis=(0, 1)) + sum(node_sums)).tolist()):
         reduced = RankTraffic(sum(sent), received)
         if links is None or links.on_host:
             found.append(replace(reduced, exchanged=max(there[rank], back[rank])))
             continue
-        returned = RankTraffic(0, gathered, back[rank])
+        returned = RankTraffic(0, gathered * (stage < 3), back[rank])
         moments = (reduced, RankTraffic(0, 0, there[rank]), returned)
         found.append(max(moments, key=lambda traffic: traffic.total))
     return tuple(found)
+
+
+def _returned_bytes(layout: Layout, stage: int) -> NDArray[np.int64]:
+    """Return the most bytes that rounds hold in which parameters return, by rank."""
+    if stage == 3:
+        return cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
+    return exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
 
 
 def _adds_in_nodes(bucket: Bucket, group: Group, reduction: Reduction) -> bool:

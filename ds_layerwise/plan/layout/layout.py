@@ -20,9 +20,6 @@ from typing import Any, Literal, cast, get_args
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.shards import Numels, Shards
 
-#: The ways of buckets whose parameters have one owner each.
-_FOR_OWNERS = ("ragged", "cuts")
-
 #: The ways of a bucket to its owners and back; see :class:`Bucket`.
 Way = Literal["even", "ragged", "cuts", "by_param"]
 
@@ -196,12 +193,15 @@ class Bucket:
                 f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got "
                 f"{self.way!r}"
             )
-        own_ways = ("even", *_FOR_OWNERS) if self.whole else ("even", "by_param")
-        if self.way not in own_ways:
+        if not self.whole and self.way not in ("even", "by_param"):
             raise LayoutError(
                 f"bucket {self.index}: slots that are cut over the ranks take equal shards and the "
-                f"way 'even' or 'by_param', others not 'by_param', got way {self.way!r} and shards "
-                f"of {self._lengths}"
+                f"way 'by_param' or the way 'even', got way {self.way!r} and shards of "
+                f"{self._lengths}"
+            )
+        if self.whole and self.way == "by_param":
+            raise LayoutError(
+                f"bucket {self.index}: the way 'by_param' takes slots that are cut over the ranks"
             )
         if self.way == "by_param":
             self._check_room()

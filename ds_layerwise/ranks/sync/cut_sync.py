@@ -175,9 +175,10 @@ class CutSync:
 
     def _cuts(self, round_: Round) -> list[Tensor]:
         """Return this rank's cuts of what takes part, by owner."""
-        return [
-            self._all_cuts.of(place.name) for places in round_.places.values() for place in places
-        ]
+        cuts: list[Tensor] = []
+        for places in round_.places.values():
+            cuts += [self._all_cuts.of(place.name) for place in places]
+        return cuts
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
@@ -241,7 +242,7 @@ class CutSync:
 
 
 class CutWrites(SameWeights):
-    """What scripts have written into cuts between two steps, of which owners have to know."""
+    """Writes of scripts into cuts between two steps, which owners have to follow."""
 
     def __init__(self, cut_sync: CutSync, *, group: comm.Group) -> None:
         super().__init__({}, {}, group=group)

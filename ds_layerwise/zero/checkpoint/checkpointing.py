@@ -380,10 +380,8 @@ class Checkpointing:
         load.found = None
         planned = self._run.planned
         owned = self._run.owned
-        is_cut = isinstance(self._run.param_sync, CutSync)
-        if isinstance(self._run.param_sync, CutSync):
-            # What the engine has loaded, it has loaded into cuts.
-            self._run.param_sync.fetch()
+        # What the engine has loaded at stage 3, it has loaded into cuts.
+        self._fetch_cuts()
         # Masters that are the weights, in float32, are copied over them.
         loaded = []
         if load.weights_win:
@@ -391,18 +389,7 @@ class Checkpointing:
                 loaded.append(owned.values(bucket.index).clone())
         for into, out_of in found.plan.copies:
             into.copy_(out_of)
-        # The engine has loaded weights that were rounded to another dtype, or none of what other
-        # stages save, or none.
-        are_others = found.header.dtypes != planned.layout.dtypes
-        masters_win = not load.weights_win and any(
-            (
-                found.universal,
-                are_others,
-                planned.saved_elsewhere,
-                is_cut,
-                not found.header.has_weights,
-            )
-        )
+        masters_win = not load.weights_win and self._masters_win(found)
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         owned.take_back(
             found.own,
@@ -425,9 +412,26 @@ class Checkpointing:
         self.restart_step()
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
-        elif is_cut:
-            self._send_all()
         self._report(found)
+
+    def _masters_win(self, found: Found) -> bool:
+        """Tell whether weights become what the masters of ``found`` round to: the engine has loaded
+        some that were rounded to another dtype, or none of what other stages save, or none.
+        """
+        planned = self._run.planned
+        are_others = found.header.dtypes != planned.layout.dtypes
+        return bool(
+            found.universal
+            or are_others
+            or planned.saved_elsewhere
+            or not found.header.has_weights
+            or self._run.settings.stage == 3
+        )
+
+    def _fetch_cuts(self) -> None:
+        """Let owners have what lies in the cuts of stage 3."""
+        if isinstance(self._run.param_sync, CutSync):
+            self._run.param_sync.fetch()
 
     def _copy_others(self, others: Mapping[str, Tensor]) -> None:
         held = self._run.model.state_dict(keep_vars=True)
@@ -498,8 +502,7 @@ class Checkpointing:
     @torch.no_grad()
     def masters_from_weights(self) -> None:
         """Masters from the model's weights, after only those were loaded."""
-        if isinstance(self._run.param_sync, CutSync):
-            self._run.param_sync.fetch()
+        self._fetch_cuts()
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.values_to_masters(bucket.index)
 

@@ -170,8 +170,8 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"zero_optimization": {"stage": 3}}, "zero_optimization.stage must be 1 .* got 3"),
-    ({"zero_optimization": {}}, "stage must be 1 .* not set"),
+    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage must be 1 or 2 or 3 .* got 0"),
+    ({"zero_optimization": {}}, "stage must be 1, 2 or 3 .* not set"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
      "offload_optimizer.device must be 'none' or 'cpu' .* got 'nvme': nothing goes to NVMe; set it to 'cpu'"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "auto"}}}, "offload_optimizer.device must be"),
@@ -182,7 +182,7 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
     ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},
      "data_types.grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
-    ({"zero_optimization": {"stage": 2}, "layerwise": {"max_waiting_buckets": 2}}, "at ZeRO stage 2 with overlap_comm"),
+    ({"zero_optimization": {"stage": 2}, "layerwise": {"max_waiting_buckets": 2}}, "at ZeRO stage 2 or 3 with overlap_comm"),
     ({"zero_optimization": {"stage": 1, "overlap_comm": True}, "layerwise": {"max_waiting_buckets": 2}},
      "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2"),
     ({"checkpoint": {"use_node_local_storage": True}, "layerwise": {"save_universal": True}}, "needs a disk that all"),

@@ -64,8 +64,8 @@ def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: whole(way="broadcast"), "bucket 0: way must be one of even, ragged, cuts, got 'broadcast'"),
-    (lambda: whole(way=["even"]), "way must be one of even, ragged, cuts, got "),
+    (lambda: whole(way="broadcast"), "bucket 0: way must be one of even, ragged, cuts, by_param, got 'broadcast'"),
+    (lambda: whole(way=["even"]), "way must be one of even, ragged, cuts, by_param, got "),
     (lambda: whole(way="even"), "bucket 0: the way 'even' takes equal shards, got 0 to 128 elements"),
     (lambda: whole(way="cuts", shards=(128, 0, 65)), "takes a multiple of 3 elements, one cut a shard, got 193"),
     (lambda: split(shards=(128, 64)), "the way 'even', got way 'ragged' and shards of 64 to 128 elements"),
@@ -98,7 +98,7 @@ def test_json_says_the_way_only_where_the_shards_do_not():
     assert plain.to_json() == (
         '{"policy":"balanced","world_size":3,"alignment":64,"buckets":[{"dtype":"bfloat16","whole":true,"start":0,'
         '"shards":[[1,128],[1,0],[1,64]],"slots":[["a",0,60],["b",64,64],["c",128,10]]}]}')
-    with pytest.raises(LayoutError, match="way must be one of even, ragged, cuts, got 'across'"):
+    with pytest.raises(LayoutError, match="way must be one of even, ragged, cuts, by_param, got 'across'"):
         Layout.from_json(cuts.to_json().replace('"way":"cuts"', '"way":"across"'))
 
 

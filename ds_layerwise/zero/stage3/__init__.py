@@ -1,1 +1,0 @@
-"""ZeRO stage 3: parameters that DeepSpeed cuts over the ranks and fetches."""
