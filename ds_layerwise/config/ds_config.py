@@ -390,7 +390,6 @@ _NOT_AT_STAGE_3: dict[str, Any] = {
     "tensor_parallel.autotp_size": 1,
     "sequence_parallel_size": 1,
     "torch_autocast.enabled": False,
-    "checkpoint.load_universal": False,
 }
 
 

@@ -355,11 +355,17 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 
 def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
-    """Refuse a model that is spread over ranks otherwise, too.
+    """Refuse a model that is spread over ranks otherwise, too, or that DeepSpeed cannot fetch.
 
     Raises:
         ConfigError: says which way out there is.
     """
+    for name, param in engine.module.named_parameters():
+        if not getattr(param, "ds_numel", param.numel()):
+            raise ConfigError(
+                f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
+                "stage 3; take it out of the model, or set zero_optimization.stage to 2"
+            )
     if engine.has_moe_layers or engine.mpu is not None or pipeline.is_pipeline(engine.module):
         raise ConfigError(
             "zero_optimization.stage is 3, and experts, pipelines, tensor or sequence parallelism "

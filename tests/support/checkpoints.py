@@ -28,7 +28,7 @@ def whole_states(engine):
 
 def masters(engine):
     """Whole masters by name, in the shape of their parameters."""
-    shapes = {name: p.shape for name, p in internals.trained(engine).items()}
+    shapes = internals.shapes(engine)
     return {name: value.view(shapes[name]) for (name, key), value in whole_states(engine).items() if key == "fp32"}
 
 

@@ -68,6 +68,16 @@ def buffers(engine: Any) -> list[Any]:
     return [buffer for buffer in (engine.optimizer._run.values, grads(engine)) if buffer is not None]
 
 
+def values_of_shards(engine: Any) -> tuple[torch.Tensor, ...]:
+    """The values that this rank owns, at ZeRO stage 3, bucket by bucket."""
+    return tuple(engine.optimizer._run.values.tensors)
+
+
+def shapes(engine: Any) -> dict[str, tuple[int, ...]]:
+    """The shapes of whole parameters that are trained."""
+    return dict(engine.optimizer._run.shapes)
+
+
 def trained(engine: Any) -> dict[str, torch.nn.Parameter]:
     """The parameters that are trained, by name."""
     return engine.optimizer._params

@@ -265,7 +265,7 @@ def _finish(reference: Reference, steps: list[Step]) -> Run:
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """What an engine trains: parameters that require a gradient and have elements, each once, in model order."""
-    return {n: p for n, p in module.named_parameters() if p.requires_grad and p.numel() > 0}
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()) > 0}
 
 
 def train(make_module: Callable[[], nn.Module], batch: Callable[[int, int, int], Any],
@@ -330,8 +330,10 @@ def whole_number_gradients(name: str, shape: Sequence[int], step: int, micro: in
 def whole_number_loss(module: nn.Module, place: tuple[int, int, int], unused: Collection[str] = ()) -> Tensor:
     """A loss whose gradients are :func:`whole_number_gradients` of a (step, micro-batch, rank), but for ``unused``."""
     total: Any = 0.0
-    for name, p in trainable(module).items():
+    for name in trainable(module):
         if name in unused:
             continue
+        # Asking a module for it makes it whole at ZeRO stage 3.
+        p = module.get_parameter(name)
         total = total + (p * whole_number_gradients(name, p.shape, *place).to(p)).float().sum()
     return total

@@ -85,6 +85,9 @@ class Cuts(Protocol):
     def fetch_persistent(self) -> None:
         """Make those whole that stay so. A collective."""
 
+    def follow_persistent(self) -> None:
+        """Let cuts follow what was written into those that stay whole."""
+
 
 class CutSync:
     """Sends what owners have updated to every rank's cut of it, in rounds.
@@ -208,6 +211,7 @@ class CutSync:
         """Tell whether somebody has written a cut since it was sent: 0-d bool; nobody waits for
         the device.
         """
+        self._all_cuts.follow_persistent()
         return (self.checksum() != self._sent).any()
 
     def checksum(self) -> Tensor:

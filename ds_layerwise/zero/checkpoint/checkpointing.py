@@ -42,6 +42,7 @@ from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.param_cuts import own_cut, whole_shapes
 from ds_layerwise.zero.step.param_guard import Guard
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.verify.first_step import FirstStep
@@ -189,7 +190,8 @@ class Checkpointing:
         if open_it is None:
             open_it = partial(UniversalCheckpoint if universal else self.open_regular, folder)
         of_all_stages = pipeline.names_of_all_stages(run.model, run.settings.model_group)
-        with comm.errors_on_all_ranks(None), naming(folder):
+        shapes = whole_shapes(run.model.parameters())
+        with comm.errors_on_all_ranks(None), naming(folder), shapes:
             opened = open_it()
             # A regular checkpoint names what is not trained in the file of the model, which the
             # engine reads later.
@@ -436,7 +438,10 @@ class Checkpointing:
     def _copy_others(self, others: Mapping[str, Tensor]) -> None:
         held = self._run.model.state_dict(keep_vars=True)
         for name, value in others.items():
-            held[name].copy_(value.view(held[name].shape))
+            if hasattr(held[name], "ds_tensor"):
+                own_cut(held[name], self._run.rank, value.reshape(-1))
+            else:
+                held[name].copy_(value.view(held[name].shape))
 
     def restart_step(self) -> None:
         """Go on with the first micro-batch of the step: the gradients that there are belong to

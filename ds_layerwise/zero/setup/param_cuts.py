@@ -130,6 +130,13 @@ class ParamCuts:
         if persistent:
             persistent[0].all_gather(persistent)
 
+    def follow_persistent(self) -> None:
+        """Let cuts follow what somebody has written into parameters that stay whole."""
+        trained = set(self._params.values())
+        for param in self._fetcher.persistent_parameters:
+            if param in trained and param.numel() == param.ds_numel:
+                own_cut(param, self._rank, param.data.view(-1))
+
     def write(self, name: str, value: Tensor) -> None:
         """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
         param = self._params[name]

@@ -1,0 +1,146 @@
+"""Checkpoints of each ZeRO stage, resumed at each, on any number of ranks; what DeepSpeed's scripts make of them."""
+
+import subprocess
+import sys
+
+import deepspeed.comm as dist
+import pytest
+import torch
+
+from ds_layerwise.errors import LayerWiseError
+from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, on_rank_0, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.rooms import rooms
+from tests.support.training import PRECISIONS, Net, ds_config, start, train_engine, weights, whole
+
+pytestmark = rooms("stage3_files", "cut_sync", "loading", "saving")
+
+
+def make(frozen=False):
+    net = Net(tied=True, frozen=frozen)
+    net.register_buffer("counter", torch.arange(3.0))
+    return net
+
+
+def config_of(stage, precision="bf16"):
+    return ds_config(stage=stage, clip=5.0, **PRECISIONS[precision])
+
+
+def values_of(model):
+    """Every parameter, whole, and every buffer."""
+    return {**{name: whole(param).cpu() for name, param in model.named_parameters()}, **dict(model.named_buffers())}
+
+
+def save(folder, frozen=False):
+    """A checkpoint of each stage and precision, and beside it what is in it."""
+    num_ranks = dist.get_world_size()
+    for stage in (1, 2, 3):
+        for precision in PRECISIONS:
+            engine = train_engine(start(make(frozen), config_of(stage, precision)), 2)
+            engine.module.counter.add_(stage)
+            tag = f"stage{stage}-{precision}-{num_ranks}ranks"
+            engine.save_checkpoint(str(folder), tag=tag)
+            states, values = whole_states(engine), values_of(engine.module)
+            on_rank_0(lambda: torch.save((states, values), folder / f"{tag}.pt"))
+            engine.destroy()
+
+
+class TestAllPairs(DistributedTest):
+    world_size = [1, 2, 3, 4]
+    thorough_on = (1, 4)
+
+    @pytest.fixture(params=[False, True], ids=["all", "frozen"])
+    def frozen(self, request):
+        return request.param
+
+    @pytest.fixture
+    def saved(self, class_tmpdir, frozen):
+        return made_once(class_tmpdir / str(frozen), [2, 3], save, frozen=frozen)
+
+    @pytest.mark.parametrize("into", [1, 2, 3])
+    def test_masters_states_and_weights_bit_for_bit(self, saved, frozen, precision, into):
+        for num_ranks in (2, 3):
+            for stage in (1, 2, 3) if into == 3 else (3, ):
+                tag = f"stage{stage}-{precision}-{num_ranks}ranks"
+                states, values = torch.load(saved / f"{tag}.pt", weights_only=True)
+                engine = train_engine(start(make(frozen), config_of(into, precision)), 1)
+                loaded(engine, str(saved), tag=tag)
+                assert_equal_states(whole_states(engine), states, tag)
+                assert_equal_states(values_of(engine.module), values, tag)
+                assert engine.global_steps == 2
+                other = start(make(frozen), config_of(into, precision))
+                assert_same_run(*(train_engine(each, 1, first=2) for each in (engine, loaded(other, str(saved),
+                                                                                             tag=tag))))
+
+
+class TestWeightsAlone(DistributedTest):
+    world_size = [2, 3]
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [2], save)
+
+    @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
+    def test_they_are_there(self, saved, options, stage, into):
+        tag = f"stage{stage}-bf16-2ranks"
+        _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
+        engine = train_engine(start(make(), config_of(into)), 1)
+        before = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
+        loaded(engine, str(saved), tag=tag, **options)
+        assert_equal_states(values_of(engine.module), values)
+        assert_equal_states({key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}, before)
+        train_engine(engine, 1, first=2)
+        assert not torch.equal(weights(engine.module)[:9], values["embed.weight"].float().flatten()[:9])
+
+    def test_a_file_that_lacks_the_optimizers_is_refused(self, saved, tmp_path):
+        engine = start(make(), config_of(3))
+        with pytest.raises(LayerWiseError, match="does not exist"):
+            engine.load_checkpoint(str(saved), tag="nothing")
+
+
+class TestDeepSpeedsScripts(DistributedTest):
+    world_size = 1
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [3], save, frozen=True)
+
+    def test_zero_to_fp32(self, saved, tmp_path):
+        states, values = torch.load(saved / "stage3-bf16-3ranks.pt", weights_only=True)
+        subprocess.run([sys.executable, saved / "zero_to_fp32.py", saved, tmp_path, "-t", "stage3-bf16-3ranks"],
+                       check=True, capture_output=True)
+        found = torch.load(tmp_path / "pytorch_model.bin", weights_only=True) if (
+            tmp_path / "pytorch_model.bin").exists() else deepspeed_weights(tmp_path)
+        for (name, key), master in states.items():
+            if key == "fp32":
+                assert torch.equal(found[name].flatten(), master), name
+        for name in ("tall.weight", "norm.bias"):
+            assert torch.equal(found[name].to(values[name]), values[name])
+        assert torch.equal(found["counter"], values["counter"])
+
+    def test_ds_to_universal(self, saved, tmp_path):
+        states, _ = torch.load(saved / "stage3-fp32-3ranks.pt", weights_only=True)
+        subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
+                        saved / "stage3-fp32-3ranks", "--output_folder", tmp_path / "new", "--num_extract_workers", "1",
+                        "--num_merge_workers", "1", "--inject_missing_state"], check=True, capture_output=True)
+        for stage in (2, 3):
+            engine = loaded(start(make(True), config_of(stage, "fp32")), str(tmp_path), tag="new")
+            assert_equal_states(whole_states(engine), states)
+
+    def test_ours(self, saved):
+        run = subprocess.run([sys.executable, "-m", "ds_layerwise.cli", "verify", saved / "stage3-bf16-3ranks"],
+                             check=True, capture_output=True, text=True)
+        assert run.stdout.splitlines()[-1] == "ok"
+
+
+def deepspeed_weights(folder):
+    """What ``zero_to_fp32.py`` wrote as safetensors."""
+    from safetensors.torch import load_file
+
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+

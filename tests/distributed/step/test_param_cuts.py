@@ -1,0 +1,339 @@
+"""ZeRO stage 3: against stage 2 bit for bit, and against the oracle; what scripts read and write; memory."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from deepspeed.utils import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+    safe_update_full_grad_vectorized,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ds_layerwise.errors import ConfigError, StepError
+from tests.support import internals
+from tests.support.checkpoints import assert_same_run, whole_states
+from tests.support.expected import assert_gradients_equal, by_the_oracle
+from tests.support.harness import DistributedTest
+from tests.support.models import TinyGpt, tiny_gpt, token_batch, token_loss
+from tests.support.rooms import rooms
+from tests.support.training import (
+    PRECISIONS,
+    VARIANTS,
+    Net,
+    allow_fp16,
+    ds_config,
+    reduced_gradients,
+    relative_error,
+    start,
+    train_engine,
+    weights,
+    whole,
+)
+
+pytestmark = rooms("cut_sync", "param_cuts", "cut_access")
+
+#: Of a config at stage 3: it computes linear layers as they are at other stages.
+PLAIN = {"memory_efficient_linear": False}
+
+
+def config_of(stage, *, zero=None, **changes):
+    config = ds_config(stage=stage, **changes)
+    if stage == 3:
+        config["zero_optimization"] |= PLAIN | (zero or {})
+    return config
+
+
+def both(make, num_steps=3, *, gas=1, zero=None, **changes):
+    """Engines at stages 2 and 3 after the same steps, and the norms of these."""
+    engines = []
+    for stage in (2, 3):
+        engine = start(make(), config_of(stage, zero=zero, gas=gas, **changes))
+        norms = []
+        for step in range(num_steps):
+            train_engine(engine, 1, gas=gas, first=step)
+            norms.append(engine.get_global_grad_norm())
+        engines.append((engine, torch.tensor([float(norm) for norm in norms])))
+    return engines
+
+
+def assert_same(engines):
+    (two, norms), (three, others) = engines
+    assert torch.equal(norms, others)
+    assert_same_run(three, two)
+
+
+def net(**options):
+    """What DeepSpeed can make whole: it cannot where there are no elements."""
+    made = Net(**options)
+    if options.get("odd"):
+        del made.empty
+    return made
+
+
+class Gpt(nn.Module):
+    """A language model with its loss, which may compute its blocks once more in the backward pass."""
+
+    def __init__(self, *, tied=True, frozen=False, again=False, reentrant=False):
+        super().__init__()
+        self.inner, self.again, self.reentrant = tiny_gpt(tied=tied), again, reentrant
+        if frozen:
+            self.inner.blocks[0].requires_grad_(False)
+
+    def forward(self, place):
+        tokens = token_batch(*place)
+        if not self.again:
+            return token_loss(self.inner, tokens)
+        model = self.inner
+        x = model.tokens(tokens[:, :-1]) + model.positions.weight[:tokens.shape[1] - 1]
+        for block in model.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        logits = model.head(model.norm(x))
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class TestAgainstStage2(DistributedTest):
+    world_size = [2, 3]
+    thorough_on = (3, )
+
+    @pytest.mark.parametrize("variant", VARIANTS)
+    @pytest.mark.parametrize("gas", [1, 3])
+    def test_the_same_bits(self, precision, variant, gas):
+        assert_same(both(lambda: net(**VARIANTS[variant]), gas=gas, clip=5.0, **PRECISIONS[precision]))
+
+    @pytest.mark.parametrize("kept_whole", [0, 100, 10**9])
+    @pytest.mark.parametrize("kind", [{}, {"tied": False}, {"frozen": True}, {"again": True},
+                                      {"again": True, "reentrant": True}], ids=str)
+    def test_of_a_language_model(self, precision, kept_whole, kind):
+        zero = {"stage3_param_persistence_threshold": kept_whole}
+        assert_same(both(lambda: Gpt(**kind), 4, gas=2, clip=0.5, zero=zero, **PRECISIONS[precision]))
+
+    def test_in_fp16_steps_are_skipped_alike(self):
+        allow_fp16()
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
+        engines = both(lambda: Gpt(), 6, **fp16)
+        assert 0 < engines[0][0].skipped_steps < 6
+        assert engines[1][0].skipped_steps == engines[0][0].skipped_steps
+        assert_same_run(engines[1][0], engines[0][0])
+
+    @pytest.mark.parametrize("layerwise", [{"layout": "lpt"}, {"reduction": "native"},
+                                           {"master_dtype": "bfloat16+remainder"}], ids=str)
+    def test_with_other_settings(self, layerwise):
+        assert_same(both(Net, layerwise=layerwise, **PRECISIONS["bf16"]))
+
+    @pytest.mark.parametrize("params", [{"matrix_optimizer": "soap"}, {"matrix_optimizer": "normuon"},
+                                        {"scalar_optimizer": "lion"}], ids=str)
+    def test_with_other_optimizers(self, params):
+        optimizer = {"type": "LayerWise", "params": {"lr": 0.003, "muon_lr": 0.02, "ns_dtype": "fp32", **params}}
+        if params.get("matrix_optimizer") == "soap":
+            del optimizer["params"]["ns_dtype"]
+        assert_same(both(Net, optimizer=optimizer))
+
+
+class TestAgainstTheOracle(DistributedTest):
+    world_size = 3
+
+    def test_gradients_are_exact_and_masters_within_rounding(self, precision):
+        expected = by_the_oracle(lambda: Net().to(torch.bfloat16 if precision == "bf16" else torch.float32), 2)
+        engine = start(Net(), config_of(3, **PRECISIONS[precision]))
+        for step in range(2):
+            engine.backward(engine((step, 0, dist.get_rank())))
+            assert_gradients_equal(reduced_gradients(engine), expected.steps[step].grads)
+            engine.step()
+        for (name, key), master in whole_states(engine).items():
+            if key == "fp32":
+                assert relative_error(master, expected.params[name].flatten()) < 1e-5, name
+
+
+class TestModelsThatZeroInitHasCut(DistributedTest):
+    world_size = [2, 3]
+
+    def test_the_same_bits(self, precision):
+        config = config_of(3, **PRECISIONS[precision])
+        plain = tiny_gpt()
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            cut = TinyGpt()
+        for param, value in zip(cut.parameters(), plain.parameters(), strict=True):
+            assert not param.numel()
+            with deepspeed.zero.GatheredParameters(param, modifier_rank=1):
+                if dist.get_rank() == 1:
+                    param.data.copy_(value)
+        runs = []
+        for inner in (plain, cut):
+            model = Gpt()
+            model.inner = inner
+            runs.append(train_engine(start(model, config), 2))
+        assert_same_run(*runs)
+
+
+class TestWrittenByScripts(DistributedTest):
+    world_size = [2, 3]
+
+    @pytest.mark.parametrize("name", ["square.weight", "embed.weight", "norm.bias"])
+    def test_masters_follow_what_one_rank_writes(self, precision, name, capsys):
+        engines = []
+        for stage in (2, 3):
+            engine = train_engine(start(Net(), config_of(stage, **PRECISIONS[precision])), 1)
+            param = engine.module.get_parameter(name)
+            new = torch.arange(param.numel() if stage == 2 else param.ds_numel).view(
+                param.shape if stage == 2 else param.ds_shape) % 7 / 4
+            if stage == 2:
+                param.data.copy_(new)
+            else:
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+                    if dist.get_rank() == 0:
+                        param.data.copy_(new)
+            engines.append(train_engine(engine, 2, first=1))
+        assert_same_run(engines[1], engines[0])
+        said = capsys.readouterr().out.count("weights were written between two steps")
+        assert said == (dist.get_rank() == 0) * 2 * (precision == "bf16")
+
+    @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
+    def test_and_what_all_ranks_write_into_what_stays_whole(self, precision, name):
+        engines = []
+        for stage in (2, 3):
+            zero = {"stage3_param_persistence_threshold": 10**6}
+            engine = train_engine(start(Net(), config_of(stage, zero=zero, **PRECISIONS[precision])), 1)
+            engine.module.get_parameter(name).data.mul_(2)
+            engines.append(train_engine(engine, 2, first=1))
+        assert_same_run(engines[1], engines[0])
+
+    def test_nothing_is_fetched_where_nobody_writes(self):
+        engine = start(Net(), config_of(3, **PRECISIONS["bf16"]))
+        fetches = internals.seen_at(internals.param_sync(engine), "fetch", lambda: 1)
+        train_engine(engine, 3)
+        assert not fetches
+
+
+class TestAccess(DistributedTest):
+    world_size = [2, 3]
+
+    def test_whole_values_are_read_and_written(self, precision):
+        engines = [start(Net(), config_of(stage, **PRECISIONS[precision])) for stage in (2, 3)]
+        for engine in engines:
+            train_engine(engine, 1)
+            for param in engine.module.parameters():
+                safe_set_full_fp32_param(param, safe_get_full_fp32_param(param) * 2 + 1)
+                key = "exp_avg"
+                safe_set_full_optimizer_state(param, safe_get_full_optimizer_state(param, key) / 2, key)
+            engine.backward(engine((1, 0, dist.get_rank())))
+            for param in engine.module.parameters():
+                safe_set_full_grad(param, safe_get_full_grad(param) * 4)
+            if engine is engines[1]:
+                safe_update_full_grad_vectorized(list(engine.module.parameters()), lambda grad, _: grad / 4)
+            else:
+                for param in engine.module.parameters():
+                    safe_set_full_grad(param, safe_get_full_grad(param) / 4)
+            engine.step()
+        assert_same_run(engines[1], engines[0])
+
+    def test_what_is_written_is_there_at_once(self):
+        engine = start(Net(), config_of(3))
+        for param in engine.module.parameters():
+            safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.5))
+        assert torch.equal(weights(engine.module), torch.full_like(weights(engine.module), 0.5))
+
+    def test_a_rank_has_no_part_of_its_own(self):
+        engine = start(Net(), config_of(3))
+        with pytest.raises(StepError, match="^square.weight: masters, states and gradients of matrices are whole"):
+            safe_get_local_fp32_param(engine.module.square.weight)
+
+    def test_others_find_what_fetches(self):
+        engine = start(Net(), config_of(3))
+        offload = engine.optimizer.parameter_offload
+        assert offload.get_param_coordinator() is not None
+        engine.empty_partition_cache()
+        assert all(not param.numel() for param in engine.module.parameters())
+        assert start(Net(), config_of(2)).optimizer.parameter_offload is None
+
+
+class TestBetweenSteps(DistributedTest):
+    world_size = 2
+
+    def test_evaluation_and_16_bit_weights(self, tmp_path):
+        engine = start(Gpt(), config_of(3, zero={"stage3_gather_16bit_weights_on_model_save": True},
+                                        **PRECISIONS["bf16"]))
+        train_engine(engine, 2)
+        with torch.no_grad():
+            before = engine((0, 0, 0))
+            assert torch.equal(engine((0, 0, 0)), before)
+        assert engine.save_16bit_model(str(tmp_path))
+        dist.barrier()
+        saved = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+        for name, param in engine.module.named_parameters():
+            assert torch.equal(saved[name], whole(param).cpu()), name
+        assert_same_run(train_engine(engine, 1, first=2), train_engine(
+            start(Gpt(), config_of(3, **PRECISIONS["bf16"])), 3))
+
+    def test_a_second_engine_takes_the_model_over(self):
+        engine = train_engine(start(Net(), config_of(3)), 1)
+        model, first = engine.module, weights(engine.module)
+        engine.destroy()
+        engine.destroy()
+        second = start(model, config_of(3))
+        assert torch.equal(weights(model), first)
+        train_engine(second, 1, first=1)
+        assert not torch.equal(weights(model), first)
+
+    def test_an_exception_in_a_pass_leaves_the_next_one_whole(self):
+        engines = [train_engine(start(Net(), config_of(3)), 1) for _ in range(2)]
+        with pytest.raises(ZeroDivisionError):
+            loss = engines[0]((1, 0, dist.get_rank()))
+            loss.register_hook(lambda _: 1 / 0)
+            engines[0].backward(loss)
+        engines[0].zero_grad()
+        for engine in engines:
+            train_engine(engine, 2, first=1)
+        assert_same_run(*engines)
+
+
+class TestMemory(DistributedTest):
+    world_size = [1, 3]
+
+    def test_it_is_what_the_plan_says(self, precision):
+        engine = train_engine(start(net(odd=True), config_of(3, gas=2, **PRECISIONS[precision])), 2, gas=2)
+        optimizer = engine.optimizer
+        tensors = [*internals.values_of_shards(engine), *internals.cuts(engine)]
+        for shards in internals.shards(engine):
+            tensors += shards.tensors
+        for state in internals.states(engine).values():
+            tensors += [value for key, value in state.items() if key != "step"]
+        for bucket in optimizer.layout.buckets:
+            tensors += [internals.trained(engine)[slot.name].ds_tensor for slot in bucket.slots]
+        held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
+        assert sum(held.values()) == optimizer.forecast().memory[optimizer.rank].total
+
+
+class TestRefused(DistributedTest):
+    world_size = 2
+
+    def test_parameters_without_elements(self):
+        with pytest.raises(ConfigError, match="^empty has no elements"):
+            start(Net(odd=True), config_of(3))
+
+    def test_offloading_by_hand(self):
+        engine = start(Net(), config_of(3))
+        with pytest.raises(StepError, match="offload_states.. at ZeRO stage 3"):
+            engine.offload_states()
+
+    def test_cuts_over_other_ranks(self):
+        alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+        with deepspeed.zero.Init(config_dict_or_path=config_of(3), data_parallel_group=alone):
+            model = TinyGpt()
+        with pytest.raises(ConfigError, match="is cut over the ranks .* and gradients are averaged over"):
+            start(model, config_of(3))
+
+    def test_a_cut_that_has_moved(self):
+        engine = train_engine(start(Net(), config_of(3)), 1)
+        param = engine.module.embed.weight
+        param.ds_tensor.data = param.ds_tensor.data.clone()
+        engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(StepError, match="embed.weight"):
+            engine.step()
