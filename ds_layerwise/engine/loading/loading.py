@@ -91,11 +91,14 @@ def _load_checked(
         weights_win=custom_load_fn is not None,
         has_no_weights=has_no_weights,
     )
-    with checkpointing.loading(load), _as_before(engine, universal=is_universal):
+    with (
+        checkpointing.loading(load),
+        _as_before(engine, universal=is_universal),
+        as_at_stage_2(engine),
+    ):
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
         with _pipeline_loading(engine.module, load), _Alone(load):
-            with as_at_stage_2(engine):
-                done = original(load_dir, tag, *options)
+            done = original(load_dir, tag, *options)
         if has_no_weights and not states:
             # The engine looks for no masters.
             checkpointing.finish_load()
