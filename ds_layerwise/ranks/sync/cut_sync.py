@@ -225,24 +225,31 @@ class CutSync:
     def fetch(self) -> None:
         """Let the shards of owners follow the cuts. Every rank must call this at the same point."""
         for round_ in self._rounds:
-            sizes = round_.sizes(self._holders)
-            own = sizes[self._rank]
-            shard = self._shard(round_)
-            sent = torch.cat([shard[:0], *self._cuts(round_)])
-            rows = shard.new_empty((self._holders, own))
-            comm.all_to_all(
-                rows.view(-1),
-                sent,
-                group=self._group,
-                received=[own] * self._holders,
-                sent_to=sizes,
-            ).wait()
+            self._ask(round_).wait()
+        self._sent = self.checksum()
+
+    def _ask(self, round_: Round) -> comm.Pending:
+        sizes = round_.sizes(self._holders)
+        own = sizes[self._rank]
+        shard = self._shard(round_)
+        sent = torch.cat([shard[:0], *self._cuts(round_)])
+        rows = shard.new_empty((self._holders, own))
+        work = comm.all_to_all(
+            rows.view(-1),
+            sent,
+            group=self._group,
+            received=[own] * self._holders,
+            sent_to=sizes,
+        )
+
+        def into_place() -> None:
             first = 0
             for place in round_.places.get(self._rank, ()):
                 value = shard[place.start : place.start + place.numel]
                 out_of_rows(rows[:, first : first + place.cut], value)
                 first += place.cut
-        self._sent = self.checksum()
+
+        return comm.Pending([work], into_place, keep=sent)
 
 
 class CutWrites(SameWeights):

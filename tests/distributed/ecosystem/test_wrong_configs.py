@@ -111,8 +111,8 @@ WRONG = [
     ("layer_wise", {}, "layer_wise is no section of the config; did you mean 'layerwise' at the top level?"),
     (f"{ZERO}.ns_steps", 3, "zero_optimization.ns_steps is not read; did you mean optimizer.params.ns_steps?"),
     # What DeepSpeed reads, some of which it refuses itself in other words.
-    (f"{ZERO}.stage", 3, "zero_optimization.stage must be 1 or 2 with this optimizer, got 3"),
-    (f"{ZERO}.stage", "two", "zero_optimization.stage must be 1 or 2 with this optimizer, got 'two'"),
+    (f"{ZERO}.stage", 0, "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 0"),
+    (f"{ZERO}.stage", "two", "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 'two'"),
     (ZERO, True, "zero_optimization must be an object, got True"),
     (f"{ZERO}.reduce_bucket_size", 0, "zero_optimization.reduce_bucket_size must be a whole number of at least 1"),
     (f"{ZERO}.reduce_bucket_size", "big", "zero_optimization.reduce_bucket_size must be a whole number"),

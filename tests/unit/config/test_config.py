@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from ds_layerwise.config.ds_config import refuse_unsupported
+from ds_layerwise.config.ds_config import refuse_unsupported, without_effect
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.schema import json_schema, schema_model
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Override, is_ours
@@ -191,6 +191,32 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
 def test_what_cannot_be_honoured_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported({"zero_optimization": {"stage": 1}, **change})
+
+
+@pytest.mark.parametrize("path, value", [
+    ("zero_optimization.offload_optimizer.device", "cpu"), ("layerwise.overlap_param_gather", True),
+    ("layerwise.verify_first_step", True), ("layerwise.save_universal", True),
+    ("layerwise.qk_clip", {"threshold": 100.0}), ("layerwise.log_max_attention_logit", True),
+    ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2), ("torch_autocast.enabled", True)])
+def test_what_stage_3_does_not_do_yet_is_refused_there_alone(path, value):
+    for stage in (2, 3):
+        given = {"zero_optimization": {"stage": stage}}
+        *sections, key = path.split(".")
+        place = given
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = value
+        if stage == 2:
+            refuse_unsupported(given)
+            continue
+        with pytest.raises(ConfigError, match=f"^{path} is .*does not do at ZeRO stage 3 yet"):
+            refuse_unsupported(given)
+
+
+def test_keys_of_stage_3_have_an_effect_there():
+    keys = {"stage3_max_live_parameters": 5, "stage3_prefetch_bucket_size": 7, "sub_group_size": 9}
+    for stage, idle in ((2, {*keys}), (3, {"sub_group_size"})):
+        assert {*without_effect({"zero_optimization": {"stage": stage, **keys}})} == idle
 
 
 def test_neutral_values_are_accepted():

@@ -4,6 +4,7 @@ import pytest
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot
+from ds_layerwise.plan.planner.planner import plan_layout
 from tests.support.rooms import rooms
 
 pytestmark = rooms("layout", "shards")
@@ -71,6 +72,12 @@ def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
     (lambda: split(shards=(128, 64)), "the way 'even', got way 'ragged' and shards of 64 to 128 elements"),
     (lambda: split(way="cuts"), "the way 'even', got way 'cuts'"),
     (lambda: split(way="ragged"), "the way 'even', got way 'ragged'"),
+    (lambda: whole(way="by_param", shards=(64, 64, 64)), "'by_param' takes slots that are cut over the ranks"),
+    (lambda: split(way="by_param", shards=(128, 64)), "the way 'by_param' takes equal shards"),
+    (lambda: split(way="by_param", shards=(64, 64), slots=(("a", 0, 100), ("b", 98, 4))),
+     "b: .* starts before the end 100"),
+    (lambda: split(way="by_param", shards=(64, 64), slots=(("a", 0, 99), ("b", 99, 4))),
+     "a: cuts of 50 elements for 2 ranks from 0 on do not fit before 99"),
     (lambda: layout(whole(shards=(64, 0), slots=(("a", 0, 60),), way="cuts"), world_size=2),
      "bucket 0: its cuts have 32 elements, not a multiple of 64"),
 ])
@@ -251,3 +258,24 @@ def test_json_of_a_broken_layout_is_refused_like_the_layout():
 def test_layouts_that_differ_anywhere_have_different_digests(other):
     assert other() != three_buckets()
     assert other().digest() != three_buckets().digest()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("alignment", [1, 8, 64])
+def test_each_parameter_is_cut_by_itself_at_stage_3(world_size, alignment):
+    specs = [ParamSpec(f"p{numel}", (numel, ), "float32", False) for numel in (1, 2, 5, 64, 97, 300)]
+    planned = plan_layout(specs, world_size, bucket_numel=100, alignment=alignment, stage=3)
+    assert {bucket.way for bucket in planned.buckets} == {"by_param"} and len(planned.buckets) > 1
+    assert Layout.from_json(planned.to_json()) == planned
+    found = {spec.name: [] for spec in specs}
+    for rank in range(world_size):
+        end = {}
+        for piece in planned.pieces(rank):
+            found[piece.name].append((rank, piece.param_start, piece.numel))
+            bucket = next(b for b in planned.buckets if b.shard(rank)[0] <= piece.start < b.shard(rank)[1])
+            assert piece.start >= end.get(bucket.index, 0) and piece.start + piece.numel <= bucket.shard(rank)[1]
+            end[bucket.index] = piece.start + piece.numel
+    for spec in specs:
+        cut = -(-spec.numel // world_size)
+        assert found[spec.name] == [(rank, rank * cut, min(cut, spec.numel - rank * cut))
+                                    for rank in range(world_size) if rank * cut < spec.numel]

@@ -335,7 +335,7 @@ def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     (config(optimizer={"type": "LayerWise", "params": {"per_head_muon": True}}), "does not have the number of heads"),
     (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
     (config(layerwise={"overrides": [{"name": "x", "lr_scale": 2}]}), "matches no trainable parameter"),
-    (config(zero_optimization={"stage": 3}), "zero_optimization.stage must be 1 or 2 with this optimizer, got 3"),
+    (config(zero_optimization={"stage": 4}), "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 4"),
     (config(zero_optimization={"stage": 1, "reduce_bucket_size": 0}), "reduce_bucket_size must be a whole number of at "
      "least 1, got 0"),
     (config(fp16={"enabled": True}), "bf16.enabled and fp16.enabled are both true"),

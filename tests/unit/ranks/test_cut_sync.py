@@ -1,0 +1,179 @@
+"""Values from owners to the cuts of all ranks, and back, played without ranks."""
+
+import math
+import random
+
+import pytest
+import torch
+
+from ds_layerwise.plan.forecast.cost import cut_elements, fetched_elements, memory_bytes, state_bytes_of
+from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.network.exchange_rounds import begun_backwards, cut_bytes, has_owners
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.buffers import DTYPES, OwnShards
+from ds_layerwise.ranks.sync import cut_sync
+from ds_layerwise.ranks.sync.cut_sync import CutSync
+from tests.support.live_memory import LiveMemory
+from tests.support.rooms import rooms
+
+pytestmark = rooms("cut_sync", "exchange_rounds", "buffers", "cost")
+
+
+def some_specs(seed):
+    """Matrices and vectors of any size, some with fewer elements than there are ranks, in two dtypes."""
+    draw, specs = random.Random(seed), []
+    for number in range(draw.randint(2, 12)):
+        dtype, whole = draw.choice(["float32", "bfloat16"]), number == 0 or draw.random() < 0.7
+        shape = (draw.randint(1, 9), draw.randint(1, 9)) if whole else (draw.randint(1, 40), )
+        specs.append(ParamSpec(f"p{number}", shape, dtype, whole, work=math.prod(shape) if whole else 0))
+    return specs
+
+
+class Cuts:
+    """The cuts of one rank: whole parameters have memory of their own, poisoned behind their end."""
+
+    def __init__(self, layout, rank, values):
+        self.cuts, self.released = {}, 0
+        for bucket in layout.buckets:
+            for slot in bucket.slots:
+                self.cuts[slot.name] = torch.full((bucket.cut_of(slot), ), torch.nan, dtype=DTYPES[bucket.dtype])
+
+    def of(self, name):
+        return self.cuts[name]
+
+    def release(self):
+        self.released += 1
+
+    def fetch_persistent(self):
+        self.released -= 1
+
+    def follow_persistent(self):
+        pass
+
+
+class Ranks:
+    """All ranks in one process: what each of them sends arrives when all have sent it."""
+
+    def __init__(self, layout, monkeypatch):
+        self.layout, self.sent, self.rank = layout, {}, 0
+        monkeypatch.setattr(cut_sync.comm, "all_to_all", self.all_to_all)
+        monkeypatch.setattr(cut_sync.comm, "size_of", lambda group: layout.world_size)
+        self.values = [OwnShards(layout, rank, torch.device("cpu")) for rank in range(layout.world_size)]
+        self.cuts = [Cuts(layout, rank, values) for rank, values in enumerate(self.values)]
+        self.syncs = [CutSync(layout, rank, self.values[rank], self.cuts[rank], group=None)
+                      for rank in range(layout.world_size)]
+        self.calls = 0
+
+    def all_to_all(self, out, sent, *, group, received, sent_to):
+        assert sum(received) == out.numel() and sum(sent_to) == sent.numel() and sent.dtype == out.dtype
+        self.calls += self.rank == 0
+        self.sent.setdefault(self.rank, []).append((out, sent.clone().split(list(sent_to)), received))
+        return comm.Pending()
+
+    def on_each(self, do):
+        for self.rank in range(self.layout.world_size):
+            do(self.rank)
+        for number in range(len(self.sent[0])):
+            for rank in range(self.layout.world_size):
+                out, _, received = self.sent[rank][number]
+                parts = [self.sent[other][number][1][rank] for other in range(self.layout.world_size)]
+                assert [part.numel() for part in parts] == list(received)
+                out.copy_(torch.cat(parts))
+        self.sent = {}
+
+
+def whole_values(layout):
+    return {slot.name: torch.randint(-99, 99, (slot.numel, )).to(DTYPES[bucket.dtype])
+            for bucket in layout.buckets for slot in bucket.slots if bucket.whole}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("seed", range(6))
+def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkeypatch):
+    layout = plan_layout(some_specs(seed), world_size, bucket_numel=60, alignment=4, stage=3)
+    monkeypatch.setattr(cut_sync, "MAX_UNDER_WAY", 99)
+    ranks, values = Ranks(layout, monkeypatch), whole_values(layout)
+    for rank, shards in enumerate(ranks.values):
+        for bucket in layout.buckets:
+            shards.tensors[bucket.index].fill_(torch.nan)
+            if bucket.whole:
+                for piece in bucket.pieces(rank):
+                    start = piece.start - bucket.shard(rank)[0]
+                    shards.tensors[bucket.index][start:start + piece.numel] = values[piece.name]
+    order = [bucket.index for bucket in reversed(layout.buckets)]
+    if seed % 2:
+        order.reverse()
+    ranks.on_each(lambda rank: [ranks.syncs[rank].launch(index) for index in order])
+    assert ranks.calls == len(begun_backwards(layout.buckets, has_owners))
+    for rank, sync in enumerate(ranks.syncs):
+        sync.finish()
+        assert not ranks.cuts[rank].released
+        for name, value in values.items():
+            cut = ranks.cuts[rank].of(name)
+            own = value[rank * len(cut):][:len(cut)]
+            assert torch.equal(cut[:len(own)], own) and not cut[len(own):].any(), "padding is zeros"
+        assert not sync.written()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
+    layout = plan_layout(some_specs(seed), world_size, bucket_numel=60, alignment=4, stage=3)
+    ranks, values = Ranks(layout, monkeypatch), whole_values(layout)
+    for rank, cuts in enumerate(ranks.cuts):
+        for name, value in values.items():
+            own = value[rank * len(cuts.of(name)):][:len(cuts.of(name))]
+            cuts.of(name)[:len(own)] = own
+    pending = []
+    ranks.on_each(lambda rank: pending.extend(map(ranks.syncs[rank]._ask, ranks.syncs[rank]._rounds)))
+    for each in pending:
+        each.wait()
+    for rank, shards in enumerate(ranks.values):
+        for bucket in layout.buckets:
+            for piece in bucket.pieces(rank) if bucket.whole else ():
+                start = piece.start - bucket.shard(rank)[0]
+                assert torch.equal(shards.tensors[bucket.index][start:start + piece.numel], values[piece.name])
+
+
+def test_what_somebody_writes_is_noticed(monkeypatch):
+    layout = plan_layout(some_specs(1), 2, bucket_numel=60, alignment=4, stage=3)
+    ranks = Ranks(layout, monkeypatch)
+    sync, cut = ranks.syncs[1], ranks.cuts[1].of(next(iter(whole_values(layout))))
+    cut.zero_()
+    sync._sent = sync.checksum()
+    assert not sync.written()
+    cut[0] = 1
+    assert sync.written()
+    cut[0] = 0
+    assert not sync.written()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_what_is_sent_and_held_is_what_the_plan_says(world_size, monkeypatch):
+    specs = some_specs(3)
+    layout = plan_layout(specs, world_size, bucket_numel=60, alignment=4, stage=3)
+    monkeypatch.setattr("ds_layerwise.plan.network.exchange_rounds.MAX_UNDER_WAY", 1)
+    ranks = Ranks(layout, monkeypatch)
+    monkeypatch.setattr(cut_sync.comm, "all_to_all", lambda *args, **kwargs: comm.Pending())
+    most = cut_bytes(begun_backwards(layout.buckets, has_owners), world_size)
+    for rank, sync in enumerate(ranks.syncs):
+        for round_ in sync._rounds:
+            memory = LiveMemory(held=ranks.values[rank].tensors)
+            there = memory.now()
+            with memory:
+                sync._begin(round_)
+            assert memory.peak - there <= most[rank]
+    cut = {spec.name: -(-spec.numel // world_size) for spec in specs}
+    for dtype in layout.dtypes:
+        own = cut_elements(layout, dtype)
+        assert sum(own) == (world_size - 1) * sum(
+            cut[spec.name] for spec in specs if spec.dtype == dtype and spec.whole)
+        assert fetched_elements(layout, dtype) == (world_size - 1) * sum(
+            cut[spec.name] for spec in specs if spec.dtype == dtype)
+    held = memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=3)
+    for rank, memory in enumerate(held):
+        shards = sum(tensor.nbytes for tensor in ranks.values[rank].tensors)
+        cuts = sum(ranks.cuts[rank].of(slot.name).nbytes for bucket in layout.buckets if bucket.whole
+                   for slot in bucket.slots)
+        assert memory.params == shards + cuts
