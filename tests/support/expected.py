@@ -15,7 +15,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from tests.support.checkpoints import masters
 from tests.support.reference import Recipe, Reference, Run, train, trainable, whole_number_gradients
-from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, recipe_for, relative_error
+from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, recipe_for, relative_error, whole
 
 
 def by_the_oracle(make: Callable[[], nn.Module] = Net, num_steps: int = 3, **recipe: Any) -> Run:
@@ -46,7 +46,7 @@ def assert_trained_as(module: nn.Module, expected: Run | Reference, bound: float
     values = expected.params if isinstance(expected, Reference) else expected.model_params
     for name, p in trainable(module).items():
         if name not in but:
-            assert relative_error(p.detach().float(), values[name].float()) < bound, (name, where)
+            assert relative_error(whole(p).float(), values[name].float()) < bound, (name, where)
     assert_same_on_all_ranks(module)
 
 

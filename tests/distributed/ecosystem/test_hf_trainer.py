@@ -1,5 +1,6 @@
 """Hugging Face's Trainer: what it fills in, its numbers, its checkpoints and the weights it saves, by value."""
 
+import copy
 import json
 import math
 import os
@@ -8,12 +9,14 @@ import signal
 import sys
 from pathlib import Path
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import AutoModelForCausalLM, TrainerCallback
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
 from ds_layerwise.errors import StepError
 from tests.support import internals
@@ -292,6 +295,62 @@ class TestLora(DistributedTest):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+class TestStage3(DistributedTest):
+    @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+    def test_it_trains_saves_and_resumes_as_at_stage_2(self, adapter, tmp_path):
+        runs = {}
+        for stage, resumes_at in ((2, 2), (3, 3), (3, 2)):
+            folder = tmp_path / str(stage)
+            for resume in (None, str(folder / "checkpoint-2")):
+                at = resumes_at if resume else stage
+                runs[stage, at, bool(resume)] = steps, saved = self.run(folder, at, adapter, resume)
+                expected, weights = runs[2, 2, False]
+                assert steps == expected, (stage, at, resume)
+                assert saved.keys() == weights.keys()
+                for name, value in weights.items():
+                    assert torch.equal(saved[name], value), (stage, at, resume, name)
+        assert len(runs) == 5
+
+    def run(self, folder, stage, adapter, resume):
+        """What the Trainer reports, and the weights that it saves."""
+        ds_config = config(stage=stage, params=EXACT)
+        ds_config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True,
+                                           "memory_efficient_linear": False,
+                                           "stage3_param_persistence_threshold": "auto"}
+        base = folder.parent / "base"
+        # They fill in what from_pretrained() reads, as long as they live.
+        alive = TrainingArguments(str(folder), deepspeed=copy.deepcopy(ds_config), use_cpu=True)
+        on_rank_0(lambda: base.exists() or gpt2().save_pretrained(base))
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        model.loss_type = "ForCausalLM"
+        assert all(hasattr(p, "ds_id") == (stage == 3) for p in model.parameters())
+        if adapter:
+            model = get_peft_model(model, LoraConfig(
+                r=4, target_modules=["c_attn"], task_type="CAUSAL_LM", fan_in_fan_out=True))
+            for name, param in model.named_parameters():
+                if param.requires_grad:
+                    self.fill(name, param)
+        trainer = make_trainer(folder, ds_config, model=model, max_steps=4, save_strategy="steps", save_steps=2)
+        trainer.train(resume_from_checkpoint=resume)
+        out = folder / f"final {stage} {bool(resume)}"
+        trainer.save_model(out)
+        dist.barrier()
+        del alive
+        saved = load_file(out / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+        # The Trainer writes a tied one under either name.
+        return steps_of(trainer), {name.replace("lm_head", "transformer.wte"): value for name, value in saved.items()}
+
+    @staticmethod
+    def fill(name, param):
+        g = torch.Generator().manual_seed(len(name))
+        if hasattr(param, "ds_id"):
+            with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+                if dist.get_rank() == 0:
+                    param.data.copy_(torch.randn(param.shape, generator=g) / 8)
+        else:
+            param.data.copy_(torch.randn(param.shape, generator=g) / 8)
+
+
 class TestFineTuning(DistributedTest):
     init_distributed = False
 
