@@ -174,6 +174,12 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
         if not callable(client):
             must_be_optimizer(client)
         _refuse_what_clients_lack(run)
+        if run.stage == 3:
+            raise ConfigError(
+                "zero_optimization.stage is 3, and initialize() was given an optimizer, whose "
+                "class this backend takes at stages 1 and 2; name the class in the config, as "
+                "optimizer.params.matrix_optimizer, or set zero_optimization.stage to 2"
+            )
     if not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
         check_mpu(mpu, autotp_size=engine.autotp_size())
     elif mpu is not None and engine.autotp_size() > 1:

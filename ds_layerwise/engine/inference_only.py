@@ -2,10 +2,10 @@
 model.
 
 Note: what is wrapped, and why there
-    TRL copies the config of the run, sets ``zero_optimization.stage`` to 0, and gives the model and
-    nothing else. DeepSpeed then makes an optimizer that is never used. This backend trains at
-    stages 1 and 2, so that its engine at stage 0 is what DeepSpeed makes of a config without an
-    optimizer. Only ``__init__`` sees the config before all else, and whether parameters were given.
+    TRL copies the config of the run, sets ``zero_optimization.stage`` to 0 unless it is 3, and
+    gives the model and nothing else. DeepSpeed then makes an optimizer that is never used. Here the
+    engine is what DeepSpeed makes of a config without an optimizer. Only ``__init__`` sees the
+    config before all else, and whether parameters were given.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def _init(
     engine.step = _refuse("step")
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
-            "ds_layerwise: zero_optimization.stage is 0, and neither model_parameters nor an "
-            "optimizer was given: this engine, as of a reference model, has no optimizer; to "
-            "train, set stage to 1 or 2"
+            f"ds_layerwise: zero_optimization.stage is {kept['zero_optimization']['stage']}, and "
+            "neither model_parameters nor an optimizer was given: this engine, as of a reference "
+            "model, has no optimizer; to train, give model_parameters, and set stage to 1, 2 or 3"
         )
     return None
 
@@ -70,7 +70,7 @@ def _is_for_asking(given: dict[str, Any]) -> bool:
     else:
         stage = None
     is_number = isinstance(stage, int) and not isinstance(stage, bool)
-    return is_for_us(given) and is_number and stage == 0
+    return is_for_us(given) and is_number and stage in (0, 3)
 
 
 def _refuse(name: str) -> Callable[..., NoReturn]:

@@ -1,4 +1,4 @@
-"""The optimizer that DeepSpeed's engine talks to, in place of its own for ZeRO stages 1 and 2."""
+"""The optimizer that DeepSpeed's engine talks to, in place of its own for ZeRO stages 1 to 3."""
 
 from __future__ import annotations
 

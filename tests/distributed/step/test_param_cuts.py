@@ -17,7 +17,8 @@ from deepspeed.utils import (
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ds_layerwise.errors import ConfigError, StepError
+import ds_layerwise
+from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run, whole_states
 from tests.support.expected import assert_gradients_equal, by_the_oracle
@@ -272,6 +273,29 @@ class TestBetweenSteps(DistributedTest):
         assert_same_run(train_engine(engine, 1, first=2), train_engine(
             start(Gpt(), config_of(3, **PRECISIONS["bf16"])), 3))
 
+    def test_the_table_is_the_same_later(self):
+        engine = start(Net(), config_of(3))
+        before, listed = engine.optimizer.describe(), engine.optimizer.listed()
+        train_engine(engine, 1)
+        assert (engine.optimizer.describe(), engine.optimizer.listed()) == (before, listed)
+        assert {row["name"]: tuple(row["shape"]) for row in listed} == internals.shapes(engine)
+
+    def test_a_reference_model_has_no_optimizer(self, capsys):
+        config = config_of(3)
+        engine, optimizer, *_ = ds_layerwise.initialize(model=Gpt(), config=config)
+        with torch.no_grad():
+            assert torch.equal(engine((0, 0, 0)), Gpt()((0, 0, 0)))
+        with pytest.raises(StepError):
+            engine.step()
+        assert ("stage is 3, and neither model_parameters" in capsys.readouterr().out) == (dist.get_rank() == 0)
+
+    @pytest.mark.parametrize("zero", [
+        {"overlap_comm": False}, {"stage3_module_granularity_threshold": 10**6}, {"stage3_max_live_parameters": 1},
+        {"stage3_prefetch_bucket_size": 0}, {"leaf_module": {"classes": ["tests.support.models.Block"]}}], ids=str)
+    def test_how_deepspeed_fetches_changes_nothing(self, zero):
+        engines = [start(Gpt(), config_of(3, zero=options, **PRECISIONS["bf16"])) for options in ({}, zero)]
+        assert_same_run(*(train_engine(engine, 3) for engine in engines))
+
     def test_a_second_engine_takes_the_model_over(self):
         engine = train_engine(start(Net(), config_of(3)), 1)
         model, first = engine.module, weights(engine.module)
@@ -313,6 +337,25 @@ class TestMemory(DistributedTest):
 
 class TestRefused(DistributedTest):
     world_size = 2
+
+    def test_files_of_whole_parameters(self, tmp_path):
+        optimizer = start(Net(), config_of(3)).optimizer
+        for wrong in (lambda: optimizer.save_state_dict_to_file(tmp_path / "one"), optimizer.sharded_state_dict,
+                      lambda: optimizer.load_state_dict_from_file(tmp_path / "one"),
+                      lambda: optimizer.load_sharded_state_dict(tmp_path)):
+            with pytest.raises(LayerWiseError, match="files of whole parameters at ZeRO stage 3"):
+                wrong()
+
+    def test_an_optimizer_of_the_script(self):
+        net, config = Net(), config_of(3)
+        del config["optimizer"]
+        with pytest.raises(ConfigError, match="^zero_optimization.stage is 3, and initialize.. was given an optimizer"):
+            ds_layerwise.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)
+
+    def test_what_the_model_is_besides(self):
+        config = config_of(3, sequence_parallel_size=2)
+        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which this backend does not do at ZeRO"):
+            start(Net(), config)
 
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):
