@@ -26,7 +26,7 @@ from tests.support import internals
 from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
 from tests.support.harness import OwnDistributedTest, _join_group
 from tests.support.reference import trainable, whole_number_loss
-from tests.support.training import Net, start
+from tests.support.training import Net, start, whole
 
 #: Parameters that no loss reaches, in the models that have them.
 UNUSED = ("unused.weight", "unused.bias")
@@ -41,7 +41,7 @@ class Chaotic(Net):
     def forward(self, place):
         """The loss of the units of a micro-batch, which may be none; ``sick`` makes a gradient infinite."""
         step, units, factor, sick = place
-        loss = sum(p.float().sum() * 0 for name, p in trainable(self).items() if name not in UNUSED)
+        loss = sum((self.get_parameter(name).float() * 0).sum() for name in trainable(self) if name not in UNUSED)
         for unit in units:
             loss = loss + whole_number_loss(self, (step, unit, 0), UNUSED)
         loss = loss * factor
@@ -154,7 +154,7 @@ class Rank:
         return {
             "step": engine.global_steps, "micro": engine.micro_steps % engine.gradient_accumulation_steps(),
             "skipped": engine.skipped_steps, "updates": engine.optimizer.step_count,
-            "weights": {name: p.detach().float().numpy().copy() for name, p in engine.module.named_parameters()},
+            "weights": {name: whole(p).float().numpy().copy() for name, p in engine.module.named_parameters()},
             "pieces": [(piece.name, piece.param_start, piece.master.float().numpy().copy(),
                         {key: value.float().numpy().copy() for key, value in piece.state.items()})
                        for piece in internals.records(engine)]}
