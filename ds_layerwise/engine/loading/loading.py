@@ -112,7 +112,7 @@ def _has_no_weights(folder: Path) -> bool:
     say; what cannot be read says nothing.
     """
     answer = "yes"
-    with suppress(LayerWiseError):
+    with comm.errors_on_all_ranks(None), suppress(LayerWiseError):
         if not RegularCheckpoint(folder).header.has_weights:
             answer = "no"
     comm.same_on_all_ranks(f"whether {folder} has weights", answer, [answer], group=None)
