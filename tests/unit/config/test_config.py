@@ -193,6 +193,18 @@ def test_what_cannot_be_honoured_is_refused(change, message):
         refuse_unsupported({"zero_optimization": {"stage": 1}, **change})
 
 
+@pytest.mark.parametrize("slip", ["gradient_cliping", "gradient_clippping", "gradient_clipqing", "gradient_clippign",
+                                  "rgadient_clipping", "gradient_clippin", "Gradient-Clippings"])
+def test_a_name_that_is_one_slip_away_is_refused(slip):
+    with pytest.raises(ConfigError, match=f"^{slip} is not read; did you mean 'gradient_clipping'"):
+        refuse_unsupported({"zero_optimization": {"stage": 1}, slip: 1.0})
+
+
+@pytest.mark.parametrize("other", ["gradient_flapping", "gradient_clip", "gradient_cilppnig", "my_gradient_clipping"])
+def test_another_name_is_somebody_elses(other):
+    refuse_unsupported({"zero_optimization": {"stage": 1}, other: 1.0})
+
+
 @pytest.mark.parametrize("path, value", [
     ("zero_optimization.offload_optimizer.device", "cpu"), ("layerwise.overlap_param_gather", True),
     ("layerwise.verify_first_step", True), ("layerwise.save_universal", True),
