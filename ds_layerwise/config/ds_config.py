@@ -381,12 +381,8 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
 
 #: What has no part at ZeRO stage 3 yet, each with the value that asks for nothing.
 _NOT_AT_STAGE_3: dict[str, Any] = {
-    "zero_optimization.offload_optimizer.device": "none",
     "layerwise.overlap_param_gather": False,
     "layerwise.verify_first_step": False,
-    "layerwise.save_universal": False,
-    "layerwise.qk_clip": None,
-    "layerwise.log_max_attention_logit": False,
     "tensor_parallel.autotp_size": 1,
     "sequence_parallel_size": 1,
     "torch_autocast.enabled": False,

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
+from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.zero.setup.param_cuts import own_cut
 
 
@@ -85,6 +87,19 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
                     param.detach().cpu().clone(), requires_grad=param.requires_grad
                 )
             param.partition()
+    return found
+
+
+def untrained_in(model_file: Path) -> dict[str, Tensor]:
+    """Return frozen parameters and buffers out of a model's file that :func:`saving_the_rest` has
+    made, each once.
+    """
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, value in load_safely(model_file, with_objects=True)["module"].items():
+        if isinstance(value, Tensor) and id(value) not in seen:
+            found[name] = value
+            seen.add(id(value))
     return found
 
 

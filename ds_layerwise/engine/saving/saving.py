@@ -32,7 +32,7 @@ from ds_layerwise.checkpoint.formats import regular, universal
 from ds_layerwise.checkpoint.formats.tags import check_tag
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.saving.save_snapshot import snapshot
-from ds_layerwise.engine.stage3_files import as_at_stage_2, saving_the_rest
+from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, saving_the_rest, untrained_in
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
@@ -303,8 +303,9 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             names += universal.write_common(saved.state_dict(0), incomplete)
         if optimizer.rank == 0:
             # Every stage of a pipeline has its own.
-            model_file = Path(engine._get_ckpt_name(str(regular.parent), regular.name))
-            names += universal.write_model(model_file, _not_trained(engine), incomplete)
+            model_file = regular / _model_file(engine)
+            others = untrained_in(model_file) if is_cut(engine) else _not_trained(engine)
+            names += universal.write_model(model_file, others, incomplete)
         written = _listed(engine, incomplete, names)
     parts = comm.gather_objects(written, group=None)
     with comm.errors_on_all_ranks(None):

@@ -99,6 +99,30 @@ class TestWeightsAlone(DistributedTest):
             engine.load_checkpoint(str(saved), tag="nothing")
 
 
+class TestUniversal(DistributedTest):
+    world_size = [2, 3]
+
+    @staticmethod
+    def save(folder):
+        config = config_of(3) | {"layerwise": {"save_universal": True}}
+        engine = train_engine(start(make(True), config), 2)
+        engine.module.counter.add_(1)
+        engine.save_checkpoint(str(folder), tag="t")
+        states, values = whole_states(engine), values_of(engine.module)
+        on_rank_0(lambda: torch.save((states, values), folder / "t.pt"))
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [3], self.save)
+
+    @pytest.mark.parametrize("into", [1, 2, 3])
+    def test_it_is_written_beside(self, saved, into):
+        states, values = torch.load(saved / "t.pt", weights_only=True)
+        engine = loaded(train_engine(start(make(True), config_of(into)), 1), str(saved), tag="t_universal")
+        assert_equal_states(whole_states(engine), states)
+        assert_equal_states(values_of(engine.module), values)
+
+
 class TestDeepSpeedsScripts(DistributedTest):
     world_size = 1
 

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.support import internals
+from tests.support.attention import Attends, model_of
 from tests.support.checkpoints import assert_same_run, whole_states
 from tests.support.expected import assert_gradients_equal, by_the_oracle
 from tests.support.harness import DistributedTest
@@ -45,8 +46,10 @@ pytestmark = rooms("cut_sync", "param_cuts", "cut_access")
 PLAIN = {"memory_efficient_linear": False}
 
 
-def config_of(stage, *, zero=None, **changes):
+def config_of(stage, *, zero=None, offload_optimizer=None, **changes):
     config = ds_config(stage=stage, **changes)
+    if offload_optimizer:
+        config["zero_optimization"]["offload_optimizer"] = offload_optimizer
     if stage == 3:
         config["zero_optimization"] |= PLAIN | (zero or {})
     return config
@@ -128,6 +131,20 @@ class TestAgainstStage2(DistributedTest):
                                            {"master_dtype": "bfloat16+remainder"}], ids=str)
     def test_with_other_settings(self, layerwise):
         assert_same(both(Net, layerwise=layerwise, **PRECISIONS["bf16"]))
+
+    @pytest.mark.parametrize("ratio", [1.0, 0.5])
+    def test_with_masters_and_states_on_the_host(self, precision, ratio):
+        assert_same(both(lambda: net(tied=True), gas=2, clip=5.0, offload_optimizer={"device": "cpu", "ratio": ratio},
+                         **PRECISIONS[precision]))
+
+    @pytest.mark.parametrize("layerwise", [
+        {"log_max_attention_logit": True}, {"qk_clip": {"threshold": 0.01}}], ids=str)
+    @pytest.mark.parametrize("kind", ["grouped, with biases", "fused, transposed", "latent"])
+    def test_attention_logits(self, layerwise, kind):
+        engines = both(lambda: Attends(model_of(kind)), layerwise=layerwise)
+        assert_same(engines)
+        two, three = (engine.optimizer.max_attention_logits for engine, _ in engines)
+        assert two == three != {}
 
     @pytest.mark.parametrize("params", [{"matrix_optimizer": "soap"}, {"matrix_optimizer": "normuon"},
                                         {"scalar_optimizer": "lion"}], ids=str)
@@ -321,8 +338,10 @@ class TestBetweenSteps(DistributedTest):
 class TestMemory(DistributedTest):
     world_size = [1, 3]
 
-    def test_it_is_what_the_plan_says(self, precision):
-        engine = train_engine(start(net(odd=True), config_of(3, gas=2, **PRECISIONS[precision])), 2, gas=2)
+    @pytest.mark.parametrize("host", [None, {"device": "cpu", "ratio": 0.5}], ids=str)
+    def test_it_is_what_the_plan_says(self, precision, host):
+        engine = train_engine(start(net(odd=True), config_of(3, gas=2, offload_optimizer=host,
+                                                             **PRECISIONS[precision])), 2, gas=2)
         optimizer = engine.optimizer
         tensors = [*internals.values_of_shards(engine), *internals.cuts(engine)]
         for shards in internals.shards(engine):
@@ -332,7 +351,8 @@ class TestMemory(DistributedTest):
         for bucket in optimizer.layout.buckets:
             tensors += [internals.trained(engine)[slot.name].ds_tensor for slot in bucket.slots]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
-        assert sum(held.values()) == optimizer.forecast().memory[optimizer.rank].total
+        planned = optimizer.forecast().memory[optimizer.rank]
+        assert sum(held.values()) == planned.total + planned.host
 
 
 class TestRefused(DistributedTest):
