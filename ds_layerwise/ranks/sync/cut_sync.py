@@ -5,7 +5,7 @@ of these back to their owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -75,6 +75,10 @@ def rounds_of(layout: Layout, rank: int) -> list[Round]:
 
 class Cuts(Protocol):
     """This rank's cuts of parameters, which others make whole while they use them."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the cuts of whole parameters."""
 
     def of(self, name: str) -> Tensor:
         """Return the cut of a parameter, 1-D."""
@@ -217,9 +221,8 @@ class CutSync:
     def checksum(self) -> Tensor:
         """Return two whole numbers that tell this rank's cuts of whole parameters apart."""
         total = torch.zeros(2, dtype=torch.int64, device=self._values.tensors[0].device)
-        for round_ in self._rounds:
-            for number, cut in enumerate(self._cuts(round_), 1):
-                total = total + number * checksum_of(cut)
+        for number, cuts in enumerate(self._all_cuts.tensors, 1):
+            total += number * checksum_of(cuts)
         return total
 
     def fetch(self) -> None:

@@ -15,7 +15,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
 
@@ -82,10 +82,10 @@ def own_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
 
 
 class ParamCuts:
-    """This rank's cuts of the trained parameters.
+    """This rank's cuts of the trained parameters, bucket by bucket.
 
     Those of parameters that are cut by element move into the shards of ``values``, where they are
-    updated; the others stay where DeepSpeed has them.
+    updated; the others into memory of their own.
     """
 
     def __init__(
@@ -100,20 +100,33 @@ class ParamCuts:
         self._rank = rank
         self._fetcher = fetcher
         self._places: dict[str, Tensor] = {}
+        apart = []
         for bucket in layout.buckets:
-            if not bucket.whole:
-                self._move_in(bucket, rank, values.shard(bucket, rank))
+            if bucket.whole:
+                apart.append(self._move_apart(bucket))
+            else:
+                self._move_in(bucket, values.shard(bucket, rank))
+        self.tensors = tuple(apart)
+        """The memory of cuts that are no shards, one tensor a bucket."""
 
-    def _move_in(self, bucket: Bucket, rank: int, shard: Tensor) -> None:
-        numels = {piece.name: piece.numel for piece in bucket.pieces(rank)}
+    def _move_apart(self, bucket: Bucket) -> Tensor:
+        sizes = [bucket.cut_of(slot) for slot in bucket.slots]
+        memory = self.of(bucket.slots[0].name).new_zeros(sum(sizes))
+        for slot, place in zip(bucket.slots, memory.split_with_sizes(sizes), strict=True):
+            self._move(slot, place)
+        return memory
+
+    def _move_in(self, bucket: Bucket, shard: Tensor) -> None:
         for slot in bucket.slots:
-            place = shard.narrow(0, bucket.offset_in_shard(slot), bucket.cut_of(slot))
-            cut = self.of(slot.name)
-            numel = numels.get(slot.name, 0)
-            # Padding is zeros, whatever lies in DeepSpeed's.
-            place[:numel].copy_(cut[:numel])
-            self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
-            self._places[slot.name] = place
+            first = bucket.offset_in_shard(slot)
+            self._move(slot, shard.narrow(0, first, bucket.cut_of(slot)))
+
+    def _move(self, slot: Slot, place: Tensor) -> None:
+        """Let the cut of a parameter, zeros so far behind its end, lie in ``place``."""
+        numel = min(max(slot.numel - self._rank * place.numel(), 0), place.numel())
+        place[:numel].copy_(self.of(slot.name)[:numel])
+        self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
+        self._places[slot.name] = place
 
     def of(self, name: str) -> Tensor:
         """Return this rank's cut of ``name``, 1-D, where it lies now."""
@@ -145,7 +158,7 @@ class ParamCuts:
             param.data.view(-1).copy_(value)
 
     def misplaced(self) -> str | None:
-        """Return the first parameter whose cut is not where it is updated; None if all are."""
+        """Return the first parameter whose cut does not lie in its place; None if all do."""
         for name, place in self._places.items():
             if self.of(name).data_ptr() != place.data_ptr():
                 return name

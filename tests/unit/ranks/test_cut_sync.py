@@ -34,10 +34,13 @@ class Cuts:
     """The cuts of one rank: whole parameters have memory of their own, poisoned behind their end."""
 
     def __init__(self, layout, rank, values):
-        self.cuts, self.released = {}, 0
+        self.cuts, self.released, self.tensors = {}, 0, []
         for bucket in layout.buckets:
-            for slot in bucket.slots:
-                self.cuts[slot.name] = torch.full((bucket.cut_of(slot), ), torch.nan, dtype=DTYPES[bucket.dtype])
+            sizes = [bucket.cut_of(slot) for slot in bucket.slots]
+            memory = torch.full((sum(sizes), ), torch.nan, dtype=DTYPES[bucket.dtype])
+            self.cuts.update(zip((slot.name for slot in bucket.slots), memory.split(sizes), strict=True))
+            if bucket.whole:
+                self.tensors.append(memory)
 
     def of(self, name):
         return self.cuts[name]
