@@ -331,8 +331,10 @@ class Campaign:
         self.clip = rng.choice([0.0, 1.0])
         # On disks of its own a rank finds no other's part, so what each holds must not change.
         self.bucket_numel = rng.choice([600, 10**9])
-        # There all ranks find all files, and parameters have elements.
-        self.stages = [1, 2] if self.on_nodes or self.name_variant == "odd" else rng.choice([[1, 2], [1, 2, 3, 3, 3]])
+        # Parameters have elements at stage 3; and on disks of its own what a rank holds must not change.
+        self.stages = rng.choice([[1, 2], [3] if self.on_nodes else [1, 2, 3, 3, 3]])
+        if self.name_variant == "odd":
+            self.stages = [1, 2]
         self.with_objects = rng.random() < 0.3
         self.twin = Twin(VARIANTS[self.name_variant], self.precision, self.clip)
         self.disk, self.saves = Disk(), dict[int, Save]()

@@ -39,15 +39,19 @@ def as_at_stage_2(engine: DeepSpeedEngine) -> Iterator[None]:
 
 
 @contextmanager
-def saving_the_rest(engine: DeepSpeedEngine) -> Iterator[None]:
+def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[None]:
     """Let the engine save of the module what is not trained, whole. Every rank must call this at
     the same point.
+
+    Args:
+        with_frozen: whether frozen parameters are wanted.
     """
     if not is_cut(engine):
         yield
         return
     shared = engine._get_shared_params()
-    whole = _gathered(engine)
+    engine.optimizer.checkpoint_event_prologue()
+    whole = _gathered(engine) if with_frozen else {}
     rest: dict[str, Any] = {}
     trained = {id(param) for param in engine.optimizer._params.values()}
     for name, value in engine.module.state_dict(keep_vars=True).items():

@@ -26,7 +26,7 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME
 from ds_layerwise.checkpoint.files.safe_load import naming
 from ds_layerwise.checkpoint.formats import universal
 from ds_layerwise.checkpoint.formats.checkpoint_folder import manifest_of
-from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, mp_size
+from ds_layerwise.checkpoint.formats.regular import mp_size
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.loading.model_checks import (
@@ -75,7 +75,7 @@ def _load_checked(
     states = load_optimizer_states and not load_module_only
     is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
-    has_no_weights = not is_universal and _has_no_weights(folder)
+    has_no_weights = not is_universal and _has_no_weights(engine, folder)
     found = None
     if is_universal or states or has_no_weights:
         found = checkpointing.prepare_load(
@@ -107,13 +107,13 @@ def _load_checked(
         return done
 
 
-def _has_no_weights(folder: Path) -> bool:
+def _has_no_weights(engine: DeepSpeedEngine, folder: Path) -> bool:
     """Tell whether the trained weights are in the optimizer's files of ``folder`` alone, as those
     say; what cannot be read says nothing.
     """
     answer = "yes"
     with comm.errors_on_all_ranks(None), suppress(LayerWiseError):
-        if not RegularCheckpoint(folder).header.has_weights:
+        if not engine.optimizer.checkpointing.open_regular(folder).header.has_weights:
             answer = "no"
     comm.same_on_all_ranks(f"whether {folder} has weights", answer, [answer], group=None)
     return answer == "no"

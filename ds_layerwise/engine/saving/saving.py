@@ -79,8 +79,8 @@ def _save_whole(
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             state = {} if client_state is None else client_state
-            optimizer.checkpoint_event_prologue()
-            with saving_the_rest(engine), as_at_stage_2(engine):
+            with_frozen = not options.get("exclude_frozen_parameters")
+            with saving_the_rest(engine, with_frozen=with_frozen), as_at_stage_2(engine):
                 done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():

@@ -99,6 +99,20 @@ class TestWeightsAlone(DistributedTest):
             engine.load_checkpoint(str(saved), tag="nothing")
 
 
+class TestWithoutFrozenOnes(DistributedTest):
+    world_size = 2
+
+    def test_nothing_of_them_is_gathered(self, tmp_path, monkeypatch):
+        engine = train_engine(start(make(True), config_of(3)), 2)
+        engine.empty_partition_cache()
+        frozen = engine.module.tall.weight
+        monkeypatch.setattr(frozen, "all_gather", lambda *args, **kwargs: pytest.fail("gathered"))
+        engine.save_checkpoint(str(tmp_path), tag="t", exclude_frozen_parameters=True)
+        monkeypatch.undo()
+        other = loaded(start(make(True), config_of(3)), str(tmp_path), tag="t", load_module_strict=False)
+        assert_same_run(other, engine)
+
+
 class TestUniversal(DistributedTest):
     world_size = 2
 
