@@ -325,7 +325,7 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
     check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
     if at(ds_config, "zero_optimization.stage") is None:
         raise ConfigError(
-            "zero_optimization.stage must be 1, 2 or 3 with this optimizer, but is not set"
+            "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, but is not set"
         )
     only_known(
         "data_types",

@@ -120,16 +120,17 @@ def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str
 
 
 @torch.no_grad()
-def load_cuts(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str, Any]:
-    """Write this rank's cuts of the parameters in ``module``, and return it with what the model has
-    in their places: the engine loads buffers alone.
+def load_cuts(
+    engine: DeepSpeedEngine, given: Mapping[str, Any], module: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Write this rank's cuts of the parameters that are ``given``, and return ``module`` with what
+    the model has in the places of all: the engine loads buffers alone.
     """
     left = dict(module)
     rank = engine.optimizer.rank
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and name in module:
-            saved = module[name]
-            if saved.numel() == value.ds_numel:  # type: ignore[attr-defined]
-                own_cut(value, rank, saved.reshape(-1))
+            if name in given:
+                own_cut(value, rank, given[name].reshape(-1))
             left[name] = value.detach()
     return left

@@ -75,16 +75,16 @@ def _load_checked(
     states = load_optimizer_states and not load_module_only
     is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
-    has_no_weights = not is_universal and _has_no_weights(engine, folder)
     found = None
-    if is_universal or states or has_no_weights:
+    if is_universal or states or _has_no_weights(engine, folder):
         found = checkpointing.prepare_load(
             folder,
             universal=is_universal,
             states=states,
             strict=load_module_strict,
-            masters=is_universal or has_no_weights or engine.zero_load_from_fp32_weights(),
+            masters=is_universal or engine.zero_load_from_fp32_weights(),
         )
+    has_no_weights = found is not None and not found.header.has_weights
     load = Load(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
@@ -408,15 +408,16 @@ def _load_module_state_dict(
             module = checkpoint["module"]
             renamed = new_names(module, engine.optimizer.config.rename, use_all=True)
             with whole_shapes(engine.module.parameters()):
-                module = {renamed[name]: value for name, value in module.items()}
+                given = {renamed[name]: value for name, value in module.items()}
+                module = given
                 if load is not None and load.has_no_weights:
-                    module = with_weights(engine, module)
+                    module = with_weights(engine, given)
                 # Frozen parameters are the same once more, by their names in the checkpoint.
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 check_model(engine, checkpoint, strict=strict)
-            if is_cut(engine):
-                checkpoint["module"] = load_cuts(engine, module)
         check_scheduler(engine, checkpoint)
+    if is_cut(engine) and custom_load_fn is None:
+        checkpoint = {**checkpoint, "module": load_cuts(engine, given, checkpoint["module"])}
     return original(checkpoint, strict, custom_load_fn, **options)
 
 

@@ -178,7 +178,8 @@ class Checkpointing:
         Args:
             open_it: opens it where it is not one of the engine's own.
             universal: whether the engine loads no weights of it.
-            states, masters: whether optimizer states, and float32 weights, are wanted.
+            states, masters: whether optimizer states, and float32 weights, are wanted; these are
+                where there are no others.
             strict: whether every parameter must be in it.
 
         Raises:
@@ -199,6 +200,7 @@ class Checkpointing:
             if isinstance(opened, ShardedCheckpoint):
                 saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)
+            masters = masters or not saved.header.has_weights
             if states:
                 self._check_groups(folder, saved.header)
             mine = run.owned.record()

@@ -351,6 +351,7 @@ class TestStage3(DistributedTest):
             param.data.copy_(torch.randn(param.shape, generator=g) / 8)
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 class TestFineTuning(DistributedTest):
     init_distributed = False
 

@@ -63,7 +63,7 @@ BAD_CONFIGS = {
     **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', and nothing filled it in")
        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
     "unknown coefficients": (muon(ns_coefficients="quintc"), "quintic"),
-    "stage 3": (config(zero_optimization={"stage": 3}), "stage must be 1 .* got 3"),
+    "stage 4": (config(zero_optimization={"stage": 4}), "stage must be 1 .* got 4"),
     "stage 0": (config(zero_optimization={"stage": 0}), "stage must be 1 or 2 .* got 0"),
     "stage 2 and bf16 sums": (config(zero_optimization={"stage": 2}, data_types={"grad_accum_dtype": "bf16"}),
                               "grad_accum_dtype must be 'fp32' at ZeRO stage 2, got 'bf16'"),
