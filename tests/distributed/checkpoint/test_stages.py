@@ -7,6 +7,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
+from ds_layerwise.engine.loading import loading
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -97,6 +98,41 @@ class TestWeightsAlone(DistributedTest):
         engine = start(make(), config_of(3))
         with pytest.raises(LayerWiseError, match="does not exist"):
             engine.load_checkpoint(str(saved), tag="nothing")
+
+
+class TestNotWhole(DistributedTest):
+    world_size = 2
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [2], save)
+
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_what_one_rank_finds_wrong_leaves_all_as_they_were(self, saved, stage, monkeypatch):
+        engine = train_engine(start(make(), config_of(3)), 1)
+        states, values = whole_states(engine), values_of(engine.module)
+
+        def wrong(*_, **__):
+            raise LayerWiseError("of rank 1 alone")
+
+        if dist.get_rank() == 1:
+            monkeypatch.setattr(loading, "check_scheduler", wrong)
+        with pytest.raises(LayerWiseError, match="of rank 1 alone"):
+            engine.load_checkpoint(str(saved), tag=f"stage{stage}-bf16-2ranks")
+        assert_equal_states(whole_states(engine), states)
+        assert_equal_states(values_of(engine.module), values)
+
+    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
+    def test_what_is_not_in_it_keeps_its_weights(self, saved, stage, into):
+        net = make()
+        net.more = torch.nn.Linear(12, 12)
+        engine = start(net, config_of(into))
+        before = values_of(engine.module)
+        loaded(engine, str(saved), tag=f"stage{stage}-bf16-2ranks", load_module_strict=False)
+        _, values = torch.load(saved / f"stage{stage}-bf16-2ranks.pt", weights_only=True)
+        expected = {name: values.get(name, before[name]) for name in before}
+        assert before["more.weight"].any()
+        assert_equal_states(values_of(engine.module), expected)
 
 
 class TestWithoutFrozenOnes(DistributedTest):
