@@ -382,10 +382,10 @@ class LayerWiseConfig(Section):
     """The ``layerwise`` section: how the work is laid out. Every key is optional."""
 
     layout: LayoutPolicy = "balanced"
-    """Who owns which matrix; see :mod:`ds_layerwise.plan.planner.planner`."""
+    """The policy by which matrices get owners; see :mod:`ds_layerwise.plan.planner.planner`."""
     reduction: Reduction = "auto"
-    """How gradients are added up over ranks; see :mod:`ds_layerwise.ranks.sync.bucket_transfers`.
-    "auto" is "ordered" on a CPU.
+    """The way that gradients are added up over ranks; see
+    :mod:`ds_layerwise.ranks.sync.bucket_transfers`. "auto" is "ordered" on a CPU.
     """
     links: str = "auto"
     """The links that ways of buckets are chosen for: a set of :mod:`.plan.network.links` or a file;

@@ -17,7 +17,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 #: Words that are no names: the glossary of docs/design.md says what to call the thing instead.
 NOT_NAMES = frozenset({"ambient", "staged", "remaindered", "alike"})
-_OPENINGS = re.compile(r"(What|Whether|Which|By|Of|Those|Its|One)\b")
+_OPENINGS = re.compile(r"(What|Whether|Which|Who|Where|When|How|Why|By|Of|Those|Its|One)\b")
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 

@@ -1,4 +1,4 @@
-"""Where parameters live: the result of a plan, checked once, then only read.
+"""The layout of parameters: the result of a plan, checked once, then only read.
 
 Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1,
 ...; every parameter has one contiguous home, its slot. Offsets and sizes are in elements, never

@@ -32,7 +32,7 @@ class Shard(NamedTuple):
     owner: int
     """The number of the shard."""
     start: int
-    """Where it starts and stops in the bucket."""
+    """The range ``[start, stop)`` of the shard in the bucket."""
     stop: int
 
     def split_by_cut(self) -> tuple[int, int, int]:

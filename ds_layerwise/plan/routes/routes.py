@@ -24,7 +24,7 @@ Axis = Literal[-2, -1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
-    """Where one parameter goes.
+    """The route of one parameter.
 
     ``matrix_shape`` is how its rule sees a whole parameter: (rows, cols) or (batch, rows, cols),
     with as many elements as the parameter; None for one that is split. With ``parts`` the rule sees

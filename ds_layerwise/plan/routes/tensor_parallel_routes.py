@@ -1,5 +1,5 @@
-"""How tensor parallelism would cut a whole model, by the names of its parameters: for plans, which
-see no marks.
+"""The cuts that tensor parallelism would make in a whole model, by the names of its parameters: for
+plans, which see no marks.
 
 Megatron cuts a linear layer that opens a block along its outputs, one that closes it along its
 inputs, and embeddings and the output layer along the vocabulary (arXiv 1909.08053, section 3).

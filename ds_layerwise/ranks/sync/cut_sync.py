@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
     name: str
     start: int
-    """Where it starts in the shard."""
+    """The offset of its first element in the shard."""
     numel: int
     cut: int
     """The elements of each rank's cut of it."""
