@@ -131,29 +131,6 @@ _IDLE = """
     zero_optimization.stage3_module_granularity_threshold
 """.split()
 
-#: Those of them that DeepSpeed reads at ZeRO stage 3, for what it does itself there.
-_ACTS_AT_STAGE_3 = """
-    zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
-    zero_optimization.log_trace_cache_warnings
-    zero_optimization.stage3_gather_fp16_weights_on_model_save
-    zero_optimization.gather_16bit_weights_on_model_save
-    zero_optimization.use_all_reduce_for_fetch_params
-    zero_optimization.allgather_sequential
-    zero_optimization.stage3_gather_16bit_weights_on_model_save
-    zero_optimization.stage3_use_all_reduce_for_fetch_params
-    zero_optimization.stage3_allgather_sequential
-    zero_optimization.leaf_module.classes zero_optimization.leaf_module.names
-    zero_optimization.leaf_module.name_suffixes
-    zero_optimization.prefetch_bucket_size zero_optimization.param_persistence_threshold
-    zero_optimization.model_persistence_threshold zero_optimization.max_live_parameters
-    zero_optimization.max_reuse_distance zero_optimization.module_granularity_threshold
-    zero_optimization.stage3_prefetch_bucket_size
-    zero_optimization.stage3_param_persistence_threshold
-    zero_optimization.stage3_model_persistence_threshold
-    zero_optimization.stage3_max_live_parameters zero_optimization.stage3_max_reuse_distance
-    zero_optimization.stage3_module_granularity_threshold
-""".split()
-
 #: The idle keys in the order of the start-up table, each with the value with which it says nothing.
 _WITHOUT_EFFECT: dict[str, Any] = {
     **dict.fromkeys(_IDLE_IF_TRUE, True),
@@ -167,6 +144,17 @@ _WITHOUT_EFFECT: dict[str, Any] = {
     "zero_force_ds_cpu_optimizer": True,
     "disable_allgather": False,
 }
+
+
+#: Idle keys without the prefix of stage 3 that DeepSpeed reads there alone.
+_OF_STAGE_3 = ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings")
+
+
+def _acts_at_stage_3(path: str) -> bool:
+    """Tell whether DeepSpeed reads an idle key at ZeRO stage 3, for what it does itself there."""
+    section, _, key = path.rpartition(".")
+    has_prefix = f"{section}.stage3_{key.removeprefix('stage3_')}" in _WITHOUT_EFFECT
+    return has_prefix or key in _OF_STAGE_3 or section.endswith("leaf_module")
 
 
 def with_plain_numbers(section: Any) -> Any:
@@ -193,11 +181,12 @@ def with_plain_numbers(section: Any) -> Any:
 
 def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the keys of ``ds_config`` that ask for something, are accepted, and change nothing."""
-    acts = _ACTS_AT_STAGE_3 if at(ds_config, "zero_optimization.stage") == 3 else ()
+    at_stage_3 = at(ds_config, "zero_optimization.stage") == 3
     return tuple(
         path.removeprefix("zero_optimization.")
         for path, neutral in _WITHOUT_EFFECT.items()
-        if path not in acts and at(ds_config, path) not in (None, "auto", {}, neutral)
+        if at(ds_config, path) not in (None, "auto", {}, neutral)
+        and not (at_stage_3 and _acts_at_stage_3(path))
     )
 
 
