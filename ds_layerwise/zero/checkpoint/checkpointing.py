@@ -435,7 +435,6 @@ class Checkpointing:
             or are_others
             or planned.saved_elsewhere
             or not found.header.has_weights
-            or self._run.settings.stage == 3
         )
 
     def _fetch_cuts(self) -> None:

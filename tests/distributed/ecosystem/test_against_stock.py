@@ -11,8 +11,9 @@ from tests.support.harness import DistributedTest
 from tests.support.models import tiny_gpt, token_batch, token_loss
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
+from tests.support.training import whole
 
-pytestmark = rooms("muon_family", "muon_recipes", "newton_schulz", "newton_schulz_settings")
+pytestmark = rooms("cut_sync", "muon_family", "muon_recipes", "newton_schulz", "newton_schulz_settings")
 
 STEPS = 100
 
@@ -54,3 +55,40 @@ class TestSameLossCurve(DistributedTest):
         ours = self.losses("LayerWiseMuon", ns_method, {"layerwise": {"overrides": overrides}})
         assert stock[-4:].mean() < 0.9 * stock[:4].mean(), "nothing was learned"
         assert (ours - stock).abs().max() < 1e-2, (ours - stock).abs().max()
+
+
+class TestStage3(DistributedTest):
+    world_size = 2
+
+    def run(self, optimizer):
+        """Losses, norms and weights of AdamW over everything."""
+        module = tiny_gpt(tied=False)
+        config = {
+            "train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.5, "steps_per_print": 10**9,
+            "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3, "reduce_bucket_size": 2000},
+            "optimizer": {"type": optimizer, "params": {
+                "lr": 0.002, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}},
+        }
+        if optimizer == "LayerWise":
+            config["optimizer"]["params"] |= {"decay_vectors": True, "muon_lr": 0.02}
+            config["layerwise"] = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
+        else:
+            config["optimizer"]["params"] |= {"torch_adam": True}
+        engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        seen = []
+        for step in range(20):
+            for micro in range(2):
+                loss = token_loss(engine, token_batch(step % 4, micro, dist.get_rank()))
+                engine.backward(loss)
+                engine.step()
+                seen.append(loss.detach().float())
+            seen.append(torch.as_tensor(float(engine.get_global_grad_norm())))
+        return torch.stack(seen), {name: whole(param).float() for name, param in engine.module.named_parameters()}
+
+    def test_adamw_is_deepspeeds(self):
+        ds_layerwise.register()
+        (theirs, expected), (ours, found) = (self.run(optimizer) for optimizer in ("AdamW", "LayerWise"))
+        assert theirs[-5:].mean() < 0.95 * theirs[:5].mean(), "nothing was learned"
+        assert torch.equal(ours, theirs)
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name

@@ -316,6 +316,17 @@ class TestBetweenSteps(DistributedTest):
         engines = [start(Gpt(), config_of(3, zero=options, **PRECISIONS["bf16"])) for options in ({}, zero)]
         assert_same_run(*(train_engine(engine, 3) for engine in engines))
 
+    def test_nothing_is_whole_after_a_backward_pass(self):
+        model = Gpt(again=True)
+        for embedding in (model.inner.tokens, model.inner.positions):
+            # No gradient comes to the first block, and so no hook of DeepSpeed's ends it.
+            embedding.requires_grad_(False)
+        model.inner.head.weight = nn.Parameter(model.inner.head.weight.detach().clone())
+        engine = start(model, config_of(3, zero={"stage3_param_persistence_threshold": 0}))
+        engine.backward(engine((0, 0, dist.get_rank())))
+        left = [name for name, param in engine.module.named_parameters() if param.numel()]
+        assert not left, left
+
     def test_a_second_engine_takes_the_model_over(self):
         engine = train_engine(start(Net(), config_of(3)), 1)
         model, first = engine.module, weights(engine.module)
