@@ -374,7 +374,6 @@ _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.verify_first_step": False,
     "tensor_parallel.autotp_size": 1,
     "sequence_parallel_size": 1,
-    "torch_autocast.enabled": False,
 }
 
 

@@ -174,12 +174,6 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
         if not callable(client):
             must_be_optimizer(client)
         _refuse_what_clients_lack(run)
-        if run.stage == 3:
-            raise ConfigError(
-                "zero_optimization.stage is 3, and initialize() was given an optimizer, whose "
-                "class this backend takes at stages 1 and 2; name the class in the config, as "
-                "optimizer.params.matrix_optimizer, or set zero_optimization.stage to 2"
-            )
     if not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
         check_mpu(mpu, autotp_size=engine.autotp_size())
     elif mpu is not None and engine.autotp_size() > 1:
@@ -293,7 +287,11 @@ def _configure_optimizer(
 ) -> Any:
     if client_optimizer is None:
         return original(client_optimizer, model_parameters)
-    with _on_all_ranks(), pointing_to_ours(client_optimizer):
+    with (
+        _on_all_ranks(),
+        pointing_to_ours(client_optimizer),
+        whole_shapes(engine.module.parameters()),
+    ):
         ours = ClientOptimizer(
             client_optimizer,
             model_parameters,

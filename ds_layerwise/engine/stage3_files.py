@@ -17,7 +17,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely
-from ds_layerwise.zero.setup.param_cuts import own_cut
+from ds_layerwise.zero.setup.param_cuts import write_cut
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:
@@ -131,6 +131,6 @@ def load_cuts(
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and name in module:
             if name in given:
-                own_cut(value, rank, given[name].reshape(-1))
+                write_cut(value, rank, given[name].reshape(-1))
             left[name] = value.detach()
     return left

@@ -44,11 +44,6 @@ class Offloading:
             LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
                 has moved then.
         """
-        if self._run.settings.stage == 3:
-            raise StepError(
-                "offload_states() at ZeRO stage 3 is not something that this backend does yet; "
-                "set zero_optimization.stage to 2"
-            )
         self._run.param_sync.finish()
         with comm.errors_on_all_ranks(None):
             wanted = {}
@@ -99,7 +94,7 @@ class Offloading:
         for state in owned.states.values():
             states += filter(Tensor.dim, state.values())
         tensors = {
-            kind.lp_params: run.values.tensors,
+            kind.lp_params: run.param_tensors,
             kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
             kind.lp_grads: (*owned.reduced.tensors, *run.grad_sync.cuts),
             kind.hp_params: owned.masters,

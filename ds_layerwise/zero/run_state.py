@@ -125,6 +125,14 @@ class RunState:
         self.param_sync = CutSync(layout, self.rank, values, self._cuts, group=self.settings.group)
         self.param_sync.fetch()
 
+    @property
+    def param_tensors(self) -> list[Tensor]:
+        """The memory of trained parameters; at ZeRO stage 3 of what is owned, and of cuts."""
+        tensors = list(self.values.tensors)
+        if self._cuts is not None:
+            tensors += self._cuts.tensors
+        return tensors
+
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""
         param = self.params[name]
@@ -142,12 +150,19 @@ class RunState:
         return None
 
     def take_away(self) -> None:
-        """Let no parameter have its memory: whoever uses one meets an error of its shape."""
+        """Let no parameter have its memory: whoever uses one meets an error of its shape, and at
+        ZeRO stage 3 of what fetches it.
+        """
+        if self._cuts is not None:
+            self._cuts.take_away()
+            return
         for param in self.params.values():
             param.data = torch.empty(0, dtype=param.dtype, device=param.device)
 
     def put_back(self) -> None:
-        """Undo :meth:`take_away`."""
+        """Undo :meth:`take_away`. A collective at ZeRO stage 3."""
+        if self._cuts is not None:
+            self._cuts.put_back()
         for name, place in self._places.items():
             if not self.params[name].numel():
                 self.params[name].data = place

@@ -185,3 +185,14 @@ def first_step(engine: Any) -> Any:
 def is_first_step_due(engine: Any) -> bool:
     """Whether the next update is to be compared with a plain one."""
     return bool(first_step(engine).looks)
+
+
+def memory_by_kind(engine: Any) -> dict[Any, int]:
+    """Bytes by kind; what two kinds share counts for the first."""
+    found: dict[Any, int] = {}
+    seen: set[int] = set()
+    for kind, tensors in engine.optimizer.offloading.memory().items():
+        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+        found[kind] = sum(size for key, size in storages.items() if key not in seen)
+        seen |= storages.keys()
+    return found

@@ -42,7 +42,7 @@ from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup.param_cuts import own_cut, whole_shapes
+from ds_layerwise.zero.setup.param_cuts import whole_shapes, write_cut
 from ds_layerwise.zero.step.param_guard import Guard
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.verify.first_step import FirstStep
@@ -431,10 +431,7 @@ class Checkpointing:
         planned = self._run.planned
         are_others = found.header.dtypes != planned.layout.dtypes
         return bool(
-            found.universal
-            or are_others
-            or planned.saved_elsewhere
-            or not found.header.has_weights
+            found.universal or are_others or planned.saved_elsewhere or not found.header.has_weights
         )
 
     def _fetch_cuts(self) -> None:
@@ -446,7 +443,7 @@ class Checkpointing:
         held = self._run.model.state_dict(keep_vars=True)
         for name, value in others.items():
             if hasattr(held[name], "ds_tensor"):
-                own_cut(held[name], self._run.rank, value.reshape(-1))
+                write_cut(held[name], self._run.rank, value.reshape(-1))
             else:
                 held[name].copy_(value.view(held[name].shape))
 

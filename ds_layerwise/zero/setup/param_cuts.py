@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor, nn
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
@@ -74,11 +75,19 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
             param.data = data
 
 
-def own_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
-    """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
+def own_part(param: nn.Parameter, rank: int, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cut that ``rank`` has of ``param``, without padding, and its part of ``value``,
+    which is whole and 1-D.
+    """
     cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
-    own = value[rank * cut.numel() :][: cut.numel()]
-    cut[: own.numel()].copy_(own)
+    part = value[rank * cut.numel() :][: cut.numel()]
+    return cut[: part.numel()], part
+
+
+def write_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
+    """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
+    cut, part = own_part(param, rank, value)
+    cut.copy_(part)
 
 
 class ParamCuts:
@@ -100,6 +109,7 @@ class ParamCuts:
         self._rank = rank
         self._fetcher = fetcher
         self._places: dict[str, Tensor] = {}
+        self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
         apart = []
         for bucket in layout.buckets:
             if bucket.whole:
@@ -148,14 +158,33 @@ class ParamCuts:
         trained = set(self._params.values())
         for param in self._fetcher.persistent_parameters:
             if param in trained and param.numel() == param.ds_numel:
-                own_cut(param, self._rank, param.data.view(-1))
+                cut, part = own_part(param, self._rank, param.data.view(-1))
+                # Under torch_autocast it was rounded to be fetched, which is no write.
+                fetched = cut.to(get_comm_dtype(param)).to(cut.dtype)
+                cut.copy_(torch.where(part == fetched, cut, part))
 
     def write(self, name: str, value: Tensor) -> None:
         """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
         param = self._params[name]
-        own_cut(param, self._rank, value)
+        write_cut(param, self._rank, value)
         if param.numel() == value.numel():
             param.data.view(-1).copy_(value)
+
+    def take_away(self) -> None:
+        """Let whoever makes a parameter whole meet an error, while the memory of cuts is away."""
+        self.release()
+        for param in self._fetcher.module.parameters():
+            if param not in self._fetches:
+                self._fetches[param] = {name: getattr(param, name) for name in _FETCHES}
+                vars(param).update(dict.fromkeys(_FETCHES, _refuse_to_fetch))
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_away`. A collective."""
+        if self._fetches:
+            for param, fetches in self._fetches.items():
+                vars(param).update(fetches)
+            self._fetches = {}
+            self.fetch_persistent()
 
     def misplaced(self) -> str | None:
         """Return the first parameter whose cut does not lie in its place; None if all do."""
@@ -163,3 +192,11 @@ class ParamCuts:
             if self.of(name).data_ptr() != place.data_ptr():
                 return name
         return None
+
+
+#: The functions that DeepSpeed keeps on each parameter to make it whole.
+_FETCHES = ("all_gather", "all_gather_coalesced")
+
+
+def _refuse_to_fetch(*_: Any, **__: Any) -> NoReturn:
+    raise StepError("parameters are offloaded; call engine.reload_states() first")

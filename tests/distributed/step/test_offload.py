@@ -11,6 +11,7 @@ from ds_layerwise.ranks.owned import host_memory
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.harness import DistributedTest
+from tests.support.internals import memory_by_kind as memory
 from tests.support.rooms import rooms
 from tests.support.training import (
     PRECISIONS,
@@ -26,16 +27,6 @@ from tests.support.training import (
 from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("host_memory", "offloading")
-
-
-def memory(engine):
-    """Bytes by kind; what two kinds share counts for the first."""
-    found, seen = {}, set()
-    for kind, tensors in engine.optimizer.offloading.memory().items():
-        storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        found[kind] = sum(size for key, size in storages.items() if key not in seen)
-        seen |= storages.keys()
-    return found
 
 
 class TestOffload(DistributedTest):

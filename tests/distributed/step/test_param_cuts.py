@@ -4,6 +4,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -14,6 +15,7 @@ from deepspeed.utils import (
     safe_set_full_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from pytorch_optimizer import SOAP
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -127,6 +129,13 @@ class TestAgainstStage2(DistributedTest):
         assert engines[1][0].skipped_steps == engines[0][0].skipped_steps
         assert_same_run(engines[1][0], engines[0][0])
 
+    @pytest.mark.parametrize("dtype, gas, kept_whole", [("bfloat16", 1, 0), ("bfloat16", 3, 100), ("float16", 2, 0)])
+    def test_under_autocast(self, dtype, gas, kept_whole):
+        allow_fp16()
+        autocast = {"torch_autocast": {"enabled": True, "dtype": dtype}}
+        zero = {"stage3_param_persistence_threshold": kept_whole}
+        assert_same(both(lambda: Gpt(tied=False), 4, gas=gas, clip=0.5, zero=zero, **autocast))
+
     @pytest.mark.parametrize("layerwise", [{"layout": "lpt"}, {"reduction": "native"},
                                            {"master_dtype": "bfloat16+remainder"}], ids=str)
     def test_with_other_settings(self, layerwise):
@@ -153,6 +162,41 @@ class TestAgainstStage2(DistributedTest):
         if params.get("matrix_optimizer") == "soap":
             del optimizer["params"]["ns_dtype"]
         assert_same(both(Net, optimizer=optimizer))
+
+
+class TestOptimizersOfScripts(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("make", [
+        lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1), lambda params: SOAP(params, lr=0.02),
+        lambda params: torch.optim.Adagrad(params, lr=0.02, initial_accumulator_value=0.5)],
+        ids=["AdamW", "SOAP", "Adagrad"])
+    def test_the_same_bits(self, precision, make):
+        engines = []
+        for stage in (2, 3):
+            config = config_of(stage, gas=2, clip=5.0, **PRECISIONS[precision])
+            del config["optimizer"]
+            net = Net()
+            engine, *_ = ds_layerwise.initialize(model=net, optimizer=make, config=config,
+                                                 model_parameters=list(net.parameters()))
+            engines.append(train_engine(engine, 3, gas=2))
+        assert_same_run(*engines)
+
+    def test_a_function_sees_the_shapes_of_what_zero_init_has_cut(self):
+        def make(params):
+            params = list(params)
+            return torch.optim.AdamW([
+                {"params": [p for p in params if p.dim() > 1]},
+                {"params": [p for p in params if p.dim() < 2], "lr": 0.001}], lr=0.02)
+
+        config = config_of(3)
+        del config["optimizer"]
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = TinyGpt()
+        engine, *_ = ds_layerwise.initialize(model=model, optimizer=make, model_parameters=list(model.parameters()),
+                                             config=config)
+        vectors = [param for param in model.parameters() if len(param.ds_shape) == 1]
+        assert [len(group["params"]) for group in engine.optimizer.param_groups][1] == len(vectors) > 0
 
 
 class TestAgainstTheOracle(DistributedTest):
@@ -349,6 +393,34 @@ class TestBetweenSteps(DistributedTest):
         assert_same_run(*engines)
 
 
+class TestOffloadedByHand(DistributedTest):
+    world_size = 2
+
+    @pytest.mark.parametrize("kept_whole", [0, 100])
+    def test_away_and_back_changes_nothing(self, precision, kept_whole):
+        zero = {"stage3_param_persistence_threshold": kept_whole}
+        config = config_of(3, clip=5.0, zero=zero, **PRECISIONS[precision])
+        engine, plain = (train_engine(start(Net(), config), 2) for _ in range(2))
+        included = (None, [Kind.optim_states], [Kind.hp_params, Kind.lp_params], [Kind.lp_grads])
+        for step, include in enumerate(included, 2):
+            before = internals.memory_by_kind(engine)
+            kinds = list(Kind) if include is None else include
+            engine.offload_states(include=include)
+            assert internals.memory_by_kind(engine) == {
+                kind: 0 if kind in kinds else size for kind, size in before.items()}
+            if Kind.lp_params in kinds:
+                with pytest.raises(StepError, match="parameters are offloaded; call engine.reload_states"):
+                    engine((0, 0, 0))
+                with pytest.raises(StepError, match="parameters are offloaded; call engine.reload_states"):
+                    weights(engine.module)
+            engine.reload_states()
+            assert internals.memory_by_kind(engine) == before
+            assert_same_run(engine, plain)
+            for each in (engine, plain):
+                train_engine(each, 1, first=step)
+            assert_same_run(engine, plain)
+
+
 class TestMemory(DistributedTest):
     world_size = [1, 3]
 
@@ -380,12 +452,6 @@ class TestRefused(DistributedTest):
             with pytest.raises(LayerWiseError, match="files of whole parameters at ZeRO stage 3"):
                 wrong()
 
-    def test_an_optimizer_of_the_script(self):
-        net, config = Net(), config_of(3)
-        del config["optimizer"]
-        with pytest.raises(ConfigError, match="^zero_optimization.stage is 3, and initialize.. was given an optimizer"):
-            ds_layerwise.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), config=config)
-
     def test_what_the_model_is_besides(self):
         config = config_of(3, sequence_parallel_size=2)
         with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which this backend does not do at ZeRO"):
@@ -394,11 +460,6 @@ class TestRefused(DistributedTest):
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):
             start(Net(odd=True), config_of(3))
-
-    def test_offloading_by_hand(self):
-        engine = start(Net(), config_of(3))
-        with pytest.raises(StepError, match="offload_states.. at ZeRO stage 3"):
-            engine.offload_states()
 
     def test_cuts_over_other_ranks(self):
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
