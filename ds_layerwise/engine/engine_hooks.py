@@ -333,7 +333,10 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         )
     if settings.stage == 3:
         _refuse_at_stage_3(engine)
-        settings = replace(settings, fetcher=make_fetcher(engine, settings.group))
+        with viewable_as_bytes(engine.module.parameters()):
+            settings = replace(settings, fetcher=make_fetcher(engine, settings.group))
+    else:
+        _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
         built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
     # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the
@@ -376,6 +379,21 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
             "spread the model over ranks as well, which this backend does at stages 1 and 2 alone; "
             "set zero_optimization.stage to 2"
         )
+
+
+def _refuse_what_is_cut(engine: DeepSpeedEngine, stage: int) -> None:
+    """Refuse to train at stages 1 and 2 what is cut as at stage 3.
+
+    Raises:
+        ConfigError: names the first such parameter.
+    """
+    for name, param in engine.module.named_parameters():
+        if param.requires_grad and hasattr(param, "ds_id"):
+            raise ConfigError(
+                f"{name} is cut over the ranks by deepspeed.zero.Init(), or by an engine of ZeRO "
+                f"stage 3 before this one, and zero_optimization.stage is {stage}; build the model "
+                "without zero.Init(), or set zero_optimization.stage to 3"
+            )
 
 
 def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: Any) -> Any:

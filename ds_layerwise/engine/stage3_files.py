@@ -17,6 +17,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.setup.param_cuts import write_cut
 
 
@@ -49,14 +51,16 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[N
     if not is_cut(engine):
         yield
         return
-    shared = engine._get_shared_params()
     engine.optimizer.checkpoint_event_prologue()
+    with comm.errors_on_all_ranks(None):
+        shared = engine._get_shared_params()
+        named = _named(engine)
     whole = _gathered(engine) if with_frozen else {}
     rest: dict[str, Any] = {}
     trained = {id(param) for param in engine.optimizer._params.values()}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if id(value) not in trained:
-            rest[name] = whole.get(id(value), value)
+    for name, (value, param) in named.items():
+        if id(param) not in trained:
+            rest[name] = whole.get(id(param), value)
 
     def fragment(param: nn.Parameter) -> Tensor:
         return whole.get(id(param), param.detach())
@@ -79,18 +83,49 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[N
             del vars(engine)[name]
 
 
+def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:
+    """Return the state of the module, each value with the parameter that it is of; None for others.
+
+    A hook of the module may have copied values, or changed their names.
+
+    Raises:
+        LayerWiseError: a value without elements is of no parameter that can be told.
+    """
+    params = dict(engine.module.named_parameters(remove_duplicate=False))
+    buffers = {id(buffer) for buffer in engine.module.buffers()}
+    found = {}
+    for name, value in engine.module.state_dict(keep_vars=True).items():
+        param = value if isinstance(value, nn.Parameter) else params.get(name)
+        if param is None and isinstance(value, Tensor) and not value.numel():
+            if id(value) not in buffers:
+                raise LayerWiseError(
+                    f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
+                    "has cut it, and not as a parameter, or by the name of one, so that it is not "
+                    "known what to save; let its hooks keep either"
+                )
+        found[name] = (value, param)
+    return found
+
+
 def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
     """Return what is not trained, whole, in host memory of the rank that writes it, by id."""
     trained = {id(param) for param in engine.optimizer._params.values()}
     found: dict[int, Tensor] = {}
+    error: Exception | None = None
     for param in engine.module.parameters():
-        if id(param) not in trained:
-            param.all_gather()
-            if engine.save_non_zero_checkpoint:
+        if id(param) in trained:
+            continue
+        param.all_gather()
+        try:
+            if engine.save_non_zero_checkpoint and error is None:
                 found[id(param)] = nn.Parameter(
                     param.detach().cpu().clone(), requires_grad=param.requires_grad
                 )
-            param.partition()
+        except (RuntimeError, MemoryError) as caught:
+            # The others are on their way to the next one.
+            error = caught
+        param.partition()
+    comm.raise_on_all_ranks(error, group=None)
     return found
 
 
@@ -113,8 +148,8 @@ def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str
     """
     trained = {id(param) for param in engine.optimizer._params.values()}
     filled = dict(module)
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if name not in filled and id(value) in trained:
+    for name, (value, param) in _named(engine).items():
+        if name not in filled and id(param) in trained:
             filled[name] = value.detach()
     return filled
 
@@ -128,9 +163,9 @@ def load_cuts(
     """
     left = dict(module)
     rank = engine.optimizer.rank
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter) and name in module:
+    for name, (value, param) in _named(engine).items():
+        if param is not None and name in module:
             if name in given:
-                write_cut(value, rank, given[name].reshape(-1))
+                write_cut(param, rank, given[name].reshape(-1))
             left[name] = value.detach()
     return left

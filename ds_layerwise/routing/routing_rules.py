@@ -36,7 +36,6 @@ Where tensor parallelism has cut a parameter, all of this holds for the part tha
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -220,14 +219,6 @@ def _trained(
     for param, name in names.items():
         if name in given and param.requires_grad:
             wanted[name] = param
-    empty = [name for name, param in wanted.items() if not param.numel()]
-    cut_up = [name for name in empty if math.prod(getattr(wanted[name], "ds_shape", (0,)))]
-    if cut_up:
-        raise RoutingError(
-            f"{cut_up[0]}{f' and {len(cut_up) - 1} more' * (len(cut_up) > 1)} was built under "
-            "deepspeed.zero.Init(), which cuts parameters up for ZeRO stage 3, and this optimizer "
-            "has stages 1 and 2; build the model without it"
-        )
     trained = {name: param for name, param in wanted.items() if param.numel()}
     if not (trained or is_part):
         require_a_matrix((), why_none=_why_none(given, len(names)))

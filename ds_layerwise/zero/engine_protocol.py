@@ -185,11 +185,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Finish the reduction, under the name of ZeRO stage 3."""
         self.reduce_gradients()
 
-    def empty_partition_cache(self) -> None:
-        """Let no parameter be whole."""
-        if self.parameter_offload is not None:
-            self.parameter_offload.partition_all_parameters()
-
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """End a backward pass; parameters that it has left whole are released."""
         super().backward_epilogue(*args, **kwargs)

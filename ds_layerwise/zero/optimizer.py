@@ -320,10 +320,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """
         self.offloading.reload()
 
+    def empty_partition_cache(self) -> None:
+        """Let no parameter be whole at ZeRO stage 3; what was written into it stays."""
+        self._run.release_params()
+
     def checkpoint_event_prologue(self) -> None:
-        """Bring everything back, and wait for parameters, before a save or a load."""
+        """Bring everything back, and wait for parameters, before a save or a load. A collective."""
         self.reload_states()
         self.wait_for_params()
+        self._run.follow_cuts()
         self.empty_partition_cache()
 
     def state_dict(self) -> dict[str, Any]:

@@ -130,8 +130,22 @@ class RunState:
         """The memory of trained parameters; at ZeRO stage 3 of what is owned, and of cuts."""
         tensors = list(self.values.tensors)
         if self._cuts is not None:
-            tensors += self._cuts.tensors
+            tensors += self._cuts.tensors.values()
         return tensors
+
+    def follow_cuts(self, name: str | None = None) -> None:
+        """Let owners have what was written into the cuts of ``name``, None for all, of ZeRO stage 3
+        since the last step. A collective there.
+        """
+        if isinstance(self.param_sync, CutSync):
+            index = None if name is None else [self.planned.layout.bucket_of(name).index]
+            self.param_sync.follow_writes(index)
+
+    def release_params(self) -> None:
+        """Let no parameter be whole at ZeRO stage 3; cuts have what was written into it."""
+        if self._cuts is not None:
+            self._cuts.follow_persistent()
+            self._cuts.release()
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Let a parameter live in ``place``, which gives back the memory that it had."""

@@ -68,6 +68,7 @@ class StateAccess:
         """
         self._wait()
         if optim_state_key is None:
+            self._run.follow_cuts(self.name)
             return self._whole(self._owned.followed)
         key = self._key(optim_state_key)
         if key == "step":

@@ -85,6 +85,12 @@ def _load_checked(
             masters=is_universal or engine.zero_load_from_fp32_weights(),
         )
     has_no_weights = found is not None and not found.header.has_weights
+    if has_no_weights and custom_load_fn is not None:
+        raise LayerWiseError(
+            f"{folder} was saved at ZeRO stage 3, where trained weights are masters in the "
+            "optimizer's files alone, so that custom_load_fn would get none of them; load without "
+            "it, and change weights after that"
+        )
     load = Load(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
@@ -416,8 +422,10 @@ def _load_module_state_dict(
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 check_model(engine, checkpoint, strict=strict)
         check_scheduler(engine, checkpoint)
-    if is_cut(engine) and custom_load_fn is None:
-        checkpoint = {**checkpoint, "module": load_cuts(engine, given, checkpoint["module"])}
+    if is_cut(engine):
+        checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
+        if custom_load_fn is None:
+            checkpoint["module"] = load_cuts(engine, given, checkpoint["module"])
     return original(checkpoint, strict, custom_load_fn, **options)
 
 

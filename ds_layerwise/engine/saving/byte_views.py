@@ -27,4 +27,6 @@ def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
         yield
     finally:
         for param in scalars:
-            param.data = param.data.view(())
+            if param.numel():
+                # Else ZeRO stage 3 has cut it in between.
+                param.data = param.data.view(())

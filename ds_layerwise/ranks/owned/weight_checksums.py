@@ -83,23 +83,36 @@ class SameWeights:
         """
         everywhere = comm.gather_objects(self.written(), group=self._group)
         anywhere = dict.fromkeys(chain(*everywhere))
-        with comm.errors_on_all_ranks(None):
-            mine = {name: checksum(self._params[name]) for name in anywhere}
-        everyone = comm.gather_objects(mine, group=self._group)
-        with comm.errors_on_all_ranks(None):
-            for name in anywhere:
-                self._compare(name, [sums[name] for sums in everyone])
+        check_same({name: self._params[name] for name in anywhere}, self._ep_size, self._group)
         self._seen = {name: param._version for name, param in self._params.items()}
 
-    def _compare(self, name: str, sums: Sequence[object]) -> None:
-        ep_size = self._ep_size[name]
-        for rank, value in enumerate(sums):
-            first = rank % ep_size
-            if value != sums[first]:
-                raise StepError(
-                    f"{name} was written since the last step, and is not the same on ranks {first} "
-                    f"and {rank}; write the same values on every rank, or broadcast them"
-                )
+
+def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: comm.Group) -> None:
+    """Compare values by name that were written on any rank. Every rank must call this at the same
+    point, with the same names.
+
+    Args:
+        ep_size: the number of ranks in a row with other experts under a name; 1 where missing.
+
+    Raises:
+        StepError: ranks have different values for a name, of which most would be lost.
+    """
+    with comm.errors_on_all_ranks(None):
+        mine = {name: checksum(value) for name, value in params.items()}
+    everyone = comm.gather_objects(mine, group=group)
+    with comm.errors_on_all_ranks(None):
+        for name in params:
+            _compare(name, [sums[name] for sums in everyone], ep_size.get(name, 1))
+
+
+def _compare(name: str, sums: Sequence[object], ep_size: int) -> None:
+    for rank, value in enumerate(sums):
+        first = rank % ep_size
+        if value != sums[first]:
+            raise StepError(
+                f"{name} was written since the last step, and is not the same on ranks {first} "
+                f"and {rank}; write the same values on every rank, or broadcast them"
+            )
 
 
 def checksum(values: Tensor) -> tuple[int, int]:

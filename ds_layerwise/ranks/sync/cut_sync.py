@@ -5,7 +5,7 @@ of these back to their owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +17,7 @@ from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
-from ds_layerwise.ranks.owned.weight_checksums import SameWeights, checksum_of
+from ds_layerwise.ranks.owned.weight_checksums import SameWeights, check_same, checksum_of
 
 
 class Place(NamedTuple):
@@ -77,8 +77,8 @@ class Cuts(Protocol):
     """This rank's cuts of parameters, which others make whole while they use them."""
 
     @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The memory of the cuts of whole parameters."""
+    def tensors(self) -> Mapping[int, Tensor]:
+        """The memory of the cuts of whole parameters, by bucket."""
 
     def of(self, name: str) -> Tensor:
         """Return the cut of a parameter, 1-D."""
@@ -88,6 +88,12 @@ class Cuts(Protocol):
 
     def fetch_persistent(self) -> None:
         """Make those whole that stay so. A collective."""
+
+    def persistent(self) -> Mapping[str, Tensor]:
+        """Return those that stay whole, and are, by name."""
+
+    def persistent_written(self) -> Tensor:
+        """Tell whether somebody has written into one of those that stay whole: 0-d bool."""
 
     def follow_persistent(self) -> None:
         """Let cuts follow what was written into those that stay whole."""
@@ -124,7 +130,7 @@ class CutSync:
         self._rounds = rounds_of(layout, rank)
         self._pending: deque[comm.Pending] = deque()
         self._start()
-        self._sent = self.checksum()
+        self._sent = self._checksums(cuts.tensors)
 
     def _start(self) -> None:
         self._launched: set[int] = set()
@@ -201,7 +207,7 @@ class CutSync:
             self._pending.popleft().wait()
         # An update that was left half-way launched some of the buckets of a round.
         self._start()
-        self._sent = self.checksum()
+        self._sent = self._checksums(self._all_cuts.tensors)
         self._all_cuts.fetch_persistent()
 
     leave_under_way = finish
@@ -211,25 +217,52 @@ class CutSync:
 
     # --- cuts to owners
 
-    def written(self) -> Tensor:
-        """Tell whether somebody has written a cut since it was sent: 0-d bool; nobody waits for
-        the device.
+    def written(self, indices: Iterable[int] | None = None) -> Tensor:
+        """Tell whether somebody has written a cut, or what stays whole, since it was sent: 0-d
+        bool; nobody waits for the device.
+
+        Args:
+            indices: of buckets; None for all.
         """
-        self._all_cuts.follow_persistent()
-        return (self.checksum() != self._sent).any()
+        found = self._all_cuts.persistent_written()
+        for index, now in self._checksums(self._of_whole(indices)).items():
+            found = found | (now != self._sent[index]).any()
+        return found
 
-    def checksum(self) -> Tensor:
-        """Return two whole numbers that tell this rank's cuts of whole parameters apart."""
-        total = torch.zeros(2, dtype=torch.int64, device=self._values.tensors[0].device)
-        for number, cuts in enumerate(self._all_cuts.tensors, 1):
-            total += number * checksum_of(cuts)
-        return total
+    def _of_whole(self, indices: Iterable[int] | None) -> list[int]:
+        whole = self._all_cuts.tensors
+        return list(whole) if indices is None else [index for index in indices if index in whole]
 
-    def fetch(self) -> None:
-        """Let the shards of owners follow the cuts. Every rank must call this at the same point."""
+    def _checksums(self, indices: Iterable[int]) -> dict[int, Tensor]:
+        return {index: checksum_of(self._all_cuts.tensors[index]) for index in indices}
+
+    def fetch(self, indices: Iterable[int] | None = None) -> None:
+        """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
+        rank must call this at the same point.
+        """
+        wanted = self._of_whole(indices)
         for round_ in self._rounds:
-            self._ask(round_).wait()
-        self._sent = self.checksum()
+            if not round_.buckets.isdisjoint(wanted):
+                self._ask(round_).wait()
+        self._sent.update(self._checksums(wanted))
+
+    def follow_writes(self, indices: Iterable[int] | None = None) -> None:
+        """Let owners have what somebody has written into the cuts of the buckets ``indices``, None
+        for all, since they were sent. Every rank must call this at the same point.
+        """
+        written = self.written(indices)
+        if comm.sum_over_ranks(written.float(), group=self._group):
+            self.take_over(indices)
+
+    def take_over(self, indices: Iterable[int] | None = None) -> None:
+        """Do what :meth:`follow_writes` does where something was written on any rank.
+
+        Raises:
+            StepError: ranks have written different values into what stays whole.
+        """
+        check_same(self._all_cuts.persistent(), {}, self._group)
+        self._all_cuts.follow_persistent()
+        self.fetch(indices)
 
     def _ask(self, round_: Round) -> comm.Pending:
         sizes = round_.sizes(self._holders)
@@ -267,5 +300,9 @@ class CutWrites(SameWeights):
         return torch.stack([followed, self._cut_sync.written()]).float()
 
     def check(self) -> None:
-        """Let owners have what was written; their masters follow in the update."""
-        self._cut_sync.fetch()
+        """Let owners have what was written; their masters follow in the update.
+
+        Raises:
+            StepError: see :meth:`CutSync.take_over`.
+        """
+        self._cut_sync.take_over()

@@ -19,6 +19,7 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
+from ds_layerwise.ranks.owned.weight_checksums import checksum_of
 
 
 def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
@@ -62,13 +63,13 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
     It has the memory of one element then: nobody may read or write values.
     """
     held = []
-    for param in params:
-        if hasattr(param, "ds_id"):
-            held.append((param, param.data))
-            param.data = torch.zeros(1, dtype=param.dtype, device=param.device).expand(
-                param.ds_shape  # type: ignore[attr-defined]
-            )
     try:
+        for param in params:
+            if hasattr(param, "ds_id"):
+                held.append((param, param.data))
+                shape: torch.Size = param.ds_shape  # type: ignore[attr-defined]
+                one = torch.zeros(1, dtype=param.dtype, device=param.device)
+                param.data = one.as_strided(shape, [0] * len(shape))
         yield
     finally:
         for param, data in held:
@@ -109,15 +110,18 @@ class ParamCuts:
         self._rank = rank
         self._fetcher = fetcher
         self._places: dict[str, Tensor] = {}
+        self._device = values.tensors[0].device
+        self._fetched: Tensor | None = None
+        """The checksum of what stays whole, as it was fetched; None where that is not known."""
         self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
-        apart = []
+        apart = {}
         for bucket in layout.buckets:
             if bucket.whole:
-                apart.append(self._move_apart(bucket))
+                apart[bucket.index] = self._move_apart(bucket)
             else:
                 self._move_in(bucket, values.shard(bucket, rank))
-        self.tensors = tuple(apart)
-        """The memory of cuts that are no shards, one tensor a bucket."""
+        self.tensors = apart
+        """The memory of cuts that are no shards, by bucket."""
 
     def _move_apart(self, bucket: Bucket) -> Tensor:
         sizes = [bucket.cut_of(slot) for slot in bucket.slots]
@@ -144,24 +148,66 @@ class ParamCuts:
         return cut
 
     def release(self) -> None:
-        """Let no parameter be whole, so that the next who uses one fetches it anew."""
+        """Let no parameter be whole, so that the next who uses one fetches it anew. What was
+        written into persistent ones is lost; see :meth:`follow_persistent`.
+        """
         self._fetcher.partition_all_parameters()
+        self._fetched = None
 
     def fetch_persistent(self) -> None:
         """Make those parameters whole that stay so between two steps. A collective."""
         persistent = self._fetcher.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
+            self._fetched = self._checksum()
+
+    def persistent(self) -> dict[str, Tensor]:
+        """Return the parameters that stay whole, and are, by name; 1-D."""
+        stay = set(self._fetcher.persistent_parameters)
+        found = {}
+        for name, param in self._fetcher.module.named_parameters():
+            if param in stay and param.numel() == param.ds_numel:
+                found[name] = param.data.view(-1)
+        return found
+
+    def _checksum(self) -> Tensor:
+        """Return whole numbers that change with what stays whole: int64, (2,)."""
+        total = torch.zeros(2, dtype=torch.int64, device=self._device)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for value in self.persistent().values():
+            by_dtype.setdefault(value.dtype, []).append(value)
+        for values in by_dtype.values():
+            total += checksum_of(torch.cat(values))
+        return total
+
+    def persistent_written(self) -> Tensor:
+        """Tell whether somebody has written into what stays whole since it was fetched: 0-d bool;
+        nobody waits for the device.
+        """
+        if self._fetched is not None:
+            return (self._checksum() != self._fetched).any()
+        found = torch.zeros((), dtype=torch.bool, device=self._device)
+        for cut, part in self._persistent_parts():
+            found |= (cut != part).any()
+        return found
+
+    def _persistent_parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the cut of each parameter that stays whole, and what it has to be."""
+        for name, value in self.persistent().items():
+            param = self._fetcher.module.get_parameter(name)
+            cut, part = own_part(param, self._rank, value)
+            # Under torch_autocast it was rounded to be fetched, which is no write.
+            fetched = cut.to(get_comm_dtype(param)).to(cut.dtype)
+            yield cut, torch.where(part == fetched, cut, part)
 
     def follow_persistent(self) -> None:
-        """Let cuts follow what somebody has written into parameters that stay whole."""
-        trained = set(self._params.values())
-        for param in self._fetcher.persistent_parameters:
-            if param in trained and param.numel() == param.ds_numel:
-                cut, part = own_part(param, self._rank, param.data.view(-1))
-                # Under torch_autocast it was rounded to be fetched, which is no write.
-                fetched = cut.to(get_comm_dtype(param)).to(cut.dtype)
-                cut.copy_(torch.where(part == fetched, cut, part))
+        """Let cuts follow what somebody has written into what stays whole. Where nobody has, a cut
+        keeps what was written into it.
+        """
+        if self.persistent_written():
+            for cut, new in self._persistent_parts():
+                cut.copy_(new)
+            self._fetched = self._checksum()
 
     def write(self, name: str, value: Tensor) -> None:
         """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""

@@ -53,6 +53,11 @@ class Guard:
                     "trains it by another optimizer, let it require a gradient already when this "
                     "engine is made"
                 )
+        if self._uncut is not None:
+            raise StepError(
+                f"{self._uncut} was added since this engine was made, and not cut, as ZeRO stage 3 "
+                "needs it; build it under deepspeed.zero.Init(), or take it out of the model"
+            )
         idle: list[str] = []
         unused: list[str] = []
         self.check_places()
@@ -108,9 +113,12 @@ class Guard:
         self._modules = list(self._model.modules())
         self._content = _content(self._modules)
         self._frozen = {}
+        self._uncut: str | None = None
         for name, param in self._model.named_parameters():
             if param not in self._known:
                 self._frozen[name] = param
+            if self._run.settings.stage == 3 and not hasattr(param, "ds_id"):
+                self._uncut = name
 
     def _look_again(self) -> None:
         """Take note of a model that was taken apart and put together again.

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -133,6 +134,71 @@ class TestNotWhole(DistributedTest):
         expected = {name: values.get(name, before[name]) for name in before}
         assert before["more.weight"].any()
         assert_equal_states(values_of(engine.module), expected)
+
+
+class TestCustomLoads(DistributedTest):
+    world_size = 2
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [2], save, frozen=True)
+
+    @staticmethod
+    def load(src, dst):
+        with deepspeed.zero.GatheredParameters(list(dst.parameters()), modifier_rank=0):
+            dst.load_state_dict(src)
+
+    def test_of_stage_2_at_stage_3(self, saved):
+        _, values = torch.load(saved / "stage2-bf16-2ranks.pt", weights_only=True)
+        engine = start(make(True), config_of(3))
+        engine.load_checkpoint(str(saved), tag="stage2-bf16-2ranks", custom_load_fn=self.load)
+        assert_equal_states(values_of(engine.module), values)
+        train_engine(engine, 1, first=2)
+
+    @pytest.mark.parametrize("into", [2, 3])
+    def test_of_stage_3_are_refused(self, saved, into):
+        engine = start(make(True), config_of(into))
+        with pytest.raises(LayerWiseError, match="was saved at ZeRO stage 3, where trained weights are masters"):
+            engine.load_checkpoint(str(saved), tag="stage3-bf16-2ranks", custom_load_fn=self.load)
+
+
+class OwnStateDict(Net):
+    """What a module may make of its state."""
+
+    def __init__(self, kind):
+        super().__init__(frozen=True)
+        self.kind = kind
+
+    def state_dict(self, *args, **kwargs):
+        found = super().state_dict(*args, **kwargs)
+        if self.kind == "raises on rank 0" and dist.get_rank() == 0:
+            raise ValueError("of rank 0 alone")
+        if self.kind != "as it is":
+            found = {name: value.clone() for name, value in found.items()}
+        return {f"x.{name}": value for name, value in found.items()} if "renamed" in self.kind else found
+
+
+class TestStateDictsOfModels(DistributedTest):
+    world_size = 2
+
+    def test_copies_are_known_by_their_names(self, tmp_path):
+        engine = train_engine(start(OwnStateDict("copies"), config_of(3)), 2)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        for load_module_only in (False, True):
+            other = start(OwnStateDict("copies"), config_of(3))
+            other.load_checkpoint(str(tmp_path), tag="t", load_module_only=load_module_only)
+            assert_equal_states(values_of(other.module), values_of(engine.module))
+
+    @pytest.mark.parametrize("kind, message", [
+        ("renamed copies", "gives x.experts without elements"), ("raises on rank 0", "of rank 0 alone")])
+    def test_what_cannot_be_saved(self, kind, message, tmp_path):
+        engine = train_engine(start(OwnStateDict("as it is"), config_of(3)), 1)
+        engine.module.kind = kind
+        with pytest.raises((LayerWiseError, ValueError), match=message):
+            engine.save_checkpoint(str(tmp_path), tag="t")
+        assert not list(tmp_path.glob("t/*"))
+        engine.module.kind = "as it is"
+        engine.save_checkpoint(str(tmp_path), tag="t")
 
 
 class TestWithoutFrozenOnes(DistributedTest):

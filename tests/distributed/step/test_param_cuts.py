@@ -136,6 +136,14 @@ class TestAgainstStage2(DistributedTest):
         zero = {"stage3_param_persistence_threshold": kept_whole}
         assert_same(both(lambda: Gpt(tied=False), 4, gas=gas, clip=0.5, zero=zero, **autocast))
 
+    def test_of_parameters_without_dimensions(self):
+        def make():
+            model = net()
+            model.norm.scale = nn.Parameter(torch.tensor(2.0))
+            return model
+
+        assert_same(both(make))
+
     @pytest.mark.parametrize("layerwise", [{"layout": "lpt"}, {"reduction": "native"},
                                            {"master_dtype": "bfloat16+remainder"}], ids=str)
     def test_with_other_settings(self, layerwise):
@@ -268,6 +276,48 @@ class TestWrittenByScripts(DistributedTest):
             engine.module.get_parameter(name).data.mul_(2)
             engines.append(train_engine(engine, 2, first=1))
         assert_same_run(engines[1], engines[0])
+
+    @pytest.mark.parametrize("way", ["gathered", "stays whole"])
+    @pytest.mark.parametrize("name", ["square.weight", "embed.weight", "tall.weight"])
+    def test_what_is_written_is_there_before_the_next_step(self, precision, name, way, tmp_path):
+        """Also of a parameter that is frozen: tall.weight."""
+        engines = []
+        for stage in (2, 3):
+            zero = {"stage3_param_persistence_threshold": 10**6 * (way == "stays whole")}
+            config = config_of(stage, zero=zero, **PRECISIONS[precision])
+            engine = train_engine(start(Net(frozen=True), config), 1)
+            param = engine.module.get_parameter(name)
+            with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=way == "gathered" and stage == 3):
+                param.data.mul_(2)
+            if param.requires_grad:
+                assert torch.equal(safe_get_full_fp32_param(param), whole(param).float())
+            engine.optimizer.empty_partition_cache()
+            engine.save_checkpoint(tmp_path, tag=f"of_{stage}")
+            other = start(Net(frozen=True), config)
+            other.load_checkpoint(tmp_path, tag=f"of_{stage}")
+            assert torch.equal(weights(engine.module), weights(other.module))
+            engines += [train_engine(each, 1, first=1) for each in (engine, other)]
+        for engine in engines[1:]:
+            assert_same_run(engine, engines[0])
+
+    def test_what_is_written_into_a_cut_stays_where_the_parameter_is_whole(self, precision):
+        engines = []
+        for kept_whole in (0, 10**6):
+            zero = {"stage3_param_persistence_threshold": kept_whole}
+            engine = train_engine(start(Net(), config_of(3, zero=zero, **PRECISIONS[precision])), 1)
+            for name in ("square.weight", "embed.weight"):
+                engine.module.get_parameter(name).ds_tensor.data.mul_(2)
+            engines.append(train_engine(engine, 2, first=1))
+        assert_same_run(*engines)
+
+    @pytest.mark.parametrize("name", ["square.weight", "norm.bias"])
+    def test_ranks_that_write_different_values_into_what_stays_whole(self, name):
+        zero = {"stage3_param_persistence_threshold": 10**6}
+        engine = train_engine(start(Net(), config_of(3, zero=zero)), 1)
+        engine.module.get_parameter(name).data.view(-1)[0] = dist.get_rank()
+        engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(StepError, match=f"^{name} was written since the last step, and is not the same on ranks 0"):
+            engine.step()
 
     def test_nothing_is_fetched_where_nobody_writes(self):
         engine = start(Net(), config_of(3, **PRECISIONS["bf16"]))
@@ -460,6 +510,21 @@ class TestRefused(DistributedTest):
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):
             start(Net(odd=True), config_of(3))
+
+    def test_modules_that_were_added_uncut(self):
+        engine = train_engine(start(Net(), config_of(3)), 1)
+        engine.module.probe = nn.Linear(2, 2).requires_grad_(False)
+        engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(StepError, match="^probe.bias was added since .* build it under deepspeed.zero.Init"):
+            engine.step()
+        del engine.module.probe
+        engine.step()
+
+    def test_a_cut_model_at_stage_2(self):
+        with deepspeed.zero.Init(config_dict_or_path=config_of(3)):
+            model = TinyGpt()
+        with pytest.raises(ConfigError, match="^tokens.weight is cut over the ranks .* zero_optimization.stage is 2"):
+            start(model, config_of(2))
 
     def test_cuts_over_other_ranks(self):
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -273,13 +273,6 @@ def test_parameters_of_a_client_optimizer_are_seen_as_they_are():
     assert not any(route.parts for route in routes.values())
 
 
-def zero_init(model):
-    """What deepspeed.zero.Init leaves of parameters."""
-    for p in model.parameters():
-        p.ds_shape, p.data = p.shape, torch.empty(0)
-    return list(model.parameters())
-
-
 def freeze_half(model):
     model.proj.requires_grad_(False)
     return list(model.proj.parameters())
@@ -290,8 +283,7 @@ def freeze_half(model):
      "^there is nothing to train: none of the 7 parameters given, of 7 of the model, requires a gradient and"),
     (freeze_half, "^there is nothing to train: none of the 2 parameters given, of 7 of the model, requires a gradient"),
     (lambda model: [], r"^there is nothing to train: no parameter was given to initialize\(\); give model_par"),
-    (zero_init, r"^embed.weight and 6 more was built under deepspeed.zero.Init\(\).*build the model without it"),
-], ids=["all frozen", "all given frozen", "an empty list", "zero.Init"])
+], ids=["all frozen", "all given frozen", "an empty list"])
 def test_nothing_to_train_says_why(given, message):
     """Also where an override would match nothing."""
     model = Model()
@@ -299,15 +291,6 @@ def test_nothing_to_train_says_why(given, message):
     for overrides in ([], [Override(name="proj*", lr_scale=2.0)]):
         with pytest.raises(RoutingError, match=message):
             route(model, groups, overrides=overrides)
-
-
-def test_what_zero_init_has_cut_up_is_refused_beside_others_and_may_stay_frozen():
-    model = Model()
-    zero_init(model.proj)
-    with pytest.raises(RoutingError, match=r"^proj.weight and 1 more was built under deepspeed.zero.Init\(\)"):
-        route(model)
-    model.proj.requires_grad_(False)
-    assert set(route(model)) == {"embed.weight", "norm.weight", "norm.bias", "out.weight", "last.weight"}
 
 
 def test_nothing_of_a_plan_or_a_pipeline_says_so():
