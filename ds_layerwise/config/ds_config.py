@@ -371,7 +371,6 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
 #: What has no part at ZeRO stage 3 yet, each with the value that asks for nothing.
 _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.overlap_param_gather": False,
-    "layerwise.verify_first_step": False,
     "tensor_parallel.autotp_size": 1,
     "sequence_parallel_size": 1,
 }

@@ -288,6 +288,18 @@ class RunState:
             whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))
         return comm.sum_over_ranks(whole, group=self.group_of(name))
 
+    def weights_of(self, name: str) -> Tensor:
+        """Return the values of the parameter ``name``, 1-D. At ZeRO stage 3 they are a copy, put
+        together of the cuts of all ranks, which must all call this.
+        """
+        param = self.params[name]
+        if self._cuts is None:
+            return param.detach().reshape(-1)
+        cut = self._cuts.of(name)
+        whole = cut.new_empty(comm.size_of(self.settings.group) * cut.numel())
+        comm.all_gather(whole, cut, group=self.settings.group).wait()
+        return whole[: math.prod(self.shapes[name])]
+
     def release(self) -> None:
         """Let others have the process groups of this run."""
         group_pool.release(self)

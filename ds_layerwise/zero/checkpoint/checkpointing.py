@@ -359,12 +359,6 @@ class Checkpointing:
         self.weights_from_masters()
 
     def _check_one_file(self) -> None:
-        if self._run.settings.stage == 3:
-            raise LayerWiseError(
-                "files of whole parameters at ZeRO stage 3 are not something that this backend "
-                "does yet; use save_checkpoint() and load_checkpoint(), whose folders resume at "
-                "each stage, and which `ds-layerwise consolidate` puts together"
-            )
         whole_states.check_uncut(self._run.model, self._run.settings.tensor_group)
 
     def _check_sharded(self) -> None:

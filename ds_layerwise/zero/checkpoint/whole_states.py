@@ -26,6 +26,7 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
+from ds_layerwise.zero.setup.param_cuts import filled_cut
 
 #: Recipes that torch has a class for, which reads their states.
 _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
@@ -50,8 +51,13 @@ def state_dict(
     """
     is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {}
-    if is_first:
-        for name, value in untrained(module, shapes).items():
+    params = dict(module.named_parameters(remove_duplicate=False))
+    for name, value in untrained(module, shapes).items():
+        param: Any = params.get(name)
+        if param is not None and hasattr(param, "ds_tensor"):
+            cut, start = filled_cut(param, comm.rank_of(param.ds_process_group))
+            model[unwrapped(name)] = Piece(cut, start, param.ds_shape)
+        elif is_first:
             model[unwrapped(name)] = value
     state: dict[str, dict[str, Any]] = {}
     for name, key, value in tensors_of(pieces, shapes):

@@ -76,13 +76,22 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
             param.data = data
 
 
+def filled_cut(param: nn.Parameter, rank: int) -> tuple[Tensor, int]:
+    """Return the cut that ``rank`` has of ``param``, without padding, and the number of its first
+    element in the whole.
+    """
+    cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
+    numel: int = param.ds_numel  # type: ignore[attr-defined]
+    start = min(rank * cut.numel(), numel)
+    return cut[: numel - start], start
+
+
 def own_part(param: nn.Parameter, rank: int, value: Tensor) -> tuple[Tensor, Tensor]:
     """Return the cut that ``rank`` has of ``param``, without padding, and its part of ``value``,
     which is whole and 1-D.
     """
-    cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
-    part = value[rank * cut.numel() :][: cut.numel()]
-    return cut[: part.numel()], part
+    cut, start = filled_cut(param, rank)
+    return cut, value[start : start + cut.numel()]
 
 
 def write_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:

@@ -110,7 +110,7 @@ class FirstStep(StepObserver):
 
     def _sums_in(self, name: str) -> torch.dtype:
         """Return the dtype that a rank adds up its own micro-batches in, where it does."""
-        if self._run.settings.stage == 2:
+        if self._run.settings.stage > 1:
             return torch.float32
         return self._run.settings.accumulation_dtype or self._run.params[name].dtype
 
@@ -232,6 +232,7 @@ class FirstStep(StepObserver):
             # Every rank of the group has all of it.
             squares[keys.index(key)] += norm.square() / comm.size_of(group)
             held = self._gathered(name)
+            weights = self._run.weights_of(name)
             bucket = layout.bucket_of(name)
             owner = index
             if bucket.whole:
@@ -240,7 +241,7 @@ class FirstStep(StepObserver):
             if not failed and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
                 # The others are on their way to the next parameter.
                 with failed:
-                    self._compute(name, grad, held, step, groups)
+                    self._compute(name, grad, held, weights, step, groups)
         with comm.errors_on_all_ranks(None):
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
@@ -251,6 +252,7 @@ class FirstStep(StepObserver):
         name: str,
         grad: Tensor,
         held: State,
+        weights: Tensor,
         step: Step,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
@@ -262,7 +264,6 @@ class FirstStep(StepObserver):
         """
         plain = self._plain[name]
         masters = held[MASTER]
-        weights = self._run.params[name].detach().reshape(-1)
         if weights.dtype != torch.float32:
             # Who has written weights means them.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
@@ -312,7 +313,7 @@ class FirstStep(StepObserver):
 
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)
-        weights = self._run.params[name].detach().reshape(-1)
+        weights = self._run.weights_of(name)
         if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
             return f"of its weights, {text}, in the float32 master of its owner"
         for key, (value, bound) in self._expected.pop(name, {}).items():

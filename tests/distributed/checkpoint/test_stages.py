@@ -7,6 +7,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ds_layerwise.engine.loading import loading
 from ds_layerwise.errors import LayerWiseError
@@ -235,6 +236,39 @@ class TestUniversal(DistributedTest):
     def test_it_is_written_beside(self, saved, into):
         states, values = torch.load(saved / "t.pt", weights_only=True)
         engine = loaded(train_engine(start(make(True), config_of(into)), 1), str(saved), tag="t_universal")
+        assert_equal_states(whole_states(engine), states)
+        assert_equal_states(values_of(engine.module), values)
+
+
+class TestFilesOfWholeParameters(DistributedTest):
+    """Of each stage, each loaded at each, also on another number of ranks."""
+
+    @staticmethod
+    def save(folder):
+        for stage in (2, 3):
+            engine = train_engine(start(make(True), config_of(stage)), 2)
+            engine.optimizer.save_state_dict_to_file(folder / f"{stage}.safetensors")
+            dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(folder / f"{stage}"))
+            states, values = whole_states(engine), values_of(engine.module)
+            on_rank_0(lambda: torch.save((states, values), folder / f"{stage}.pt"))
+            engine.destroy()
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [3], self.save)
+
+    @pytest.mark.parametrize("sharded", [True, False])
+    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
+    def test_they_come_back(self, saved, stage, into, sharded):
+        states, values = torch.load(saved / f"{stage}.pt", weights_only=True)
+        engine = train_engine(start(make(True), config_of(into)), 1)
+        with deepspeed.zero.GatheredParameters(engine.module.tall.weight, modifier_rank=0):
+            # In one file there is nothing that is frozen.
+            engine.module.tall.weight.data.mul_(2 if sharded else 1)
+        if sharded:
+            engine.optimizer.load_sharded_state_dict(str(saved / f"{stage}"))
+        else:
+            engine.optimizer.load_state_dict_from_file(saved / f"{stage}.safetensors")
         assert_equal_states(whole_states(engine), states)
         assert_equal_states(values_of(engine.module), values)
 

@@ -19,6 +19,7 @@ from tests.distributed.parallel.test_pipeline import pipeline
 from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
 from tests.support import internals
 from tests.support.harness import DistributedTest
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.training import BF16, Net, allow_fp16, ds_config, from_all_ranks, start, weights
@@ -35,7 +36,8 @@ class Real(Net):
         step, micro, rank = place
         generator = torch.Generator().manual_seed(step + 10 * micro + 100 * rank)
         loss = 0.0
-        for p in self.parameters():
+        for name in trainable(self):
+            p = self.get_parameter(name)
             if p.requires_grad:
                 factors = [torch.randn(size, generator=generator) for size in p.shape]
                 grad = factors[0]
@@ -66,14 +68,18 @@ class TestRight(DistributedTest):
         (2, 1, {"fp16": {"enabled": True, "initial_scale_power": 4}, "clip": 0.5, "layerwise": {
             "norm_groups": {"late": {"name": "flat.weight", "gradient_clipping": 0.25}, "told": {"ndim": 1}}}}),
         (1, 1, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {
-            "device": "cpu", "ratio": 0.5}}})])
+            "device": "cpu", "ratio": 0.5}}}),
+        (3, 2, BF16), (3, 1, {"clip": 0.5, "layerwise": {"layout": "lpt"}}),
+        (3, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})])
     def test_what_is_right_passes_and_is_as_without(self, stage, gas, changes):
         allow_fp16()
         changes, results = dict(changes), []
         layerwise = changes.pop("layerwise", {})
         for verify in (VERIFY, {}):
-            engine = start(Real(odd=True, tied=True), ds_config(stage=stage, gas=gas, layerwise={**layerwise, **verify},
-                                                                **changes))
+            net = Real(odd=True, tied=True)
+            if stage == 3:
+                del net.empty
+            engine = start(net, ds_config(stage=stage, gas=gas, layerwise={**layerwise, **verify}, **changes))
             assert not verify or is_armed(engine)
             train(engine, 2, gas=gas)
             assert not verify or not is_armed(engine)
@@ -142,7 +148,7 @@ class TestWrong(DistributedTest):
         found = re.search(r"made: ([\w.]+): (.*) \(found by rank (\d)\); (.*)\. If", everyone[0])
         return found.groups()
 
-    @pytest.mark.parametrize("stage, sections", [(1, {}), (2, BF16)])
+    @pytest.mark.parametrize("stage, sections", [(1, {}), (2, BF16), (3, BF16)])
     @pytest.mark.parametrize("fault", [shifted, halved])
     def test_a_wire_of_one_rank(self, stage, sections, fault, monkeypatch):
         engine = start(Real(), ds_config(stage=stage, layerwise=VERIFY, **sections))
@@ -200,6 +206,22 @@ class TestWrong(DistributedTest):
         name, told, rank, _ = self.first_error(engine)
         assert (name, rank) == ("embed.weight", "1") and told.endswith("in the float32 master of its owner")
         assert told.startswith(f"of its weights, element {17 * 12 - 9} is ")
+
+    @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
+    def test_cuts_that_one_rank_has_got_wrong(self, name):
+        engine = start(Real(), ds_config(stage=3, layerwise=VERIFY, bf16={"enabled": True}))
+        sync = internals.param_sync(engine)
+        if dist.get_rank() == 1:
+            finish, cut = sync.finish, engine.module.get_parameter(name).ds_tensor.data
+
+            def finish_and_slip():
+                finish()
+                if engine.optimizer.step_count:
+                    cut[:9] = cut[:9].roll(1)
+
+            sync.finish = finish_and_slip
+        found, told, *_ = self.first_error(engine)
+        assert found == name and told.endswith("in the float32 master of its owner")
 
     def test_a_clip_of_another_size(self, monkeypatch):
         engine = start(Real(), ds_config(clip=0.5, layerwise=VERIFY))

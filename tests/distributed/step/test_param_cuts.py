@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
+from ds_layerwise.errors import ConfigError, StepError
 from tests.support import internals
 from tests.support.attention import Attends, model_of
 from tests.support.checkpoints import assert_same_run, whole_states
@@ -493,14 +493,6 @@ class TestMemory(DistributedTest):
 
 class TestRefused(DistributedTest):
     world_size = 2
-
-    def test_files_of_whole_parameters(self, tmp_path):
-        optimizer = start(Net(), config_of(3)).optimizer
-        for wrong in (lambda: optimizer.save_state_dict_to_file(tmp_path / "one"), optimizer.sharded_state_dict,
-                      lambda: optimizer.load_state_dict_from_file(tmp_path / "one"),
-                      lambda: optimizer.load_sharded_state_dict(tmp_path)):
-            with pytest.raises(LayerWiseError, match="files of whole parameters at ZeRO stage 3"):
-                wrong()
 
     def test_what_the_model_is_besides(self):
         config = config_of(3, sequence_parallel_size=2)
