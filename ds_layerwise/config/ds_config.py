@@ -17,7 +17,7 @@ from ds_layerwise.recipes.base.fields import NonNegative, Positive, check, neare
 
 #: Keys elsewhere in a DeepSpeed config that must be false with this backend, and the way out.
 _MUST_BE_FALSE = {
-    "zero_optimization.cpu_offload_param": "parameters stay on the device; remove it",
+    "zero_optimization.cpu_offload_param": "write it as zero_optimization.offload_param.device",
     "zero_optimization.legacy_stage1": "DeepSpeed has no such stage any more; remove it",
     "sparse_gradients": "sparse gradients cannot be cut into shards; remove it",
     "fp16.fp16_master_weights_and_grads": "masters are float32; remove it",
@@ -66,8 +66,8 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
         "nothing goes to NVMe; set it to 'cpu'",
     ),
     "zero_optimization.offload_param.device": (
-        ("none",),
-        "parameters stay on the device; remove it",
+        ("none", "cpu"),
+        "nothing goes to NVMe; set it to 'cpu'",
     ),
     "zero_optimization.zenflow": ((None,), "remove it"),
     **{
@@ -360,6 +360,11 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
         )
     if zero["stage"] == 3:
         _refuse_at_stage_3(ds_config)
+    elif at(ds_config, "zero_optimization.offload_param.device") == "cpu":
+        raise ConfigError(
+            f"zero_optimization.offload_param.device is 'cpu', and stage is {zero['stage']}, where "
+            "parameters stay on the device; remove it, or set zero_optimization.stage to 3"
+        )
     is_local = at(ds_config, "checkpoint.use_node_local_storage")
     if is_local and at(ds_config, "layerwise.save_universal"):
         raise ConfigError(

@@ -57,6 +57,8 @@ class RunConfig:
     """
     accumulation_dtype: str | None
     wire_dtype: str | None
+    params_on_host: bool
+    """True if the cuts of ZeRO stage 3 live in host memory."""
     host_ratio: float
     autocast: bool
     """True where ``torch_autocast`` decides what gradients travel in."""
@@ -96,6 +98,7 @@ class RunConfig:
             param_dtype=_param_dtype(given),
             accumulation_dtype=_dtype("data_types.grad_accum_dtype", given, _ACCUMULATION_DTYPES),
             wire_dtype=_dtype("communication_data_type", given, _DTYPES),
+            params_on_host=at(given, "zero_optimization.offload_param.device") == "cpu",
             host_ratio=_host_ratio(zero),
             autocast=bool(at(given, "torch_autocast.enabled")),
             without_effect=without_effect(given),

@@ -295,7 +295,7 @@ class RunState:
         param = self.params[name]
         if self._cuts is None:
             return param.detach().reshape(-1)
-        cut = self._cuts.of(name)
+        cut = self._cuts.of(name).to(self.device)
         whole = cut.new_empty(comm.size_of(self.settings.group) * cut.numel())
         comm.all_gather(whole, cut, group=self.settings.group).wait()
         return whole[: math.prod(self.shapes[name])]

@@ -187,6 +187,11 @@ def is_first_step_due(engine: Any) -> bool:
     return bool(first_step(engine).looks)
 
 
+def param_cuts(engine: Any) -> list[torch.Tensor]:
+    """The memory of this rank's cuts of whole parameters at ZeRO stage 3."""
+    return list(param_sync(engine)._all_cuts.tensors.values())
+
+
 def memory_by_kind(engine: Any) -> dict[Any, int]:
     """Bytes by kind; what two kinds share counts for the first."""
     found: dict[Any, int] = {}

@@ -144,7 +144,7 @@ class RankMemory:
     """The rank's shards in float32; 0 where the parameters are float32 themselves."""
     states: int
     host: int = 0
-    """Masters and states that live in host memory."""
+    """Masters and states that live in host memory, and cuts of parameters."""
     staging: int = 0
     """Device memory for them while the optimizer steps."""
 
@@ -196,6 +196,7 @@ def memory_bytes(
     wires: Sequence[str] | None = None,
     reduction: Reduction = "ordered",
     host_ratio: float = 0.0,
+    params_on_host: bool = False,
     master_dtype: MasterDtype = "float32",
 ) -> tuple[RankMemory, ...]:
     """Count what each rank holds between two steps.
@@ -212,6 +213,7 @@ def memory_bytes(
         wires: what they travel in, by bucket; what they accumulate in if None.
         reduction: how sums are made; see :mod:`.plan.network.reduction`.
         host_ratio: how much of masters and states lives in host memory; see :func:`pieces_on_host`.
+        params_on_host: whether the cuts of whole parameters, of stage 3, live there.
         master_dtype: what masters of bfloat16 parameters are kept in; float32 where there is a
             ``host_ratio``.
 
@@ -224,6 +226,10 @@ def memory_bytes(
         if stage == 1:
             grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
     params = _param_bytes(layout, stage)
+    cuts = _cut_bytes(layout) if stage == 3 else 0
+    if not params_on_host:
+        params = [nbytes + cuts for nbytes in params]
+        cuts = 0
     reduced = [0] * layout.world_size
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
@@ -242,28 +248,34 @@ def memory_bytes(
                 grads += itemsize(sums) * bucket.cut_numel
     memory = []
     for rank in range(layout.world_size):
-        on_device = RankMemory(params[rank], grads + reduced[rank], masters[rank], states[rank])
+        on_device = RankMemory(
+            params[rank], grads + reduced[rank], masters[rank], states[rank], host=cuts
+        )
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
 
 
 def _param_bytes(layout: Layout, stage: int) -> list[int]:
-    """Count the bytes of parameters, by rank: of whole buckets, or at stage 3 of what the rank owns
-    and of its cuts.
+    """Count the bytes of parameters, by rank: of whole buckets, or at stage 3 of what the rank
+    owns.
     """
     if stage < 3:
         whole = sum(itemsize(dtype) * layout.buffer_numel(dtype) for dtype in layout.dtypes)
         return [whole] * layout.world_size
-    cuts = 0
-    for bucket in layout.buckets:
-        # Cuts of the others are their shards.
-        if bucket.whole:
-            cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
-    params = [cuts] * layout.world_size
+    params = [0] * layout.world_size
     for bucket in layout.buckets:
         for rank, numel in bucket.non_empty_shards():
             params[rank] += itemsize(bucket.dtype) * numel
     return params
+
+
+def _cut_bytes(layout: Layout) -> int:
+    """Count the bytes of a rank's cuts of whole parameters. Cuts of the others are their shards."""
+    cuts = 0
+    for bucket in layout.buckets:
+        if bucket.whole:
+            cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
+    return cuts
 
 
 def _with_host(
@@ -296,7 +308,7 @@ def _with_host(
         memory,
         masters=masters,
         states=states,
-        host=sum(moved),
+        host=memory.host + sum(moved),
         staging=max(moved, default=0) * min(STAGING_SLOTS, len(moved)),
     )
 

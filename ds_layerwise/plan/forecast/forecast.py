@@ -143,6 +143,7 @@ class Forecast:
         stage: int,
         stored_as: Mapping[str, str],
         host_ratio: float = 0.0,
+        params_on_host: bool = False,
         tp_size: int = 1,
         reduction: Reduction = "ordered",
         links: Links | None = None,
@@ -155,6 +156,7 @@ class Forecast:
             routes: by name, of at least these.
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
+            params_on_host: whether the cuts of whole parameters, of stage 3, live there.
             reduction: how sums are made; see :mod:`.plan.network.reduction`.
             links: see :func:`.plan.forecast.cost.traffic_bytes`.
             master_dtype: what masters are kept in.
@@ -172,6 +174,7 @@ class Forecast:
             wires=wires,
             reduction=reduction,
             host_ratio=host_ratio,
+            params_on_host=params_on_host,
         )
         memory = in_float32 = bytes_of(
             state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
@@ -466,6 +469,7 @@ def forecast(
         routes,
         stage=run.stage,
         host_ratio=run.host_ratio,
+        params_on_host=run.params_on_host,
         reduction=reduction,
         links=links or NVLINK_IB,
         master_dtype=run.layerwise.master_dtype,

@@ -529,7 +529,8 @@ def _costs(forecast: Forecast) -> Table:
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
         rows["on the host"] = (
-            f"{_size(host)} more of masters and states on the fullest rank; a step takes "
+            f"{_size(host)} more on the fullest rank, of masters, states, and parameters of "
+            "zero_optimization.offload_param; a step takes "
             f"{_size(staging)} of its device to work on them (less with a smaller "
             "reduce_bucket_size)"
         )

@@ -226,7 +226,7 @@ class CutSync:
         """
         found = self._all_cuts.persistent_written()
         for index, now in self._checksums(self._of_whole(indices)).items():
-            found = found | (now != self._sent[index]).any()
+            found = found | (now != self._sent[index]).any().to(found.device)
         return found
 
     def _of_whole(self, indices: Iterable[int] | None) -> list[int]:
@@ -268,7 +268,7 @@ class CutSync:
         sizes = round_.sizes(self._holders)
         own = sizes[self._rank]
         shard = self._shard(round_)
-        sent = torch.cat([shard[:0], *self._cuts(round_)])
+        sent = torch.cat([shard[:0], *(cut.to(shard.device) for cut in self._cuts(round_))])
         rows = shard.new_empty((self._holders, own))
         work = comm.all_to_all(
             rows.view(-1),

@@ -19,6 +19,7 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
+from ds_layerwise.ranks.owned.host_memory import host_memory
 from ds_layerwise.ranks.owned.weight_checksums import checksum_of
 
 
@@ -104,7 +105,7 @@ class ParamCuts:
     """This rank's cuts of the trained parameters, bucket by bucket.
 
     Those of parameters that are cut by element move into the shards of ``values``, where they are
-    updated; the others into memory of their own.
+    updated; the others into memory of their own, on the host with ``offload_param``.
     """
 
     def __init__(
@@ -118,8 +119,8 @@ class ParamCuts:
         self._params = params
         self._rank = rank
         self._fetcher = fetcher
-        self._places: dict[str, Tensor] = {}
         self._device = values.tensors[0].device
+        self._places: dict[str, Tensor] = {}
         self._fetched: Tensor | None = None
         """The checksum of what stays whole, as it was fetched; None where that is not known."""
         self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
@@ -134,7 +135,11 @@ class ParamCuts:
 
     def _move_apart(self, bucket: Bucket) -> Tensor:
         sizes = [bucket.cut_of(slot) for slot in bucket.slots]
-        memory = self.of(bucket.slots[0].name).new_zeros(sum(sizes))
+        like = self.of(bucket.slots[0].name)
+        if like.device == self._device:
+            memory = like.new_zeros(sum(sizes))
+        else:
+            memory = host_memory(sum(sizes), like.dtype, pin_memory=like.is_pinned()).zero_()
         for slot, place in zip(bucket.slots, memory.split_with_sizes(sizes), strict=True):
             self._move(slot, place)
         return memory
@@ -197,7 +202,7 @@ class ParamCuts:
             return (self._checksum() != self._fetched).any()
         found = torch.zeros((), dtype=torch.bool, device=self._device)
         for cut, part in self._persistent_parts():
-            found |= (cut != part).any()
+            found |= (cut.to(part.device) != part).any()
         return found
 
     def _persistent_parts(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -205,9 +210,10 @@ class ParamCuts:
         for name, value in self.persistent().items():
             param = self._fetcher.module.get_parameter(name)
             cut, part = own_part(param, self._rank, value)
+            before = cut.to(part.device)
             # Under torch_autocast it was rounded to be fetched, which is no write.
-            fetched = cut.to(get_comm_dtype(param)).to(cut.dtype)
-            yield cut, torch.where(part == fetched, cut, part)
+            fetched = before.to(get_comm_dtype(param)).to(cut.dtype)
+            yield cut, torch.where(part == fetched, before, part)
 
     def follow_persistent(self) -> None:
         """Let cuts follow what somebody has written into what stays whole. Where nobody has, a cut

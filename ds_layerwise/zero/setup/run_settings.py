@@ -52,6 +52,8 @@ class Settings:
     dynamic_loss_scale: bool
     static_loss_scale: float
     loss_scale_args: dict[str, Any] | None
+    params_on_host: bool
+    """True if the cuts of ZeRO stage 3 live in host memory."""
     host_ratio: float
     """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool

@@ -154,6 +154,10 @@ class TestAgainstStage2(DistributedTest):
         assert_same(both(lambda: net(tied=True), gas=2, clip=5.0, offload_optimizer={"device": "cpu", "ratio": ratio},
                          **PRECISIONS[precision]))
 
+    def test_with_cuts_on_the_host(self, precision):
+        zero = {"offload_param": {"device": "cpu", "pin_memory": True}}
+        assert_same(both(lambda: Gpt(frozen=True), gas=2, clip=5.0, zero=zero, **PRECISIONS[precision]))
+
     @pytest.mark.parametrize("layerwise", [
         {"log_max_attention_logit": True}, {"qk_clip": {"threshold": 0.01}}], ids=str)
     @pytest.mark.parametrize("kind", ["grouped, with biases", "fused, transposed", "latent"])
@@ -475,9 +479,12 @@ class TestMemory(DistributedTest):
     world_size = [1, 3]
 
     @pytest.mark.parametrize("host", [None, {"device": "cpu", "ratio": 0.5}], ids=str)
-    def test_it_is_what_the_plan_says(self, precision, host):
-        engine = train_engine(start(net(odd=True), config_of(3, gas=2, offload_optimizer=host,
-                                                             **PRECISIONS[precision])), 2, gas=2)
+    @pytest.mark.parametrize("offload_param", [None, {"device": "cpu", "pin_memory": True}], ids=str)
+    def test_it_is_what_the_plan_says(self, precision, host, offload_param):
+        config = config_of(3, gas=2, offload_optimizer=host, **PRECISIONS[precision])
+        if offload_param:
+            config["zero_optimization"]["offload_param"] = offload_param
+        engine = train_engine(start(net(odd=True), config), 2, gas=2)
         optimizer = engine.optimizer
         tensors = [*internals.values_of_shards(engine), *internals.cuts(engine)]
         for shards in internals.shards(engine):
@@ -489,6 +496,9 @@ class TestMemory(DistributedTest):
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
         planned = optimizer.forecast().memory[optimizer.rank]
         assert sum(held.values()) == planned.total + planned.host
+        cuts = [each.untyped_storage().nbytes() for each in internals.param_cuts(engine)]
+        assert bool(planned.host) == bool(host or offload_param)
+        assert not offload_param or planned.host >= sum(cuts)
 
 
 class TestRefused(DistributedTest):
