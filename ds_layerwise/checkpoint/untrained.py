@@ -3,12 +3,14 @@ checkpoint, and the one file of whole parameters, which has what was trained whe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.formats.checkpoint_folder import ModelFile
+from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.checkpoint.formats.checkpoint_folder import MODEL_FILE, ModelFile
 from ds_layerwise.checkpoint.new_names import Renamed, new_names
 from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
@@ -20,20 +22,20 @@ def find_others(
     model: nn.Module,
     *,
     trained: Collection[str],
-    rename: Mapping[str, str],
+    in_file: Mapping[str, Tensor],
     strict: bool,
 ) -> dict[str, Tensor]:
     """Return all of the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
 
     Args:
         saved: the checkpoint in ``folder``, or the file that this is, by new names.
+        in_file: the tensors of its model's file, by new names.
         strict: whether all of it must be there.
 
     Raises:
         LayerWiseError: it is not, or has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
-    exact = _in_model_file(folder, rename)
     others: dict[str, Tensor] = {}
     held = model.state_dict(keep_vars=True)
     # A parameter may have several names, and a module that recomputes is in those of parameters,
@@ -44,25 +46,27 @@ def find_others(
     for name, value in held.items():
         if id(value) in restored or not isinstance(value, Tensor):
             continue
-        if name in exact and exact[name].shape == value.shape:
-            others[name] = exact[name]
+        if name in in_file and in_file[name].shape == value.shape:
+            others[name] = in_file[name]
         elif known := saved.header.shapes.keys() & names[id(value)]:
             first = min(known, key=names[id(value)].index)
             check_shapes({first: tuple(value.shape)}, saved.header.shapes)
-            others[name] = saved.pieces(first, 0, value.numel())[0].master
+            pieces = saved.pieces(first, 0, value.numel())
+            others[name] = torch.cat([piece.master for piece in pieces])
         elif strict:
-            raise LayerWiseError(
-                f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
-                "trained, cannot be restored; with load_module_strict=False it keeps its value"
-            )
+            missing = f"{name}, which is not trained, is not in {folder}"
+            if (folder / "zero").is_dir():
+                missing = f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is "
+                missing += "not trained, cannot be restored"
+            raise LayerWiseError(f"{missing}; with load_module_strict=False it keeps its value")
         # Its other names, if it is tied, stand for it.
         restored.add(id(value))
     return others
 
 
-def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the whole tensors of the model's file, by new names: DeepSpeed's converter rounds
-    buffers to float32, and leaves out those of ZeRO-3.
+def in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
+    """Read the whole tensors of the model's file of a universal checkpoint, by new names:
+    DeepSpeed's converter rounds buffers to float32, and leaves out those of ZeRO-3.
     """
     try:
         model = ModelFile.read(folder, trust=False)
@@ -76,3 +80,21 @@ def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]
         module = {}
     renamed = new_names(module, rename)
     return {renamed[name]: value for name, value in module.items()}
+
+
+def beside_masters(
+    folder: Path, trained: Iterable[str], rename: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Read the tensors of the model's file of a regular checkpoint that has trained weights as
+    masters alone, by new names.
+
+    Args:
+        trained: the names of those masters in the checkpoint.
+
+    Raises:
+        LayerWiseError: the file is missing or damaged; or a glob of ``rename`` matches no name of
+            the file or of ``trained``, or two names become one.
+    """
+    module = load_safely(folder / MODEL_FILE.format(mp_rank=0), with_objects=True)["module"]
+    renamed = new_names({**dict.fromkeys(trained), **module}, rename, use_all=True)
+    return {renamed[name]: each for name, each in module.items() if isinstance(each, Tensor)}

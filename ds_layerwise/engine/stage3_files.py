@@ -143,14 +143,13 @@ def untrained_in(model_file: Path) -> dict[str, Tensor]:
 
 
 def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``module`` of a checkpoint that has no trained weights with those of the model:
-    new ones follow from the masters, which are loaded after it.
+    """Return the ``module`` of a checkpoint that has no trained weights with what the model has in
+    their places: what was trained follows from the masters, which are loaded after it.
     """
-    trained = {id(param) for param in engine.optimizer._params.values()}
     filled = dict(module)
-    for name, (value, param) in _named(engine).items():
-        if name not in filled and id(param) in trained:
-            filled[name] = value.detach()
+    for name, (value, _) in _named(engine).items():
+        if name not in filled:
+            filled[name] = value.detach() if isinstance(value, Tensor) else value
     return filled
 
 

@@ -424,6 +424,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             hook.remove()
         self._run.release()
         param_owner.release(self._params.values())
+        param_owner.unhook(self._engine())
         for param in self._params.values():
             # The next engine may have another section for autocast, or none.
             param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)

@@ -412,11 +412,13 @@ def _load_module_state_dict(
     with _agreeing(load), naming(place):
         if custom_load_fn is None:
             module = checkpoint["module"]
-            renamed = new_names(module, engine.optimizer.config.rename, use_all=True)
+            has_no_weights = load is not None and load.has_no_weights
+            rename = engine.optimizer.config.rename
+            renamed = new_names(module, rename, use_all=not has_no_weights)
             with whole_shapes(engine.module.parameters()):
                 given = {renamed[name]: value for name, value in module.items()}
                 module = given
-                if load is not None and load.has_no_weights:
+                if has_no_weights:
                     module = with_weights(engine, given)
                 # Frozen parameters are the same once more, by their names in the checkpoint.
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}

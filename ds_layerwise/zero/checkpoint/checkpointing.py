@@ -23,7 +23,7 @@ from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.new_names import Renamed
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
-from ds_layerwise.checkpoint.untrained import find_others
+from ds_layerwise.checkpoint.untrained import beside_masters, find_others, in_model_file
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
@@ -197,6 +197,12 @@ class Checkpointing:
             # A regular checkpoint names what is not trained in the file of the model, which the
             # engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
+            in_file: dict[str, Tensor] = {}
+            has_masters_alone = not universal and not saved.header.has_weights
+            if has_masters_alone:
+                in_file = beside_masters(folder, saved.old_names, config.rename)
+            elif universal:
+                in_file = in_model_file(folder, config.rename)
             if isinstance(opened, ShardedCheckpoint):
                 saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)
@@ -213,24 +219,24 @@ class Checkpointing:
                 on_missing_state=config.on_missing_state,
                 on_optimizer_change=config.on_optimizer_change,
             )
-            if universal and strict:
+            if (universal or has_masters_alone) and strict:
                 check_names(
                     saved,
                     folder,
-                    planned.saved_shapes.keys(),
+                    planned.saved_shapes.keys() - (in_file if has_masters_alone else {}),
                     run.model,
                     of_all_stages=of_all_stages,
                 )
             others: dict[str, Tensor] = {}
             if isinstance(opened, ShardedCheckpoint):
                 others = opened.read_others()
-            elif universal:
+            elif universal or has_masters_alone:
                 others = find_others(
                     saved,
                     folder,
                     run.model,
                     trained={spec.name for spec in planned.specs},
-                    rename=config.rename,
+                    in_file=in_file,
                     # One file has what was trained at its save, which may be frozen now, and
                     # nothing else.
                     strict=strict and not isinstance(opened, OneFile),

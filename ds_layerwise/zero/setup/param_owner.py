@@ -64,10 +64,15 @@ def retire_owners(params: Iterable[Tensor]) -> None:
         for name in _USES:
             setattr(optimizer, name, _refuse)
         optimizer.checkpointing.prepare_load = _refuse
-        engine = optimizer._engine()
-        for name in _HANDLES:
-            if (handle := getattr(engine, name, None)) is not None:
-                handle.remove()
+
+
+def unhook(engine: Any) -> None:
+    """Take what ``engine``, which is destroyed, has hooked into the model: the model would keep the
+    engine, and all that it has, in memory.
+    """
+    for name in _HANDLES:
+        if (handle := getattr(engine, name, None)) is not None:
+            handle.remove()
 
 
 def _refuse(*_: object, **__: object) -> NoReturn:

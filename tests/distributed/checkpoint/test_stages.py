@@ -202,6 +202,67 @@ class TestStateDictsOfModels(DistributedTest):
         engine.save_checkpoint(str(tmp_path), tag="t")
 
 
+class Renamed(torch.nn.Module):
+    """The same model under a longer name, or with one layer more."""
+
+    def __init__(self, more=False):
+        super().__init__()
+        self.inner = make(True)
+        if more:
+            self.more = torch.nn.Linear(4, 4)
+
+    def forward(self, place):
+        return self.inner(place)
+
+
+class TestOtherModels(DistributedTest):
+    """A run that trains, or names, other things than what was saved."""
+
+    world_size = 2
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [3], save, frozen=True)
+
+    @pytest.mark.parametrize("options", [{}, {"load_module_only": True}, {"load_module_strict": False}], ids=str)
+    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
+    def test_what_was_trained_is_frozen_and_the_reverse(self, saved, stage, into, options):
+        _, values = torch.load(saved / f"stage{stage}-bf16-3ranks.pt", weights_only=True)
+        net = make()
+        net.square.weight.requires_grad = net.embed.weight.requires_grad = False
+        engine = start(net, config_of(into))
+        engine.load_checkpoint(str(saved), tag=f"stage{stage}-bf16-3ranks", **options)
+        assert_equal_states(values_of(engine.module), values)
+        train_engine(engine, 1, first=2)
+
+    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
+    def test_names(self, saved, stage, into):
+        tag = f"stage{stage}-bf16-3ranks"
+        _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
+        engine = start(Renamed(), config_of(into))
+        with pytest.raises(LayerWiseError, match="inner.conv.bias"):
+            engine.load_checkpoint(str(saved), tag=tag)
+        config = config_of(into) | {"layerwise": {"rename": {"*": "inner.*"}}}
+        engine = start(Renamed(), config)
+        engine.load_checkpoint(str(saved), tag=tag)
+        assert_equal_states(values_of(engine.module.inner), values)
+        engine = start(Renamed(more=True), config)
+        with pytest.raises(LayerWiseError, match="more.bias"):
+            engine.load_checkpoint(str(saved), tag=tag)
+        engine.load_checkpoint(str(saved), tag=tag, load_module_strict=False)
+        assert_equal_states(values_of(engine.module.inner), values)
+        engine = start(make(True), config_of(into) | {"layerwise": {"rename": {"nothing": "else"}}})
+        with pytest.raises(LayerWiseError, match="matches no name in the checkpoint"):
+            engine.load_checkpoint(str(saved), tag=tag)
+
+    @pytest.mark.parametrize("into", [2, 3])
+    def test_two_values_for_what_is_one_parameter_here(self, into, tmp_path):
+        engine = train_engine(start(Net(), config_of(3)), 2)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here"):
+            start(Net(tied=True), config_of(into)).load_checkpoint(str(tmp_path), tag="t")
+
+
 class TestWithoutFrozenOnes(DistributedTest):
     world_size = 2
 

@@ -1,5 +1,8 @@
 """ZeRO stage 3: against stage 2 bit for bit, and against the oracle; what scripts read and write; memory."""
 
+import gc
+import weakref
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -434,6 +437,14 @@ class TestBetweenSteps(DistributedTest):
         assert torch.equal(weights(model), first)
         train_engine(second, 1, first=1)
         assert not torch.equal(weights(model), first)
+
+    def test_what_is_destroyed_is_let_go(self):
+        engine = train_engine(start(Net(), config_of(3)), 1)
+        model, held = engine.module, [weakref.ref(engine), weakref.ref(engine.optimizer)]
+        engine.destroy()
+        del engine
+        gc.collect()
+        assert model is not None and not [each() for each in held if each() is not None]
 
     def test_an_exception_in_a_pass_leaves_the_next_one_whole(self):
         engines = [train_engine(start(Net(), config_of(3)), 1) for _ in range(2)]
