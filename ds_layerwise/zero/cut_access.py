@@ -5,7 +5,7 @@ ZeRO stage 3, where they ask one object for all parameters.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -13,16 +13,23 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.zero.state_access import StateAccess
 
 
-def attach_all(accesses: Iterable[StateAccess]) -> None:
-    """Let DeepSpeed's functions find ``accesses`` on their parameters."""
+def attach_all(accesses: Iterable[StateAccess], params: Iterable[nn.Parameter]) -> None:
+    """Let DeepSpeed's functions find ``accesses`` on all ``params`` of a model."""
     found = CutAccess(accesses)
-    for access in found.by_param.values():
-        access.param._z3_optimizer = found  # type: ignore[attr-defined]
+    for param in params:
+        param._z3_optimizer = found  # type: ignore[attr-defined]
+
+
+def detach_all(params: Iterable[nn.Parameter]) -> None:
+    """Undo :func:`attach_all`."""
+    for param in params:
+        vars(param).pop("_z3_optimizer", None)
 
 
 class CutAccess:
     """The masters, states and averaged gradients of all parameters, whole, under the names of
-    DeepSpeed's optimizer at stage 3.
+    DeepSpeed's optimizer at stage 3. A parameter that is not trained has none, as at stages 1
+    and 2: getters return None, and setters do nothing.
     """
 
     def __init__(self, accesses: Iterable[StateAccess]) -> None:
@@ -31,41 +38,50 @@ class CutAccess:
     def __deepcopy__(self, memo: object) -> None:
         """Return nothing: a copy of the model has no optimizer."""
 
-    def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
+    def get_full_hp_param(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> Tensor | None:
         """See :meth:`.StateAccess.get_full_hp_param`."""
-        return self.by_param[param].get_full_hp_param(optim_state_key)
+        if access := self.by_param.get(param):
+            return access.get_full_hp_param(optim_state_key)
+        return None
 
     def set_full_hp_param(
         self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
     ) -> None:
         """See :meth:`.StateAccess.set_full_hp_param`."""
-        self.by_param[param].set_full_hp_param(value, optim_state_key)
+        if access := self.by_param.get(param):
+            access.set_full_hp_param(value, optim_state_key)
 
-    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor:
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """See :meth:`.StateAccess.get_full_hp_grad`."""
-        return self.by_param[param].get_full_hp_grad()
+        if access := self.by_param.get(param):
+            return access.get_full_hp_grad()
+        return None
 
     def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
         """See :meth:`.StateAccess.set_full_hp_grad`."""
-        self.by_param[param].set_full_hp_grad(value)
+        if access := self.by_param.get(param):
+            access.set_full_hp_grad(value)
 
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]
     ) -> None:
         """Replace the gradient of each of ``params`` by what ``update`` makes of it."""
         for param in params:
-            access = self.by_param[param]
-            access.set_full_hp_grad(update(access.get_full_hp_grad(), param))
+            if access := self.by_param.get(param):
+                access.set_full_hp_grad(update(access.get_full_hp_grad(), param))
 
-    def get_local_fp32_param(self, param: nn.Parameter, *_: Any) -> NoReturn:
-        """Refuse: see :func:`_no_cuts`."""
-        raise _no_cuts(self.by_param[param].name)
+    def get_local_fp32_param(self, param: nn.Parameter, *_: Any) -> None:
+        """Refuse where there is something: see :func:`_no_cuts`."""
+        if access := self.by_param.get(param):
+            raise _no_cuts(access.name)
 
     get_local_fp32_grad_for_param = get_local_fp32_param
 
-    def set_local_hp_param(self, _: Tensor, param: nn.Parameter, *__: Any) -> NoReturn:
-        """Refuse: see :func:`_no_cuts`."""
-        raise _no_cuts(self.by_param[param].name)
+    def set_local_hp_param(self, _: Tensor, param: nn.Parameter, *__: Any) -> None:
+        """Refuse where there is something: see :func:`_no_cuts`."""
+        self.get_local_fp32_param(param)
 
     set_local_grad_for_param = set_local_hp_param
 

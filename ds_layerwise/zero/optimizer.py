@@ -23,7 +23,7 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
-from ds_layerwise.zero.cut_access import attach_all
+from ds_layerwise.zero.cut_access import attach_all, detach_all
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.interrupted import survivable
 from ds_layerwise.zero.loss_scaling import LossScaling
@@ -125,7 +125,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         param_owner.take(run.params.values(), self)
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
         if settings.stage == 3:
-            attach_all(self._access)
+            attach_all(self._access, model.parameters())
         else:
             for access in self._access:
                 access.attach()
@@ -430,6 +430,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
         for access in self._access:
             access.detach()
+        detach_all(self._run.model.parameters())
         self.attention.destroy()
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()

@@ -51,7 +51,7 @@ class StateAccess:
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        for key in ("_hp_mapping", "_dp_group", "_z3_optimizer", *_METHODS):
+        for key in ("_hp_mapping", "_dp_group", *_METHODS):
             self.param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:

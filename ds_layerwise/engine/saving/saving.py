@@ -65,6 +65,12 @@ def _save_whole(
         tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
         _check_kind(place / tag, is_universal=False)
         if optimizer.config.save_universal:
+            if is_cut(engine) and options.get("exclude_frozen_parameters"):
+                raise LayerWiseError(
+                    "exclude_frozen_parameters is true, and a universal checkpoint of ZeRO stage 3 "
+                    "takes frozen parameters from the file that would lack them; leave it out, or "
+                    "set layerwise.save_universal to false"
+                )
             _check_kind(place / f"{tag}_universal", is_universal=True)
     comm.same_on_all_ranks("the checkpoint's tag", tag, [tag], group=None)
     commit_decoupled(engine)

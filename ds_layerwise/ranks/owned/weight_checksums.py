@@ -17,6 +17,9 @@ from ds_layerwise.ranks.comm import comm
 #: Elements that are added up at a time: the memory that it takes is some 24 bytes for each.
 _AT_A_TIME = 1 << 22
 
+#: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
+_SPREAD = 0x1E3779B97F4A7C15
+
 
 class SameWeights:
     """A comparison over ranks of what was written through parameters.
@@ -132,5 +135,7 @@ def checksum_of(values: Tensor) -> Tensor:
     for start in range(0, bits.numel(), _AT_A_TIME):
         some = bits[start : start + _AT_A_TIME].long()
         places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
-        total += torch.stack([some.sum(), (some * places).sum()])
+        # Sums of products alone would be the same where values change places symmetrically.
+        mixed = (some ^ (places * _SPREAD)) * _SPREAD
+        total += torch.stack([some.sum(), (mixed ^ (mixed >> 29)).sum()])
     return total

@@ -293,6 +293,12 @@ class TestUniversal(DistributedTest):
     def saved(self, class_tmpdir):
         return made_once(class_tmpdir / "saved", [3], self.save)
 
+    def test_it_needs_what_is_frozen(self, tmp_path):
+        engine = train_engine(start(make(True), config_of(3) | {"layerwise": {"save_universal": True}}), 1)
+        with pytest.raises(LayerWiseError, match="^exclude_frozen_parameters is true, and a universal checkpoint"):
+            engine.save_checkpoint(str(tmp_path), exclude_frozen_parameters=True)
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.parametrize("into", [1, 2, 3])
     def test_it_is_written_beside(self, saved, into):
         states, values = torch.load(saved / "t.pt", weights_only=True)

@@ -356,6 +356,16 @@ class TestAccess(DistributedTest):
             engine.step()
         assert_same_run(engines[1], engines[0])
 
+    def test_what_is_not_trained_has_nothing(self):
+        for stage in (2, 3):
+            engine = train_engine(start(Net(frozen=True), config_of(stage)), 1)
+            param = engine.module.tall.weight
+            assert safe_get_full_fp32_param(param) is safe_get_full_optimizer_state(param, "exp_avg") is None
+            assert safe_get_full_grad(param) is None
+            safe_set_full_fp32_param(param, torch.ones(40, 12))
+            engine.destroy()
+            assert not hasattr(param, "_z3_optimizer")
+
     def test_what_is_written_is_there_at_once(self):
         engine = start(Net(), config_of(3))
         for param in engine.module.parameters():

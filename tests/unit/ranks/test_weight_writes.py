@@ -56,3 +56,8 @@ def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
     assert len(seen) == 5
     assert weight_checksums.checksum(torch.tensor(0.5, dtype=dtype)) == weight_checksums.checksum(torch.tensor([0.5],
                                                                                                        dtype=dtype))
+
+
+def test_values_that_change_places_symmetrically_are_told():
+    one, other = torch.tensor([1.0, 2, 2, 1]), torch.tensor([2.0, 1, 1, 2])
+    assert weight_checksums.checksum(one) != weight_checksums.checksum(other)
