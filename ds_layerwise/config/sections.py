@@ -182,7 +182,8 @@ class OptimizerConfig(Hyper):
     scalar_weight_decay: Annotated[NonNegative | None, OR_NULL] = None
     """Weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
     preset: Annotated[Literal[tuple(PRESETS)] | None, OR_NULL] = None  # type: ignore[valid-type]
-    """The published recipe with the values that the config leaves out; see :mod:`.recipes.presets`.
+    """The published recipe with the values that the config leaves out; see
+    :mod:`.recipes.presets`.
     """
     from_preset: tuple[str, ...] = ()
     """The keys that the preset has given."""

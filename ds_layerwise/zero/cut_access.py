@@ -1,5 +1,5 @@
 """The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to parameters at
-ZeRO stage 3, where they ask one object for all parameters.
+ZeRO stage 3. There, the functions ask one object for all parameters.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ from ds_layerwise.zero.state_access import StateAccess
 
 
 def attach_all(accesses: Iterable[StateAccess]) -> None:
-    """Let DeepSpeed's functions find ``accesses`` on their parameters."""
+    """Register ``accesses`` on their parameters, where DeepSpeed's functions look for them."""
     found = CutAccess(accesses)
     for access in found.by_param.values():
         access.param._z3_optimizer = found  # type: ignore[attr-defined]
 
 
 class CutAccess:
-    """The masters, states and averaged gradients of all parameters, whole, under the names of
-    DeepSpeed's optimizer at stage 3.
+    """The masters, states and averaged gradients of all parameters, whole, with the method names of
+    DeepSpeed's stage 3 optimizer.
     """
 
     def __init__(self, accesses: Iterable[StateAccess]) -> None:
         self.by_param = {access.param: access for access in accesses}
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return nothing: a copy of the model has no optimizer."""
+        """Return None: a copy of the model has no optimizer."""
 
     def get_full_hp_param(self, param: nn.Parameter, optim_state_key: str | None = None) -> Tensor:
         """See :meth:`.StateAccess.get_full_hp_param`."""
@@ -52,19 +52,19 @@ class CutAccess:
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]
     ) -> None:
-        """Replace the gradient of each of ``params`` by what ``update`` makes of it."""
+        """Replace the gradient of each of ``params`` by the return value of ``update``."""
         for param in params:
             access = self.by_param[param]
             access.set_full_hp_grad(update(access.get_full_hp_grad(), param))
 
     def get_local_fp32_param(self, param: nn.Parameter, *_: Any) -> NoReturn:
-        """Refuse: see :func:`_no_cuts`."""
+        """Raise an error; see :func:`_no_cuts`."""
         raise _no_cuts(self.by_param[param].name)
 
     get_local_fp32_grad_for_param = get_local_fp32_param
 
     def set_local_hp_param(self, _: Tensor, param: nn.Parameter, *__: Any) -> NoReturn:
-        """Refuse: see :func:`_no_cuts`."""
+        """Raise an error; see :func:`_no_cuts`."""
         raise _no_cuts(self.by_param[param].name)
 
     set_local_grad_for_param = set_local_hp_param

@@ -1,7 +1,7 @@
-"""Parameters as ZeRO stage 3 keeps them: a cut on each rank, and whole while a module runs.
+"""The parameters of ZeRO stage 3: a cut on each rank, and whole while a module runs.
 
-DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tensor``, ceil(numel /
-ranks) elements; what the last ranks have too many is padding.
+DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tensor``, with ceil(numel
+/ ranks) elements. On the last ranks, the excess is padding.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ds_layerwise.ranks.owned.buffers import OwnShards
 
 
 def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
-    """Cut the parameters of ``engine`` over the ranks, those that ``zero.Init`` has not cut yet,
-    and make what fetches them.
+    """Cut the parameters of ``engine`` over the ranks, except those that ``zero.Init`` has cut, and
+    return the object that fetches them.
 
     Raises:
         ConfigError: they are cut over other ranks than those of ``group``.
@@ -56,9 +56,9 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
 
 @contextmanager
 def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let every cut parameter have the shape of the whole while a model is looked at.
+    """Give every cut parameter the shape of the whole while a model is inspected.
 
-    It has the memory of one element then: nobody may read or write values.
+    The parameter then has the memory of one element: its values must not be read or written.
     """
     held = []
     for param in params:
@@ -75,7 +75,7 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
 
 
 def own_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
-    """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
+    """Write the cut of ``rank`` into ``param``, from the whole ``value``, 1-D."""
     cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
     own = value[rank * cut.numel() :][: cut.numel()]
     cut[: own.numel()].copy_(own)
@@ -84,8 +84,8 @@ def own_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
 class ParamCuts:
     """This rank's cuts of the trained parameters, bucket by bucket.
 
-    Those of parameters that are cut by element move into the shards of ``values``, where they are
-    updated; the others into memory of their own.
+    The cuts of parameters that are split by element move into the shards of ``values``, where they
+    are updated. The others move into memory of their own.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class ParamCuts:
             else:
                 self._move_in(bucket, values.shard(bucket, rank))
         self.tensors = tuple(apart)
-        """The memory of cuts that are no shards, one tensor a bucket."""
+        """The memory of the cuts that are no shards, one tensor per bucket."""
 
     def _move_apart(self, bucket: Bucket) -> Tensor:
         sizes = [bucket.cut_of(slot) for slot in bucket.slots]
@@ -122,43 +122,47 @@ class ParamCuts:
             self._move(slot, shard.narrow(0, first, bucket.cut_of(slot)))
 
     def _move(self, slot: Slot, place: Tensor) -> None:
-        """Let the cut of a parameter, zeros so far behind its end, lie in ``place``."""
+        """Move the cut of a parameter to ``place``. Elements past the parameter's end keep their
+        zeros.
+        """
         numel = min(max(slot.numel - self._rank * place.numel(), 0), place.numel())
         place[:numel].copy_(self.of(slot.name)[:numel])
         self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
         self._places[slot.name] = place
 
     def of(self, name: str) -> Tensor:
-        """Return this rank's cut of ``name``, 1-D, where it lies now."""
+        """Return this rank's cut of ``name``, 1-D, wherever it lies now."""
         cut: Tensor = self._params[name].ds_tensor.data  # type: ignore[attr-defined]
         return cut
 
     def release(self) -> None:
-        """Let no parameter be whole, so that the next who uses one fetches it anew."""
+        """Release all parameters, so that the next use fetches them anew."""
         self._fetcher.partition_all_parameters()
 
     def fetch_persistent(self) -> None:
-        """Make those parameters whole that stay so between two steps. A collective."""
+        """Gather the parameters that stay whole between steps. A collective."""
         persistent = self._fetcher.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
 
     def follow_persistent(self) -> None:
-        """Let cuts follow what somebody has written into parameters that stay whole."""
+        """Copy writes into parameters that stay whole to their cuts."""
         trained = set(self._params.values())
         for param in self._fetcher.persistent_parameters:
             if param in trained and param.numel() == param.ds_numel:
                 own_cut(param, self._rank, param.data.view(-1))
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
+        """Write this rank's cut of a whole parameter, 1-D, and the parameter itself if it is whole
+        now.
+        """
         param = self._params[name]
         own_cut(param, self._rank, value)
         if param.numel() == value.numel():
             param.data.view(-1).copy_(value)
 
     def misplaced(self) -> str | None:
-        """Return the first parameter whose cut does not lie in its place; None if all do."""
+        """Return the name of the first parameter whose cut is not in its place; None if all are."""
         for name, place in self._places.items():
             if self.of(name).data_ptr() != place.data_ptr():
                 return name
