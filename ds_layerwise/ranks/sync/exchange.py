@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One all-to-all of an :class:`Exchange`, from the view of one rank."""
+    """An all-to-all of an :class:`Exchange`, from the view of one rank."""
 
     ep_size: int
     dtype: str
