@@ -305,7 +305,7 @@ def _configure_optimizer(
         )
         check_recipes(ours.recipes_by_group)
     result = original(ours, model_parameters)
-    # The engine uses the return value only to make schedulers.
+    # The calls that get this attribute next make schedulers.
     engine.basic_optimizer = ours.client
     return result
 
