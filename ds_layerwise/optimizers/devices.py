@@ -73,8 +73,8 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     as fast as in float32.
 
     The measurement takes some tens of milliseconds, once per process and device. float16 is a
-    candidate only on CUDA: elsewhere bfloat16 is always at least as fast, or it is unknown whether
-    subnormals are flushed to zero.
+    candidate only on CUDA: elsewhere torch multiplies in bfloat16 wherever that is faster, or does
+    not tell whether subnormals are kept.
     """
     by_type = {"cuda": [torch.float16, torch.bfloat16], "meta": []}
     fast = set()

@@ -313,7 +313,7 @@ class NorMuon(Scaled):
     22b57d4, and pytorch_optimizer 4.1.0). The paper's Algorithm 1 gives updates an RMS of 0.2;
     ``scale_mode`` "match_rms_adamw" reaches that up to the error of five Newton-Schulz steps.
     ``moment2_per`` "longer_side" is the choice of Emerging-Optimizers (0.3.0). It averages over
-    columns if there are at least as many columns as rows, else over rows, and replaces v by max(v,
+    columns if there are at least as many rows as columns, else over rows, and replaces v by max(v,
     eps).
     """
 

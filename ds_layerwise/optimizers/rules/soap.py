@@ -78,7 +78,7 @@ class Soap(Kronecker):
         if not self.recipe.lagged_basis:
             self._learn(grad, state, step, hyper)
             return self._adam(grad, state, step, hyper)
-        # Copy it, so that later changes of the bases do not change the result.
+        # Compute the result first, so that it does not depend on the new bases.
         update = None
         if step > 1:
             update = self._adam(grad, state, step - 1, hyper)
