@@ -1,5 +1,7 @@
-"""Frozen parameters and buffers out of files of which DeepSpeed's engine loads nothing: a universal
-checkpoint, and the one file of whole parameters, which has what was trained where it was saved."""
+"""Frozen parameters and buffers from files of which DeepSpeed's engine loads nothing: a universal
+checkpoint, and the single file of whole parameters, which has the parameters that were trained at
+its save.
+"""
 
 from __future__ import annotations
 
@@ -23,21 +25,22 @@ def find_others(
     rename: Mapping[str, str],
     strict: bool,
 ) -> dict[str, Tensor]:
-    """Return all of the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
+    """Return everything in the ``state_dict`` of ``model`` except the parameters ``trained``, by
+    name.
 
     Args:
-        saved: the checkpoint in ``folder``, or the file that this is, by new names.
-        strict: whether all of it must be there.
+        saved: the checkpoint in ``folder``, or the single file with that path, by new names.
+        strict: True if all of it must be there.
 
     Raises:
-        LayerWiseError: it is not, or has another shape.
+        LayerWiseError: something is missing, or has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
     exact = _in_model_file(folder, rename)
     others: dict[str, Tensor] = {}
     held = model.state_dict(keep_vars=True)
-    # A parameter may have several names, and a module that recomputes is in those of parameters,
-    # and not in these.
+    # A parameter may have several names. Activation checkpointing adds its wrapper to the names of
+    # parameters, but not to those in state_dict.
     names: dict[int, list[str]] = {}
     for name, value in (*held.items(), *model.named_parameters(remove_duplicate=False)):
         names.setdefault(id(value), []).append(name)
@@ -55,20 +58,19 @@ def find_others(
                 f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is not "
                 "trained, cannot be restored; with load_module_strict=False it keeps its value"
             )
-        # Its other names, if it is tied, stand for it.
+        # A tied tensor is listed under one of its names.
         restored.add(id(value))
     return others
 
 
 def _in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the whole tensors of the model's file, by new names: DeepSpeed's converter rounds
-    buffers to float32, and leaves out those of ZeRO-3.
+    """Read the whole tensors in the model's file, by new names. They are needed because DeepSpeed's
+    converter rounds buffers to float32 and leaves out those of ZeRO-3.
     """
     try:
         model = ModelFile.read(folder, trust=False)
     except LayerWiseError:
-        # A client may have put anything into it. The engine loads it next, and that is the user's
-        # decision.
+        # A client may have stored anything in it. The engine loads it next, at the user's risk.
         return {}
     if model:
         module = model.module
