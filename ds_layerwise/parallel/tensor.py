@@ -73,7 +73,7 @@ def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Gr
         autotp_group: the group for which AutoTP has cut the model, if it has.
 
     Raises:
-        ConfigError: gradients are not averaged accordingly.
+        ConfigError: it differs from the group of ``mpu``, by which gradients are averaged.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) == 1:
         return None
