@@ -176,8 +176,8 @@ def _of_experts(module: nn.Module, length: int) -> Split | None:
 def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: int) -> Split:
     by_head = lies_by_head(module)
     if not by_head and heads == keys:
-        # Vision models may have no number of heads, or one per stage. In an encoder-decoder,
-        # queries do not come from the encoder.
+        # Vision models may have no number of heads, or one per stage. In cross-attention, the layer
+        # on the encoder's output has no queries.
         of_encoder = getattr(module, "is_cross_attention", False) is True
         return _equal(length, *("kv" if of_encoder else "qkv"))
     if by_head:

@@ -238,8 +238,8 @@ class AdEMAMix(Elementwise):
     recipe: recipes.AdEMAMix = recipes.AdEMAMix()
 
     def move_(self, batch: Batch) -> None:
-        """Update the three averages, then subtract the first two, weighted, over the root of the
-        third.
+        """Update the three averages, then subtract both averages of gradients over the root of that
+        of squares.
         """
         beta1, beta2 = batch.hyper.betas
         for step, some in batch.by_step():

@@ -60,7 +60,7 @@ def state_dict(
             model[unwrapped(name)] = value
             continue
         if not shapes[name]:
-            # In torch's format, a state that is a number is not cut.
+            # In torch's format, a state of a 0-d parameter is not cut.
             value, _ = held_of(value)
         state.setdefault(unwrapped(name), {})[key] = value
     for name, other in tied(module, shapes).items():
