@@ -50,7 +50,8 @@ def _get_zero_config(original: Method, given: Any) -> Any:
 
 def _initialize_params(original: Method, _: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
     """Raise the error of this backend, if there is one, in place of DeepSpeed's error."""
-    # torch has wrapped the earlier hook in one of its own, when the ranks connected.
+    # Install it again: torch has wrapped the earlier hook in one of its own when the ranks
+    # connected.
     final_error.begin()
     optimizer = given.get("optimizer")
     if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):

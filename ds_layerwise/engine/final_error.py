@@ -88,7 +88,8 @@ def _tell(
     else:
         rank = distributed.get_rank()
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
-        # The error is unexpected, so print its traceback; other ranks may have printed it.
+        # The error is unexpected, so its traceback is needed. The errors of other ranks only name
+        # this rank.
         earlier(kind, error, trace)
     elif not (rank and _is_told(store)):
         say(framed(error), sys.stderr)

@@ -148,8 +148,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 if observer.looks and param.grad is not None:
                     observer.saw_gradient(name, param.grad)
             if not self._coalesce_grad_reduction:
-                # DeepSpeed's tiled layers run one backward pass per tile. They set this to True at
-                # the last tile.
+                # DeepSpeed's tiled layers run one backward pass per tile, and set ds_grad_is_ready
+                # at the last one.
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
                 self.progress.gradient_came(name, inside=self._backward_active_depth > 0)

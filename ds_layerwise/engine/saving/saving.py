@@ -75,8 +75,8 @@ def _save_whole(
         own_disks = engine.use_node_local_storage()
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=own_disks))
         if not writer.is_decoupled():
-            # A process may still write to these files. The next save waits for it and then removes
-            # them.
+            # The process of a background save may still write. The next save waits for it and then
+            # removes its files.
             undo.callback(_abandon, save)
         undo.callback(_release, writer)
         with _recorded(writer) as written:

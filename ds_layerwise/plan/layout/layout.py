@@ -122,7 +122,7 @@ class Bucket:
     * ``even``: directly to the owners, whose shards have equal lengths.
     * ``ragged``: directly to the owners, with shards of any length.
     * ``cuts``: with shards of any length, in as many equal cuts as there are shards, cut r to
-      holder r. From there, one exchange moves the elements of other owners.
+      holder r. From there, one exchange per step moves the elements of other owners.
     * ``by_param``: for parameters that are cut over the ranks. Each is cut evenly by itself, as
       ZeRO stage 3 does it, cut r to holder r, whose shard consists of its cuts of all parameters.
       Slots have room for as many equal cuts.

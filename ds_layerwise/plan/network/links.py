@@ -123,8 +123,8 @@ def links_of_run(
     where: str = "layerwise.links",
     places: int = 1,
 ) -> Links:
-    """Return the links that a run plans with: those of ``links``, or for "auto" those of the
-    device.
+    """Return the links that a run plans with: those of ``links``, or for "auto" those that suit the
+    memory of the data.
 
     The nodes are those of the run. Named links then have one interface per device; the interfaces
     in a file stay as they are.

@@ -58,7 +58,7 @@ def plan_layout(
         specs: in model order; buckets go through them backwards, in the order of gradients.
         bucket_numel: a bucket closes when it has this many elements, so it may be one large
             parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`. It closes earlier
-            if otherwise there were too few buckets for sums inside nodes to overlap with sums
+            if there would otherwise be too few buckets for sums inside nodes to overlap with sums
             between them.
         policy: ``balanced`` balances the whole model; shards have any length, and padding only
             before aligned starts. ``lpt`` and ``size_matching`` make the shards of each bucket

@@ -4,8 +4,9 @@ Note: why, and how far
     A batch of equal matrices takes as many launches as one matrix, and small matrices fill a device
     better in a batch. In a bucket that is shared by many ranks, an owner has one or two matrices of
     each shape, so that every matrix would be an update of its own. On the other hand, updates of
-    matrices from later buckets delay this bucket, and with it the first gather. So matrices of
-    other buckets are added only until those of their shape have the elements of a full batch.
+    matrices whose buckets have a later turn delay this bucket, and with it the first gather. So
+    matrices of other buckets are added only until those of their shape have the elements of a full
+    batch.
 """
 
 from __future__ import annotations

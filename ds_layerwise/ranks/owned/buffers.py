@@ -24,8 +24,8 @@ class FlatBuffer:
     """The memory of a Layout: one 1-D tensor per bucket, and views into it.
 
     Args:
-        stored_as: the dtype to allocate for a dtype of the layout; a missing one is allocated as it
-            is. A gradient buffer has the layout of the parameters, often in another dtype.
+        stored_as: the dtype to allocate for a dtype of the layout; a dtype that is missing stands
+            for itself. A gradient buffer has the layout of the parameters, often in another dtype.
         fill: called bucket by bucket with every parameter's name and its view, which is all zeros.
             Memory that it frees makes room for the next bucket.
     """

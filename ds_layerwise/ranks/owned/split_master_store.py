@@ -17,8 +17,8 @@ from ds_layerwise.recipes.base.dtypes import BLOCK
 class SplitMasters:
     """The remainders and marks of the shards of one rank, one tensor of each per bucket.
 
-    Blocks and parameters start where shards start, so the cuts of a parameter do not move its
-    blocks.
+    Blocks start at shard starts, and parameters at block borders, so cutting a parameter does not
+    move its blocks.
 
     Args:
         values: the shards of the parameter buffer. The layout's alignment must be a multiple of 64.

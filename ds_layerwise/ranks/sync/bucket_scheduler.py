@@ -198,8 +198,8 @@ class BucketScheduler(ABC):
             launch: True to start every bucket that may start now.
         """
         if torch.is_grad_enabled():
-            # Needed in a backward pass that builds a graph. Otherwise only the check runs in every
-            # hook.
+            # A backward pass may build a graph. Otherwise this check is all that every hook pays
+            # for.
             with torch.no_grad():
                 self.accumulate(name, launch=launch)
             return

@@ -205,8 +205,8 @@ class ParamSync:
         if not self._overlaps:
             self.finish()
             return
-        # The first uses, and other collectives before them, may come in different orders on
-        # different ranks.
+        # Begin everything now: the order of first uses, and of other collectives before them, may
+        # differ between ranks.
         self._begin_last()
         self._turn.release()
         for module in self._modules:

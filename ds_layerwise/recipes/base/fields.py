@@ -158,7 +158,8 @@ def _refuse_placeholders(where: str, value: object, schema: Any) -> None:
     if isinstance(value, str) and value == "auto" and "auto" not in choices:
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
     if value is None and not schema.get("may_be_null"):
-        # Some fields are None if a config does not set them.
+        # A field's type may allow None for a key that is not set, but the config must not set it to
+        # null.
         raise ConfigError(f"{where} must be {_expected(schema, 'float_type')}, got None")
 
 

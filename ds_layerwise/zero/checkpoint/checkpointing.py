@@ -394,7 +394,8 @@ class Checkpointing:
         owned = self._run.owned
         # At stage 3, the engine has loaded the model into cuts.
         self._fetch_cuts()
-        # Float32 masters that are the weights themselves are copied over them.
+        # A load of float32 masters that share memory with the weights overwrites these, so keep
+        # copies.
         loaded = []
         if load.weights_win:
             for bucket in planned.layout.buckets:

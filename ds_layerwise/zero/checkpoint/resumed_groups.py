@@ -194,7 +194,7 @@ class Resumption:
             self.changes.setdefault((key, str(old[key]), str(new[key]), is_taken), []).append(index)
             if is_taken:
                 configured |= self._take(index, key)
-        # A rate in an override is a ratio to this one.
+        # A rate in an override becomes a ratio to this one, which must not be 0.
         configured["lr"] = configured["lr"] or built["lr"]
         self.optimizer.configured[index] = configured
 
