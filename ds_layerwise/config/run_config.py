@@ -54,8 +54,8 @@ class RunConfig:
     stage: int
     bucket_numel: int
     param_dtype: str
-    """The dtype of the model, as a Layout names it; float32 if the engine does not cast a float32
-    model.
+    """The dtype of the model, as a Layout names it. It is float32 if the engine casts nothing,
+    because the model is then assumed to be float32.
     """
     accumulation_dtype: str | None
     wire_dtype: str | None

@@ -25,7 +25,7 @@ from ds_layerwise.zero.run_state import RunState
 
 
 def warn_of_zeros(run: RunState) -> None:
-    """Warn of all-zero matrices under a rule that keeps each weight at its own norm. Every rank of
+    """Warn of all-zero matrices under a hook that keeps each matrix at its own norm. Every rank of
     the group must call this.
 
     It is no error, because a checkpoint may be loaded next.

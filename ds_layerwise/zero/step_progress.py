@@ -33,7 +33,7 @@ class Progress:
         self.updates = 0
         """The number of updates; a skipped step makes none."""
         self.updating = False
-        """True during an update, and after an update that failed with some parameters updated."""
+        """True during engine.step(), and after one that failed when its update had begun."""
         # The number of the step that the reductions belong to, their count, and the micro-batch of
         # the last one. Reductions whose gradients were dropped since also count.
         self._step = -1

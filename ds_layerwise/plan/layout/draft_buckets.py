@@ -48,7 +48,7 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
     fewer.
 
     With ``equal_shards``, a bucket also has at least 90 % of ``equal_shards`` times its largest
-    parameter. All of its shards become as long as that parameter, so elements below that are
+    parameter. All of its shards become as long as that parameter, and the missing elements are
     padding.
     """
     buckets: list[list[Item]] = []

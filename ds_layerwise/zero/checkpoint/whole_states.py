@@ -215,8 +215,8 @@ def groups_of(
 
 
 def _group_of_class(route: Route) -> dict[str, Any] | None:
-    """Return the values of a group of the torch class that updates a parameter; None if it is no
-    torch class.
+    """Return the values of a group of the torch class that updates a parameter; None if no
+    class does.
     """
     recipe = route.recipe
     shape = route.matrix_shape or (1,)
