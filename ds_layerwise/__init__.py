@@ -10,7 +10,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-#: Public names and where they live; loaded on first use.
+#: The public names and their modules, loaded on first use.
 _PUBLIC = {
     "register": "engine.register",
     "unregister": "engine.register",

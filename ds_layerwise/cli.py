@@ -2,8 +2,8 @@
 
 A launcher starts ``links`` on every rank: ``deepspeed --module ds_layerwise.cli links OUT.json``.
 
-Exit codes: 0 for done and ok, 1 for what ``verify`` finds wrong or different, 2 for a refusal, in
-one line on stderr.
+Exit codes: 0 for success; 1 if ``verify`` or a comparison finds problems or differences; 2 for a
+refusal, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from tqdm import tqdm
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say, say_last
 
-#: GiB of one device, 1 PiB. Every text of a plan has room for so many bytes, and for their lack.
+#: The largest memory of one device in GiB: 1 PiB. All texts of a plan have room for such numbers,
+#: also negative ones.
 _MOST_GIB = 2**20
-#: More data-parallel ranks than any run has: a plan of the largest models takes a minute there.
+#: The largest number of data-parallel ranks, more than any run has: a plan of the largest models
+#: takes a minute there.
 _MOST_RANKS = 2**17
 
 
@@ -39,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(argv)
     if options.command != "links":
-        # The other commands work on the host. Without this, DeepSpeed reports on stdout that it
+        # All other commands work on the host. Without this, DeepSpeed prints on stdout that it
         # looks for a device.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
@@ -59,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ds-layerwise", description="Plans and checkpoints of ds_layerwise, without an engine."
     )
-    # DeepSpeed's launcher puts it before everything else.
+    # DeepSpeed's launcher adds it before all other arguments.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = argparse.ArgumentParser(add_help=False)
@@ -242,7 +244,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _gib(text: str) -> int:
-    """Return the bytes of so many GiB."""
+    """Return a number of GiB in bytes."""
     try:
         size = float(text)
     except ValueError:
@@ -267,7 +269,7 @@ def _num_bytes(text: str) -> int:
 
 @contextmanager
 def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on stderr, where that is a terminal."""
+    """Show a progress bar on stderr, if that is a terminal."""
     disable = quiet or sys.stderr is None or None
     with tqdm(
         desc=what, total=total_bytes, unit="B", unit_scale=True, disable=disable, leave=False
@@ -276,7 +278,7 @@ def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], o
 
 
 def _reading(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the arguments of all functions that read a checkpoint."""
+    """Return the common arguments of all functions that read a checkpoint."""
     return {
         "workers": options.workers,
         "trust": options.trust_client_state,
@@ -284,8 +286,8 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# Each command imports what it needs. For all but plan that is torch and deepspeed, which take
-# seconds: help and mistakes in the arguments should not.
+# Each command imports its own modules. Except for plan, these need torch and deepspeed, which take
+# seconds to load; help and mistakes in the arguments should not wait for them.
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -350,8 +352,8 @@ def _links(options: argparse.Namespace) -> int:
             options.out, like=options.like, overwrite=options.overwrite
         )
     except LayerWiseError as e:
-        # All ranks raise the same error, and rank 0 prints it. A launcher ends all ranks with the
-        # first that ends.
+        # All ranks raise the same error, and rank 0 prints it. A launcher ends all ranks as soon as
+        # one ends.
         if comm.rank_of(None) == 0:
             _refuse(e)
         comm.gather_objects(None, group=None)

@@ -1,4 +1,6 @@
-"""Errors of what a user wrote or ran: one small tree, so that callers can catch all of it."""
+"""The errors about a user's input or script. They have one base class, so that callers can catch
+all of them.
+"""
 
 from __future__ import annotations
 
@@ -11,31 +13,29 @@ class LayerWiseError(Exception):
 
 
 class ConfigError(LayerWiseError, ValueError):
-    """A key or a value of the configuration cannot be honoured."""
+    """A key or a value of the configuration is not valid or not supported."""
 
 
 class RoutingError(LayerWiseError, ValueError):
-    """A parameter has no optimizer that can train it, or two rules disagree about it."""
+    """No optimizer can train a parameter, or two rules disagree about it."""
 
 
 class LayoutError(LayerWiseError, ValueError):
-    """A placement of parameters that breaks an invariant, or that differs between ranks."""
+    """A layout breaks an invariant, or differs between ranks."""
 
 
 class StepError(LayerWiseError, RuntimeError):
-    """The engine or the user asked for something that the current point of a step does not
-    allow.
-    """
+    """The engine or the user made a call that is not allowed at the current point of a step."""
 
 
 def few(names: Sequence[str]) -> str:
-    """Return the first five of ``names``, and the number of others, for a message."""
+    """Return the first five of ``names``, and the number of the others, for a message."""
     more = f" and {len(names) - 5} more" * (len(names) > 5)
     return f"{', '.join(names[:5])}{more}"
 
 
 def unknown_key(where: str, key: object, known: Iterable[str]) -> ConfigError:
-    """Return the error for a key that nobody reads, with the nearest known key as a suggestion."""
+    """Return the error for an unknown key, with the nearest known key as a suggestion."""
     known = sorted(known)
     close = difflib.get_close_matches(str(key), known, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"known: {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Output to streams that cannot take everything: a table that no log shows ends no training."""
+"""Output to streams that may fail or lack characters. A failed output must not end the training."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import os
 import sys
 from typing import TextIO
 
-#: Frames of tables, and what else this package writes that is not ASCII, in ASCII. Anything else
-#: becomes a question mark.
+#: ASCII replacements for table frames and the other non-ASCII characters that this package writes.
+#: All others become question marks.
 _PLAIN = str.maketrans(
     {
         **dict.fromkeys("─━═╌╍┄┅┈┉", "-"),
@@ -20,10 +20,10 @@ _PLAIN = str.maketrans(
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
-    """Print ``text`` on ``stream``, or stdout; tell whether somebody was there to read it.
+    """Print ``text`` on ``stream``, or stdout. Return True if there was a reader.
 
-    What the stream's encoding lacks is replaced. A stream that is None, closed, or a pipe whose
-    reader has gone gets nothing.
+    Characters that the stream's encoding lacks are replaced. A stream that is None, closed, or a
+    pipe without a reader gets nothing.
 
     Raises:
         OSError: the stream is a file that cannot be written, as on a full disk.
@@ -39,15 +39,15 @@ def say(text: str, stream: TextIO | None = None) -> bool:
                 flush=True,
             )
         except UnicodeEncodeError:
-            # A stream that passes on what it gets to another one need not know what that can take.
+            # A stream that forwards its data may not know what characters the next stream supports.
             print(_encodable(text, "ascii"), file=stream, flush=True)
-    except (BrokenPipeError, ValueError):  # what writing to a closed file raises
+    except (BrokenPipeError, ValueError):  # raised by writing to a closed file
         return False
     return True
 
 
 def announce(text: str) -> None:
-    """Print ``text`` on stdout, or on stderr where stdout cannot be written. Never an error."""
+    """Print ``text`` on stdout, or on stderr if stdout cannot be written. Never raises."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None and say(text, stream):
@@ -57,13 +57,13 @@ def announce(text: str) -> None:
 
 
 def say_last(text: str) -> None:
-    """Print ``text`` on stdout, for a program of which nobody else writes there.
+    """Print ``text`` on stdout as the last output of a program.
 
-    Once its reader has gone, or its disk is full, stdout leads nowhere: Python would say at its
-    exit that it cannot be flushed, and exit with 120.
+    If its reader is gone, or its disk is full, stdout is redirected to nowhere. Otherwise Python
+    reports at its exit that it cannot flush stdout, and exits with 120.
 
     Raises:
-        OSError: as :func:`say` does.
+        OSError: as in :func:`say`.
     """
     try:
         if say(text) or sys.stdout is None or sys.stdout.closed:

@@ -1,12 +1,13 @@
-"""The end of a process that has had process groups.
+"""The exit of a process that has had process groups.
 
-Note: threads under an interpreter that ends
-    A gloo group has threads, which live as long as anything refers to it, ended or not; DeepSpeed's
-    modules do. A thread that lets go of a tensor of Python's while the interpreter is taken apart
-    ends the process with SIGABRT ("terminate called without an active exception"), and the launcher
-    reports a finished run as failed. So a script that comes to its end, or to ``sys.exit(0)``, is
-    ended by :func:`leave`, after which nothing is taken apart. An error that other ranks may not
-    have goes its own way: ending a group may wait for ranks that wait for this one.
+Note: threads and the end of the interpreter
+    A gloo group has threads. They live as long as anything refers to the group, even after it was
+    destroyed, and DeepSpeed's modules do. If a thread releases a Python tensor during the shutdown
+    of the interpreter, the process dies with SIGABRT ("terminate called without an active
+    exception"), and the launcher reports a finished run as failed. So :func:`leave` ends a script
+    that comes to its end, or to ``sys.exit(0)``, without that shutdown. After an error the process
+    exits as usual, because other ranks may not have it: destroying a group may wait for ranks that
+    wait for this one.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from typing import NoReturn
 def leave(code: int = 0) -> NoReturn:
     """End the process after its threads and its ``atexit`` functions.
 
-    For the last line of a script. Groups are ended and open files are written, but the interpreter
-    is not taken apart: no destructor runs.
+    Call it in the last line of a script. Groups are destroyed and open files are written, but the
+    interpreter is not shut down: no destructor runs.
 
     Args:
-        code: the exit code; every rank leaves, with whatever code.
+        code: the exit code. Every rank must call this, with any code.
     """
-    # As multiprocessing ends its processes.
+    # This is how multiprocessing ends its processes.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     from torch import distributed
@@ -41,37 +42,37 @@ def leave(code: int = 0) -> NoReturn:
         try:
             stream.flush()
         except (OSError, ValueError):
-            code = code or 120  # as the interpreter's own
+            code = code or 120  # as the interpreter does
     _flush_open_files()
     os._exit(code)
 
 
 def _flush_open_files() -> None:
-    """Write what open files still have in memory, and report on stderr what cannot be written."""
+    """Flush all open files, and report on stderr which ones cannot be written."""
     gc.unfreeze()
     lost: dict[str, Exception] = {}
     for file in gc.get_objects():
-        # The class is asked: isinstance() asks a proxy, which may run anything.
+        # Check the class: isinstance() would ask a proxy object, which may run any code.
         if not issubclass(type(file), io.IOBase.__base__):  # type: ignore[arg-type]
             continue
         with (attempt := Attempt()):
             file.flush()
         error = attempt.error
-        # Nobody reads a pipe any more, or the file is closed.
+        # The pipe has no reader any more, or the file is closed.
         if error is not None and not isinstance(error, (BrokenPipeError, ValueError)):
-            # A text and the bytes below it fail both.
+            # A text file and its byte stream both fail.
             lost.setdefault(repr(getattr(file, "name", type(file))), error)
     for name, reason in lost.items():
-        # Nobody may be left to read it.
+        # There may be no reader any more.
         with Attempt():
             sys.stderr.write(f"ds_layerwise: {name} could not be written at the end: {reason}\n")
             sys.stderr.flush()
     if os.name == "posix":
-        ctypes.CDLL(None).fflush(None)  # what libraries in C have printed
+        ctypes.CDLL(None).fflush(None)  # the output that C libraries have printed
 
 
 class Attempt:
-    """A block whose exception goes no further, and is kept as ``error``."""
+    """A context manager that keeps an exception as ``error`` and stops it."""
 
     error: Exception | None = None
 

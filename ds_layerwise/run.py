@@ -17,10 +17,11 @@ _USAGE = "usage: python -m ds_layerwise.run [-m] SCRIPT_OR_MODULE [args ...]"
 
 
 def main(argv: list[str]) -> dict[str, object]:
-    """Run what ``argv`` names as ``__main__``, with the rest of ``argv`` as its arguments.
+    """Run the script or module in ``argv`` as ``__main__``, with the rest of ``argv`` as its
+    arguments.
 
-    DeepSpeed's launcher puts ``--local_rank=N`` before everything else; the script gets it as if it
-    had been launched itself.
+    DeepSpeed's launcher adds ``--local_rank=N`` before all other arguments. The script gets it, as
+    if it had been launched directly.
     """
     launcher_args = []
     while argv and argv[0].startswith("--local_rank"):
@@ -37,14 +38,15 @@ def main(argv: list[str]) -> dict[str, object]:
     sys.argv = [target, *launcher_args, *args]
     if as_module:
         return runpy.run_module(target, run_name="__main__", alter_sys=True)
-    # As `python script.py` does: the script's own folder comes first.
+    # As with `python script.py`, the script's own folder comes first.
     sys.path[0] = os.path.dirname(os.path.abspath(target))
     return runpy.run_path(target, run_name="__main__")
 
 
 def main_and_leave(argv: list[str]) -> NoReturn:
     """Run :func:`main`, then :func:`leave` unless it has failed."""
-    # A text file in garbage may be closed below before what it holds back is written.
+    # Keep a reference: an uncollected text file may otherwise be closed before its buffer is
+    # written.
     kept: object
     try:
         kept = main(argv)

@@ -1,1 +1,1 @@
-"""Checkpoints: the record of one rank, and the formats that carry it to files and back."""
+"""Checkpoints: the record of one rank, and the formats that store it in files."""

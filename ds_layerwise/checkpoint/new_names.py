@@ -1,4 +1,4 @@
-"""Other names for the parameters of a checkpoint."""
+"""New names for the parameters of a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ds_layerwise.errors import LayerWiseError
 def new_names(
     names: Iterable[str], rename: Mapping[str, str], *, use_all: bool = False
 ) -> dict[str, str]:
-    """Return for each of ``names`` its new one, or itself. A ``*`` stands for the same text in
-    both; the first glob wins.
+    """Return the new name of each of ``names``, or the name itself. A ``*`` stands for the same
+    text in both names. The first matching glob wins.
 
     Raises:
         LayerWiseError: two names become one, or, with ``use_all``, a glob matches nothing.
@@ -51,11 +51,12 @@ _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
 def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Return the names of each parameter in a checkpoint, which numbers experts over all ranks.
+    """Return the names of each parameter in a checkpoint, in which experts are numbered over all
+    ranks.
 
     Args:
-        ep_size: of every parameter, how many ranks in a row hold different experts under its name;
-            see :class:`.plan.layout.layout.ParamSpec`.
+        ep_size: the number of consecutive ranks that hold different experts under a name, for every
+            parameter; see :class:`.plan.layout.layout.ParamSpec`.
 
     Raises:
         LayerWiseError: a parameter differs by rank and is not in a list of experts.
@@ -84,7 +85,7 @@ def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def first_expert(name: str) -> str | None:
-    """Return the parameter like ``name`` of the first expert in the same list; None if ``name``
+    """Return the name of the same parameter in the first expert of the list; None if ``name``
     belongs to no expert.
     """
     match = _EXPERT.fullmatch(name)
@@ -94,7 +95,7 @@ def first_expert(name: str) -> str | None:
 
 
 class Renamed:
-    """``saved`` under new names; see :class:`.record.Saved`. ``use_all`` as in
+    """The checkpoint ``saved`` under new names; see :class:`.record.Saved`. ``use_all`` is as in
     :func:`new_names`.
     """
 
@@ -109,7 +110,7 @@ class Renamed:
 
     @staticmethod
     def of(header: Header, called: Callable[[str], str]) -> Header:
-        """Return ``header`` with the names that ``called`` has for its own."""
+        """Return ``header`` with its names replaced by ``called``."""
         renamed: dict[str, Any] = {}
         for key in ("shapes", "rules", "kept"):
             renamed[key] = {called(name): of for name, of in getattr(header, key).items()}

@@ -1,4 +1,4 @@
-"""Values of parameter groups as builtins, which are read back without running code."""
+"""The values of parameter groups as builtins, which can be read back without running code."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 
-#: Types that torch's own reader takes, and that mean nothing else.
+#: The types that torch's own reader accepts and that need no conversion.
 _BUILTINS = (type(None), bool, int, float, complex, str, bytes)
 _OF_TORCH = (torch.dtype, torch.device, torch.Size)
 
-#: Types of single values, and the function that makes a builtin of one.
+#: The types of single values, each with the function that converts them to a builtin.
 _SINGLE: tuple[tuple[type, Any], ...] = (
     (PurePath, str),
     (str, "".join),
@@ -30,35 +30,35 @@ _SINGLE: tuple[tuple[type, Any], ...] = (
     (numbers.Complex, complex),
 )
 
-#: Kinds of numpy that have a builtin: bool, int, unsigned, float, complex, bytes and str.
+#: The numpy kinds with a matching builtin: bool, int, unsigned, float, complex, bytes and str.
 _NUMPY_KINDS = "biufcSU"
 
 
 class Unreadable:
-    """Stand-in for an object in a file whose class is not called. It takes whatever a pickle gives
-    it, and drops it.
+    """The stand-in for an object in a file whose class is not called. It accepts and drops
+    everything that a pickle passes to it.
     """
 
     def __new__(cls, *args: object, **kwargs: object) -> Unreadable:
-        """Take a part of a pickle."""
+        """Accept and drop a part of a pickle."""
         return super().__new__(cls)
 
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Take a part of a pickle."""
+        """Accept and drop a part of a pickle."""
 
     def __setstate__(self, state: object) -> None:
-        """Take a part of a pickle."""
+        """Accept and drop a part of a pickle."""
 
     def __setitem__(self, key: object, value: object) -> None:
-        """Take a part of a pickle."""
+        """Accept and drop a part of a pickle."""
 
 
 def plain(value: Any, where: str) -> Any:
-    """Return ``value`` as builtins, and tensors: numbers of any library, enums, paths, named
-    tuples, arrays.
+    """Return ``value`` as builtins and tensors. It may have numbers of any library, enums, paths,
+    named tuples and arrays.
 
     Raises:
-        LayerWiseError: there is something else in it, which the error calls ``where``.
+        LayerWiseError: it has something else in it; the error calls it ``where``.
     """
     try:
         return _plain(value, where)
@@ -69,14 +69,13 @@ def plain(value: Any, where: str) -> Any:
 
 
 def check_kind(held: Any, value: Any, where: str) -> None:
-    """Refuse a ``value`` of a file that is another kind of thing than ``held``, in whose place it
-    would go on.
+    """Refuse a ``value`` of a file if it is of another kind than ``held``, which it would replace.
 
-    Where the first is a number, so must be the second, or be None; a group of values is compared
-    item by item, as far as both go, and may not become a number.
+    If ``held`` is a number, ``value`` must be a number or None. Groups of values are compared item
+    by item, as far as both go; a group must not become a number.
 
     Raises:
-        ValueError: it is; the error calls it ``where``.
+        ValueError: the kinds differ; the error calls it ``where``.
     """
     groups = tuple, list
     if isinstance(held, Mapping) and isinstance(value, Mapping):
@@ -100,11 +99,11 @@ def _is_number(value: Any) -> bool:
 
 
 def like(held: Any, value: Any) -> Any:
-    """Return ``value``, which :func:`plain` has made, as the kind of thing that ``held`` is; or
-    ``held``, if it says the same.
+    """Return ``value``, a result of :func:`plain`, converted to the type of ``held``; or ``held``
+    itself, if it is equal.
 
-    Only classes that ``held`` brings are called: those of enums, paths and named tuples. What fits
-    none of them stays as it is.
+    Only classes of ``held`` are called: those of enums, paths and named tuples. If none of them
+    fits, ``value`` is unchanged.
     """
     if isinstance(held, Tensor) or isinstance(value, Tensor):
         return value
@@ -113,7 +112,7 @@ def like(held: Any, value: Any) -> Any:
         if type(said) is type(value) and said == value:
             return held
     except (LayerWiseError, RuntimeError):
-        # No checkpoint could hold it; or there are tensors in both.
+        # ``held`` cannot be stored in a checkpoint, or both contain tensors.
         pass
     if isinstance(held, Enum):
         return _member(type(held), value)
@@ -139,12 +138,14 @@ def _like_mapping(held: Mapping[Any, Any], value: Mapping[Any, Any]) -> dict[Any
 
 
 def _member(kind: type[Enum], value: Any) -> Any:
-    """Return the member of ``kind`` whose value a checkpoint has as ``value``, or ``value``."""
+    """Return the member of ``kind`` that a checkpoint stores as ``value``; ``value`` itself if
+    there is none.
+    """
     for member in kind:
         if plain(member.value, "a member") == value:
             return member
     try:
-        return kind(value)  # of flags, together
+        return kind(value)  # a combination of flags
     except ValueError:
         return value
 
@@ -203,13 +204,13 @@ def _of_numpy(value: Any, where: str) -> Any:
             f"{where} is a numpy {value.dtype}, which a checkpoint cannot hold; make it numbers"
         )
     if value.dtype == numpy.longdouble:
-        # It has no builtin of its own.
+        # This type has no builtin.
         value = numpy.asarray(value, dtype=numpy.float64)
     return value.tolist()
 
 
 class _Dtype:
-    """A dtype of numpy in a pickle: of numbers or text, or it is refused."""
+    """A numpy dtype in a pickle. It is refused unless it is of numbers or text."""
 
     def __init__(self, code: str, *_: object) -> None:
         self._code = code
@@ -231,7 +232,7 @@ def _scalar(dtype: _Dtype, raw: bytes) -> Any:
 
 
 class _Array(list):  # type: ignore[type-arg]
-    """An array of numpy in a pickle, as nested lists."""
+    """A numpy array in a pickle, as nested lists."""
 
     def __new__(cls, *_: object) -> _Array:
         return super().__new__(cls)
@@ -251,8 +252,8 @@ def _dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-#: Functions that make builtins, and the names in a pickle of numpy's that they stand in for, in
-#: both spellings of their module.
+#: Functions that make builtins, each with the name in a pickle that it replaces, in both spellings
+#: of numpy's module.
 _AS_BUILTINS: list[Any] = [
     (_Dtype, "numpy.dtype"),
     (_Array, "numpy.ndarray"),
@@ -265,8 +266,8 @@ _AS_BUILTINS: list[Any] = [
 
 
 def stand_ins(names: Iterable[str]) -> list[Any]:
-    """Return for torch's ``safe_globals`` the stand-ins of the classes and functions ``names`` of a
-    pickle.
+    """Return the stand-ins, for torch's ``safe_globals``, of the classes and functions ``names`` of
+    a pickle.
     """
     known = set()
     for _, name in _AS_BUILTINS:
@@ -275,7 +276,9 @@ def stand_ins(names: Iterable[str]) -> list[Any]:
 
 
 def readable(value: Any) -> tuple[Any, bool]:
-    """Return ``value`` from a file as builtins; and True if nothing is :class:`Unreadable`."""
+    """Return ``value`` from a file as builtins, and True if nothing in it is
+    :class:`Unreadable`.
+    """
     if isinstance(value, _Array):
         return value[0], True
     if isinstance(value, dict):

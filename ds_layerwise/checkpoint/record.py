@@ -1,5 +1,5 @@
-"""Masters and states by parameter name, without padding: the one truth between memory and any
-file.
+"""Masters and states by parameter name, without padding. Every format converts from and to this
+form.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_layerwise.recipes.rules.any_torch_recipe import are_one_family, family_at
 
-#: The words of a header for a save after some micro-batches of a step, and before its update.
+#: The text in a header for a save between the first micro-batch of a step and its update.
 WITHIN_STEP = "within a step"
 
 
@@ -22,9 +22,10 @@ class PieceRecord:
     memory or into a file.
 
     ``master`` is 1-D float32, the elements ``[param_start, param_start + master.numel())`` of the
-    flattened parameter. ``state`` maps torch's state keys to tensors: 1-D and as long as ``master``
-    where they have one element for each of the parameter, else of any shape, such as a 0-d ``step``
-    or a preconditioner, and then the piece is the whole parameter or every piece has the same.
+    flattened parameter. ``state`` maps torch's state keys to tensors. A state with one element per
+    element of the parameter is 1-D and as long as ``master``. Any other state, such as a 0-d
+    ``step`` or a preconditioner, has any shape; then the piece is the whole parameter, or every
+    piece has the same tensor.
     """
 
     name: str
@@ -33,13 +34,13 @@ class PieceRecord:
     state: dict[str, Tensor]
 
     def is_elementwise(self, key: str) -> bool:
-        """Tell whether the state ``key`` has one element for each of ``master``."""
+        """Tell whether the state ``key`` has one element per element of ``master``."""
         return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
 
 
 def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a state of a whole parameter as :class:`PieceRecord` has it: 1-D where it has the
-    ``shape`` of its parameter. Another may have as many elements by chance.
+    """Return a state of a whole parameter in the form of :class:`PieceRecord`: 1-D if it has the
+    parameter's ``shape``. A state of another shape may have the same number of elements by chance.
     """
     if value.dim() and tuple(value.shape) == tuple(shape):
         return value.reshape(-1)
@@ -48,13 +49,13 @@ def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class RuleRecord:
-    """The optimizer of a parameter, as far as a checkpoint knows it.
+    """The properties of a parameter's optimizer that a checkpoint stores.
 
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one
     class under two of its paths, see :func:`.any_torch_recipe.family_at`. ``gradient_average``
-    names the state that is an exponential moving average of the gradient, which other families may
-    go on from. ``meaning`` says in words what states mean beyond their names and shapes; empty if
-    that is nothing, or unknown.
+    names the state that is an exponential moving average of the gradient; other families may
+    continue from it. ``meaning`` describes the meaning of states beyond their names and shapes;
+    empty if there is nothing to add, or it is unknown.
     """
 
     family: str
@@ -66,57 +67,54 @@ class RuleRecord:
         object.__setattr__(self, "family", family_at(self.family))
 
     def has_states_of(self, saved: RuleRecord) -> bool:
-        """Tell whether it is of the family of ``saved``, and has its states, by their names."""
+        """Tell whether it is of the family of ``saved`` and has the same states, by name."""
         same_keys = {*self.state_keys} == {*saved.state_keys}
         return same_keys and are_one_family(saved.family, self.family)
 
 
-#: The optimizer of whatever holds Adam's two moments and does not say more.
+#: The assumed optimizer if a checkpoint has Adam's two moments and no further information.
 ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
-    """The part of a checkpoint beside its tensors, equal in the files of all ranks."""
+    """The part of a checkpoint that is not tensors, equal in the files of all ranks."""
 
     step: int
-    """Updates so far."""
+    """The number of updates so far."""
     shapes: Mapping[str, tuple[int, ...]]
-    """The shape of every parameter of which the checkpoint holds at least the weights in
-    float32.
-    """
+    """The shape of every parameter for which the checkpoint has at least float32 weights."""
     rules: Mapping[str, RuleRecord]
-    """The optimizers, by name of a parameter whose state the checkpoint holds."""
+    """The optimizers, by the name of each parameter with states in the checkpoint."""
     param_groups: Sequence[Mapping[str, Any]] | None
     """The groups without their parameters; None if this package did not write them."""
     dtypes: tuple[str, ...] | None
     """The dtypes of the model's trainable parameters, by torch's names; None if unknown."""
     configured: Sequence[Mapping[str, Any]] | None = None
-    """The groups as config and script had given them, before schedules moved them; None if
+    """The groups as config and script had set them, without changes by schedulers; None if
     unknown.
     """
     unreadable: tuple[str, ...] = ()
-    """The keys of groups that only code could restore, left out of ``param_groups``."""
+    """The keys of groups that only code could restore. They are not in ``param_groups``."""
     fast_dtypes: tuple[str, ...] | None = None
-    """The dtypes that an ``ns_dtype`` of "auto" could multiply in; None if nothing was left to it.
+    """The dtypes in which ``ns_dtype`` "auto" could multiply; None if no recipe left the dtype
+    open.
     """
     kept: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """The dtypes of states in fewer bits than float32, by parameter and state."""
+    """The dtypes of states stored in fewer bits than float32, by parameter and state."""
     loss_scaler: Any = None
     overflow: bool = False
     has_weights: bool = True
-    """False where the trained weights are masters alone, as at ZeRO stage 3."""
+    """False if only the masters have the trained weights, as at ZeRO stage 3."""
     repeats: str = ""
-    """The point of a step at which it was saved, which is repeated, as a checkpoint has no
-    gradients; empty between two steps.
+    """The point in a step at which it was saved; a resumed run repeats this step, because a
+    checkpoint has no gradients. Empty between two steps.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class ShardRecord:
-    """Everything that ``rank`` of ``world_size`` owns, in memory order, with the layout that it was
-    laid out by.
-    """
+    """Everything that ``rank`` of ``world_size`` owns, in memory order, with its layout."""
 
     rank: int
     world_size: int
@@ -124,23 +122,23 @@ class ShardRecord:
     layout_digest: str
     pieces: tuple[PieceRecord, ...]
     expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The names in a checkpoint of the experts that ranks hold under one name of the layout; see
+    """The checkpoint names of experts that ranks hold under one name of the layout; see
     :func:`.new_names.expert_names`.
     """
 
 
 class Saved(Protocol):
-    """A checkpoint that is open for reading. Tensors are mapped from files: what is not copied is
-    not read.
+    """A checkpoint that is open for reading. Tensors are mapped from files: only what is copied is
+    read.
     """
 
     @property
     def header(self) -> Header:
-        """The part of the checkpoint beside its tensors."""
+        """The part of the checkpoint that is not tensors."""
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """Return the pieces with any of the elements ``[start, stop)`` of ``name``, in ascending
-        order of elements.
+        """Return the pieces that contain any of the elements ``[start, stop)`` of ``name``, in
+        ascending order of elements.
 
         Raises:
             LayerWiseError: a file is missing or damaged; names it.

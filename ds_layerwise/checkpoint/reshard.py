@@ -1,4 +1,6 @@
-"""From the pieces of any checkpoint to the pieces of any layout, by parameter name."""
+"""The conversion from the pieces of any checkpoint to the pieces of any layout, by
+parameter name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, Shard
 from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
 
-#: Target and source.
+#: The target and the source of a copy.
 Copy = tuple[Tensor, Tensor]
 
 _WEIGHTS_ALONE = (
@@ -23,15 +25,17 @@ _WEIGHTS_ALONE = (
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """The copies that take a checkpoint over into this rank's memory. Making one writes nothing."""
+    """The copies that load a checkpoint into this rank's memory. Making a plan writes nothing."""
 
     copies: list[Copy] = field(default_factory=list)
     restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The states that start as they do in a new run, by parameter."""
+    """The states that are reset to their initial values, by parameter."""
     masters_from_model: list[str] = field(default_factory=list)
-    """Parameters whose master is not in the checkpoint: it follows the model's weights."""
+    """The parameters whose masters are not in the checkpoint; they are set from the model's
+    weights.
+    """
     reasons: dict[str, str] = field(default_factory=dict)
-    """The reasons why a state is not the checkpoint's, by parameter."""
+    """The parameters whose state is not the checkpoint's, each with the reason."""
 
 
 def plan_load(
@@ -44,16 +48,16 @@ def plan_load(
     on_missing_state: OnMissingState,
     on_optimizer_change: OnOptimizerChange,
 ) -> LoadPlan:
-    """Plan the copies after which ``own`` holds what ``saved`` has.
+    """Plan the copies that set ``own`` to the content of ``saved``.
 
     Args:
         own: views into live memory.
         rules: the optimizer of every parameter of ``own``.
-        masters, states: which of the two are wanted.
+        masters, states: True to load masters, and states.
 
     Raises:
         LayerWiseError: a parameter has another size, lacks some of its elements, or has a state
-            that ``own`` cannot go on from and the two policies do not allow to start afresh.
+            from which ``own`` cannot continue, and the two policies do not allow it to start fresh.
     """
     plan = LoadPlan()
     shapes = saved.header.shapes
@@ -90,8 +94,8 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
     """Compare the shapes of the parameters that both have.
 
     Raises:
-        LayerWiseError: one differs. Where ``saved`` is flat, as DeepSpeed's converter leaves
-            parameters of ZeRO-3, their number of elements decides.
+        LayerWiseError: one differs. Shapes in ``saved`` may be flat, because DeepSpeed's converter
+            leaves parameters of ZeRO-3 flat; then the number of elements is compared.
     """
     for name, shape in own.items():
         if name in saved and tuple(saved[name]) not in (tuple(shape), (math.prod(shape),)):
@@ -110,8 +114,8 @@ def _kept(
     on_missing_state: OnMissingState,
     on_optimizer_change: OnOptimizerChange,
 ) -> tuple[dict[str, str], str]:
-    """Return the states of ``new`` with those of ``old`` that they go on from, and why the others
-    start fresh.
+    """Return the states of ``new``, each with the state of ``old`` that it continues from, and the
+    reason why the others start fresh.
     """
     name = piece.name
     if not new.state_keys:
@@ -127,7 +131,7 @@ def _kept(
         changed = _of_other_shapes(piece, new.state_keys, sources)
         what = "other shapes"
         told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
-        # What an older version wrote, or another package, does not say what it means.
+        # An older version, or another package, does not store the meaning.
         if not changed and old.meaning and new.meaning and old.meaning != new.meaning:
             told = f"{old.meaning}, now {new.meaning}"
             what = "another meaning"
@@ -162,8 +166,8 @@ def _went_on(shared: Mapping[str, str]) -> str:
 def _shared(
     old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange
 ) -> dict[str, str]:
-    """Return the average of gradients that ``new`` goes on from, and its name in ``old``."""
-    # Moments that are corrected for their bias by a count of steps say nothing without each other.
+    """Return the average of gradients from which ``new`` continues, with its name in ``old``."""
+    # Moments with a bias correction by a step count need each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
     if on_optimizer_change == "reset" or counts:
         return {}
@@ -175,14 +179,17 @@ def _shared(
 def _of_other_shapes(
     piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the shapes in ``sources`` and ``piece`` of those of ``keys`` where they differ."""
+    """Return those of ``keys`` whose shapes differ, each with its shape in ``sources`` and in
+    ``piece``.
+    """
     found = {}
     for key in keys:
         if key not in piece.state or not sources:
             continue
         was = tuple(_values(piece.name, sources[0], key).shape)
         now = tuple(piece.state[key].shape)
-        # A square matrix has factors of as many elements as itself, which count as elements of it.
+        # The factors of a square matrix have as many elements as the matrix, and so count as
+        # element-wise.
         is_cut = piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()
         if was != now and not is_cut:
             found[key] = (was, now)
@@ -195,8 +202,8 @@ def _copies(
     """Yield the copies of the states ``names`` of ``piece``.
 
     Args:
-        names: for each key of ``piece`` the one of ``sources``; the key of the master is empty.
-        numel: how many elements the parameter has, by its shape in the checkpoint.
+        names: the key in ``sources`` for each key of ``piece``; the key of the master is empty.
+        numel: the number of elements of the parameter, by its shape in the checkpoint.
     """
     for key, saved_key in names.items():
         if key:
@@ -217,7 +224,7 @@ def _copies(
         what = f"{saved_key or 'the weights'} of {piece.name}"
         covered = 0
         for source in sources:
-            # A universal checkpoint has those of a parameter without axes without axes, too.
+            # In a universal checkpoint, the states of a 0-d parameter are also 0-d.
             value = _values(piece.name, source, saved_key).reshape(-1)
             begin = source.param_start
             end = source.param_start + value.numel()

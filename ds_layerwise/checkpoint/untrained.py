@@ -1,5 +1,7 @@
-"""Frozen parameters and buffers out of files of which DeepSpeed's engine loads nothing: a universal
-checkpoint, and the one file of whole parameters, which has what was trained where it was saved."""
+"""Frozen parameters and buffers from files of which DeepSpeed's engine loads nothing: a universal
+checkpoint, and the single file of whole parameters, which has the parameters that were trained at
+its save.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def find_others(
     in_file: Mapping[str, Tensor],
     strict: bool,
 ) -> dict[str, Tensor]:
-    """Return all of the ``state_dict`` of ``model`` but the parameters ``trained``, by name.
+    """Return everything in the ``state_dict`` of ``model`` except the parameters ``trained``, by
+    name.
 
     Args:
         saved: the checkpoint in ``folder``, or the file that this is, by new names.
@@ -33,13 +36,13 @@ def find_others(
         strict: whether all of it must be there.
 
     Raises:
-        LayerWiseError: it is not, or has another shape.
+        LayerWiseError: something is missing, or has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
     others: dict[str, Tensor] = {}
     held = model.state_dict(keep_vars=True)
-    # A parameter may have several names, and a module that recomputes is in those of parameters,
-    # and not in these.
+    # A parameter may have several names. Activation checkpointing adds its wrapper to the names of
+    # parameters, but not to those in state_dict.
     names: dict[int, list[str]] = {}
     for name, value in (*held.items(), *model.named_parameters(remove_duplicate=False)):
         names.setdefault(id(value), []).append(name)
@@ -71,8 +74,7 @@ def in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
     try:
         model = ModelFile.read(folder, trust=False)
     except LayerWiseError:
-        # A client may have put anything into it. The engine loads it next, and that is the user's
-        # decision.
+        # A client may have stored anything in it. The engine loads it next, at the user's risk.
         return {}
     if model:
         module = model.module

@@ -1,7 +1,7 @@
-"""A DeepSpeed config from a file, as ``ds-layerwise plan`` gets it: unchecked, with "auto" in it.
+"""A DeepSpeed config from a file, for ``ds-layerwise plan``: unchecked, and with "auto" values.
 
-DeepSpeed itself and Hugging Face's Trainer look at a config before this package does in training;
-what they would have found wrong, or put in, is found and put in here.
+In training, DeepSpeed and Hugging Face's Trainer process a config before this package does. This
+module makes the same checks, and fills in the same values.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from typing import Any
 
 from ds_layerwise.errors import ConfigError
 
-#: The values of Hugging Face's Trainer in place of "auto", where nobody gave its TrainingArguments
-#: other ones.
+#: The values that Hugging Face's Trainer uses for "auto" with default TrainingArguments.
 _FILLED_IN: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "bf16.enabled": False,
@@ -27,21 +26,21 @@ _FILLED_IN: dict[str, Any] = {
     "scheduler.params.warmup_max_lr": 5e-5,
 }
 
-#: Keys of the same kind on which nothing that is planned depends.
+#: The "auto" keys that do not affect a plan.
 _WITHOUT_EFFECT = """
     train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
     scheduler.params.total_num_steps scheduler.params.warmup_num_steps
 """.split()
 
-#: Sections that must be objects, wherever they are.
+#: The sections that must be objects in any config.
 _OBJECTS = """
     optimizer optimizer.params layerwise zero_optimization zero_optimization.offload_optimizer
     zero_optimization.offload_param bf16 bfloat16 fp16 torch_autocast data_types tensor_parallel
     checkpoint scheduler scheduler.params amp compile hybrid_engine eigenvalue expert_parallel
 """.split()
 
-#: Switches on which a plan, or a check of the config, depends: DeepSpeed takes other values for
-#: them as well.
+#: The switches that affect a plan or a check of the config. DeepSpeed accepts values other than
+#: booleans for them.
 _FLAGS = """
     bf16.enabled bfloat16.enabled fp16.enabled torch_autocast.enabled zero_optimization.cpu_offload
     zero_optimization.compute_grad_norm checkpoint.use_node_local_storage
@@ -50,11 +49,10 @@ _FLAGS = """
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """Return the DeepSpeed config in a file, as DeepSpeed reads it: JSON, or HJSON with comments.
+    """Read the DeepSpeed config in a file as DeepSpeed does: JSON, or HJSON with comments.
 
     Raises:
-        ConfigError: the file cannot be read or is neither, names a key twice, or holds something
-            else than a config.
+        ConfigError: the file cannot be read or is neither, repeats a key, or is not a config.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -89,10 +87,11 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def config_of(given: object) -> Mapping[str, Any]:
-    """Return ``given`` if it is an object of objects whose switches are true or false.
+    """Return ``given`` if it is an object whose sections are objects and whose switches are
+    booleans.
 
     Raises:
-        ConfigError: names what is not.
+        ConfigError: names the wrong value.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"a DeepSpeed config must be an object, got {given!r}")
@@ -115,7 +114,7 @@ def config_of(given: object) -> Mapping[str, Any]:
 
 
 def at(given: Mapping[str, Any], path: str) -> Any:
-    """Return the value of ``given`` at a path of keys with dots between them; None if nothing."""
+    """Return the value of ``given`` at a path of keys separated by dots; None if there is none."""
     value: Any = given
     for key in path.split("."):
         if isinstance(value, Mapping):
@@ -128,7 +127,8 @@ def at(given: Mapping[str, Any], path: str) -> Any:
 def fill_in(
     given: Mapping[str, Any], *, hidden_size: int | None = None
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a copy of ``given`` with values for every "auto" of a Trainer, and these by path.
+    """Return a copy of ``given`` in which every "auto" of a Trainer has a value, and these values
+    by path.
 
     Args:
         hidden_size: that of the model, if it is known: a Trainer makes buckets of its square.

@@ -1,4 +1,6 @@
-"""The rest of a DeepSpeed config, outside our two sections: what it may say with this backend."""
+"""The rest of a DeepSpeed config, outside our two sections: the values that this backend
+supports.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from ds_layerwise.config.sections import belongs_in, only_known
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import NonNegative, Positive, check, nearest, plain
 
-#: Keys elsewhere in a DeepSpeed config that must be false with this backend, and the way out.
+#: The keys elsewhere in a DeepSpeed config that must be false with this backend, each with the way
+#: out.
 _MUST_BE_FALSE = {
     "zero_optimization.cpu_offload_param": "write it as zero_optimization.offload_param.device",
     "zero_optimization.legacy_stage1": "DeepSpeed has no such stage any more; remove it",
@@ -40,8 +43,7 @@ _MUST_BE_FALSE = {
     ),
 }
 
-#: Keys of ZeRO stage 3 that ask for more than this backend has there, and the value with which they
-#: ask for nothing.
+#: The stage 3 features that this backend does not support, each with the value that turns it off.
 _MORE_THAN_STAGE_3 = {
     "offload_optimizer.super_offload": False,
     "pipeline_loading_checkpoint": False,
@@ -54,8 +56,8 @@ _MORE_THAN_STAGE_3 = {
     "mics_hierarchical_params_gather": False,
 }
 
-#: Keys elsewhere in a DeepSpeed config that this backend honours with some values alone: these
-#: values, and the way out.
+#: The keys elsewhere in a DeepSpeed config that must have one of some values: these values, and the
+#: way out.
 _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     "zero_optimization.stage": (
         (1, 2, 3),
@@ -77,23 +79,23 @@ _MUST_BE: dict[str, tuple[tuple[Any, ...], str]] = {
     **{path: ((False,), way_out) for path, way_out in _MUST_BE_FALSE.items()},
 }
 
-#: Keys for which Hugging Face fills in "auto", and which DeepSpeed reads as they stand, or takes
-#: for false.
+#: The keys for which Hugging Face replaces "auto", and which DeepSpeed otherwise reads as text or
+#: as false.
 _NEVER_AUTO = """
     bf16.enabled bfloat16.enabled fp16.enabled gradient_clipping managed_gradient_accumulation
     data_types.grad_accum_dtype data_types.param_dtype data_types.buffer_dtype
 """.split()
 
 
-#: Keys that are accepted and change nothing, because they only say how, how fast or in what order
-#: stock DeepSpeed does its work. These say nothing when they are true: that is what happens here.
+#: The keys that are accepted and have no effect, because they only affect how, how fast or in what
+#: order stock DeepSpeed does its work. If these are true, they ask for what happens here anyway.
 _IDLE_IF_TRUE = """
     zero_optimization.contiguous_gradients zero_optimization.reduce_scatter
     zero_optimization.use_multi_rank_bucket_allreduce zero_optimization.allgather_partitions
     zero_optimization.memory_efficient_linear zero_optimization.override_module_apply
 """.split()
 
-#: Keys of the same kind that say nothing when they are false.
+#: The keys of the same kind that ask for nothing if they are false.
 _IDLE_IF_FALSE = """
     zero_optimization.round_robin_gradients zero_optimization.parameter_alignment
     zero_optimization.elastic_checkpoint zero_optimization.cpu_offload_use_pin_memory
@@ -111,7 +113,7 @@ _IDLE_IF_FALSE = """
     zero_optimization.stage3_allgather_sequential
 """.split()
 
-#: Keys of the same kind of which every value asks for something.
+#: The keys of the same kind of which every value asks for something.
 _IDLE = """
     zero_optimization.allgather_bucket_size zero_optimization.sub_group_size
     zero_optimization.leaf_module.classes zero_optimization.leaf_module.names
@@ -131,7 +133,8 @@ _IDLE = """
     zero_optimization.stage3_module_granularity_threshold
 """.split()
 
-#: The idle keys in the order of the start-up table, each with the value with which it says nothing.
+#: The keys without effect in the order of the start-up table, each with the value that asks for
+#: nothing.
 _WITHOUT_EFFECT: dict[str, Any] = {
     **dict.fromkeys(_IDLE_IF_TRUE, True),
     **dict.fromkeys(_IDLE_IF_FALSE, False),
@@ -146,22 +149,22 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 }
 
 
-#: Idle keys without the prefix of stage 3 that DeepSpeed reads there alone.
+#: The keys without effect that DeepSpeed reads only at stage 3, although they lack its prefix.
 _OF_STAGE_3 = ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings")
 
 
 def _acts_at_stage_3(path: str) -> bool:
-    """Tell whether DeepSpeed reads an idle key at ZeRO stage 3, for what it does itself there."""
+    """Tell whether DeepSpeed itself reads a key without effect at ZeRO stage 3."""
     section, _, key = path.rpartition(".")
     has_prefix = f"{section}.stage3_{key.removeprefix('stage3_')}" in _WITHOUT_EFFECT
     return has_prefix or key in _OF_STAGE_3 or section.endswith("leaf_module")
 
 
 def with_plain_numbers(section: Any) -> Any:
-    """Return ``section`` with Python's own numbers for numpy's and for tensors.
+    """Return ``section`` with Python's own numbers in place of numpy's and of tensors.
 
-    The result is ``section`` itself where it has no others: the script may go on to use it.
-    DeepSpeed writes its config as JSON at start, which knows no others.
+    The result is ``section`` itself if it has no others, because the script may continue to use it.
+    DeepSpeed writes its config as JSON at start, which supports no other numbers.
     """
     if isinstance(section, Mapping):
         changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
@@ -180,7 +183,7 @@ def with_plain_numbers(section: Any) -> Any:
 
 
 def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the keys of ``ds_config`` that ask for something, are accepted, and change nothing."""
+    """Return the keys of ``ds_config`` that ask for something, are accepted, and have no effect."""
     at_stage_3 = at(ds_config, "zero_optimization.stage") == 3
     return tuple(
         path.removeprefix("zero_optimization.")
@@ -190,8 +193,7 @@ def without_effect(ds_config: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-#: Sections and keys of a config that ranks must agree on: by what they differ in here, they would
-#: train differently.
+#: The sections and keys of a config that must be equal on all ranks, because they affect training.
 _SAME_ON_ALL_RANKS = """
     optimizer layerwise zero_optimization bf16 bfloat16 fp16 torch_autocast data_types
     communication_data_type seq_parallel_communication_data_type gradient_clipping
@@ -201,9 +203,11 @@ _SAME_ON_ALL_RANKS = """
 
 
 def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
-    """Return a line for each key that ranks must agree on, nested ones with dots, sorted by name.
+    """Return a line for each key that must be equal on all ranks, nested ones with dots, sorted by
+    name.
 
-    ``layerwise.links`` is none of them: a file of the same links may lie elsewhere on each node.
+    ``layerwise.links`` is not one of them: the file of the links may have another path on each
+    node.
     """
     lines: list[str] = []
 
@@ -220,8 +224,8 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-#: What a config may have at the top level, and in ``checkpoint``, which nobody else checks. Of
-#: other names those alone are refused that are one of these but for a slip.
+#: The keys of a config at the top level, and in ``checkpoint``, which nothing else checks. An
+#: unknown key is refused only if it is a misspelling of one of these.
 _KNOWN = {
     "": """
     activation_checkpointing aio amp autotuning bf16 bfloat16 checkpoint comet comms_logger
@@ -244,7 +248,7 @@ _KNOWN = {
 
 
 def _is_slip(key: str, meant: str) -> bool:
-    """Tell whether ``key`` is ``meant`` with a letter too many, too few, changed, or swapped."""
+    """Tell whether ``key`` is ``meant`` with one letter added, missing, changed, or two swapped."""
     same = len(commonprefix([key, meant]))
     rest = key[same:]
     its = meant[same:]
@@ -256,7 +260,7 @@ def _flat(name: object) -> str:
 
 
 def type_meant(optimizer_type: object) -> str | None:
-    """Return the name of this backend most likely meant by an unknown ``optimizer.type``."""
+    """Return the name of this backend that an unknown ``optimizer.type`` most likely means."""
     spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
     close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
     if close:
@@ -265,7 +269,8 @@ def type_meant(optimizer_type: object) -> str | None:
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
-    """Refuse a misspelt ``layerwise`` section, and keys of our sections where nobody reads them.
+    """Refuse a misspelt ``layerwise`` section, and keys of our sections in places where nothing
+    reads them.
 
     Raises:
         ConfigError: says where it belongs.
@@ -294,10 +299,10 @@ def _refuse_misplaced(path: str, key: str, known: Sequence[str]) -> None:
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
-    """Refuse everything outside our two sections that this backend could not honour.
+    """Refuse everything outside our two sections that this backend does not support.
 
     Raises:
-        ConfigError: names the key, its value, what it may say and the way out.
+        ConfigError: names the key, its value, the valid values and the way out.
     """
     refuse_misplaced(ds_config)
     for path, (allowed, way_out) in _MUST_BE.items():
@@ -373,7 +378,7 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-#: What has no part at ZeRO stage 3 yet, each with the value that asks for nothing.
+#: The settings that ZeRO stage 3 does not support yet, each with the value that asks for nothing.
 _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.overlap_param_gather": False,
     "tensor_parallel.autotp_size": 1,
@@ -396,7 +401,7 @@ _AUTOCAST_KEYS = ("enabled", "dtype", "lower_precision_safe_modules")
 
 
 def check_autocast(ds_config: Mapping[str, Any]) -> None:
-    """Check the ``torch_autocast`` section, and the rest of a DeepSpeed config beside it.
+    """Check the ``torch_autocast`` section, and the keys that must agree with it.
 
     Raises:
         ConfigError: names the key, its value and the way out.
@@ -429,8 +434,7 @@ def check_autocast(ds_config: Mapping[str, Any]) -> None:
         )
 
 
-#: The sections that DeepSpeed checks, by what it calls them in its errors; "" for those that stand
-#: side by side.
+#: The sections that DeepSpeed checks, by their names in its errors; "" for those at the top level.
 _SECTION_OF = {
     "DeepSpeedZeroConfig": "zero_optimization",
     "DeepSpeedFP16Config": "fp16",
@@ -444,13 +448,13 @@ _SECTION_OF = {
 
 
 def retell(error: Exception) -> None:
-    """Raise in the words of this package what DeepSpeed finds wrong with a config.
+    """Raise DeepSpeed's error about a config in the form of this package's errors.
 
-    Any other error is left alone.
+    Any other error is ignored.
 
     Raises:
-        ConfigError: names the first key of a section and its value; all of DeepSpeed's words are
-            its cause.
+        ConfigError: names the first wrong key of a section and its value; DeepSpeed's error is its
+            cause.
     """
     if isinstance(error, AssertionError):
         raise ConfigError(str(error)) from error
@@ -471,7 +475,7 @@ def retell(error: Exception) -> None:
 
 
 def _fields(model: str, path: Sequence[int | str]) -> list[str]:
-    """Return the keys at ``path`` in a section that DeepSpeed checks, by the name of its class."""
+    """Return the keys at ``path`` in a section that DeepSpeed checks, given by its class name."""
     kinds: list[Any] = [BaseModel]
     for kind in kinds:
         kinds += kind.__subclasses__()

@@ -1,5 +1,5 @@
-"""The one reading of a DeepSpeed config: parsed once, refused in one place, for training and for
-plans alike.
+"""The single reading of a DeepSpeed config: parsed once and checked in one place, for both training
+and plans.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ou
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import check
 
-#: The value of DeepSpeed for zero_optimization.reduce_bucket_size where the config says nothing.
+#: DeepSpeed's default for zero_optimization.reduce_bucket_size.
 DEFAULT_BUCKET_NUMEL = 500_000_000
 
-#: The values of DeepSpeed for keys that count here, where "auto" is left.
+#: DeepSpeed's defaults for relevant keys that are still "auto".
 _LEFT_TO_DEEPSPEED = {
     "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL,
     "zero_optimization.overlap_comm": False,
@@ -45,15 +45,17 @@ _Ratio = Annotated[float, Field(ge=0, le=1, json_schema_extra={"expects": "a num
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunConfig:
-    """The settings of a run: the one reading of a DeepSpeed config, for training and for plans."""
+    """The settings of a run, from the single reading of a DeepSpeed config, for training and for
+    plans.
+    """
 
     optimizer: OptimizerConfig
     layerwise: LayerWiseConfig
     stage: int
     bucket_numel: int
     param_dtype: str
-    """The dtype of the model, as a Layout names it; float32 where the engine casts nothing, and the
-    model is that.
+    """The dtype of the model, as a Layout names it. It is float32 if the engine casts nothing,
+    because the model is then assumed to be float32.
     """
     accumulation_dtype: str | None
     wire_dtype: str | None
@@ -61,19 +63,19 @@ class RunConfig:
     """True if the cuts of ZeRO stage 3 live in host memory."""
     host_ratio: float
     autocast: bool
-    """True where ``torch_autocast`` decides what gradients travel in."""
+    """True if ``torch_autocast`` decides in which dtype gradients are sent."""
     without_effect: tuple[str, ...]
-    """Keys that are accepted, but change nothing."""
+    """The keys that are accepted but have no effect."""
 
     @classmethod
     def from_ds_config(cls, config: object, *, client: bool = False) -> RunConfig:
-        """Parse a whole DeepSpeed config, and refuse what this backend could not honour.
+        """Parse a whole DeepSpeed config, and refuse settings that this backend does not support.
 
         Args:
-            client: whether the script gives the optimizer, and the config names none.
+            client: True if the script passes the optimizer, and the config names none.
 
         Raises:
-            ConfigError: names the key, its value, what it may say and the way out.
+            ConfigError: names the key, its value, the valid values and the way out.
         """
         given: Mapping[str, Any] = config_of(with_plain_numbers(config))
         section = given.get("optimizer") or {}
@@ -111,12 +113,12 @@ class RunConfig:
         return self.accumulation_dtype or dtype
 
     def sent_as(self, dtype: str) -> str:
-        """Return the dtype in which gradients of parameters of ``dtype`` travel."""
+        """Return the dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.wire_dtype or (dtype if self.stage > 1 else self.stored_as(dtype))
 
 
 def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by path the default of DeepSpeed for each "auto" in ``given`` that counts here."""
+    """Return DeepSpeed's default for each relevant "auto" in ``given``, by path."""
     found = {}
     for path, value in _LEFT_TO_DEEPSPEED.items():
         if at(given, path) == "auto":
@@ -145,7 +147,7 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
         return 1.0
     offload = zero.get("offload_optimizer") or {}
     ratio = offload.get("ratio", "auto")
-    # As DeepSpeed reads it.
+    # DeepSpeed reads it in this way.
     if ratio == "auto":
         ratio = 1.0
     else:
@@ -159,7 +161,7 @@ def checked_ratio(ratio: object) -> float:
     """Return ``zero_optimization.offload_optimizer.ratio`` as a number.
 
     Raises:
-        ConfigError: it is none from 0 to 1.
+        ConfigError: it is not a number from 0 to 1.
     """
     return float(check(_Ratio, "zero_optimization.offload_optimizer.ratio", ratio))
 

@@ -1,4 +1,4 @@
-"""A JSON schema of what our two sections of a DeepSpeed config may say, for editors: ``ds-layerwise
+"""The JSON schema of our two sections of a DeepSpeed config, for editors: ``ds-layerwise
 schema``.
 """
 
@@ -25,13 +25,13 @@ from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.targets.norm_groups import NormGroup
 from ds_layerwise.recipes.targets.overrides import Override
 
-#: The keys that Hugging Face's Trainer fills in where a config says "auto".
+#: The keys for which Hugging Face's Trainer fills in "auto".
 _FILLED_IN = ("lr", "betas", "eps", "weight_decay")
 
 
 def json_schema() -> dict[str, Any]:
-    """A JSON schema of what our two sections of a DeepSpeed config may say, for editors; other keys
-    are DeepSpeed's.
+    """Return a JSON schema of our two sections of a DeepSpeed config, for editors. Other keys are
+    DeepSpeed's.
     """
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -41,14 +41,14 @@ def json_schema() -> dict[str, Any]:
 
 @lru_cache(maxsize=None)
 def schema_model() -> type[BaseModel]:
-    """Return the model of :func:`json_schema`: a config in a file, which may still have "auto"."""
+    """Return the model of :func:`json_schema`: a config in a file, which may have "auto" values."""
     of_recipes: dict[str, Any] = {}
     for key, recipe in merged_keys(recipes_of_settings()).items():
         of_recipes.update(fields_of(recipe, [key]))
     of_params: dict[str, Any] = {**of_recipes, "adam_w_mode": (bool, True)}
     for key in _FILLED_IN:
         field = Hyper.model_fields[key]
-        # What is 0 would take all other rates with it.
+        # A rate of 0 would set all other rates to 0.
         if key == "lr":
             bound = Positive
         else:
@@ -89,7 +89,7 @@ def schema_model() -> type[BaseModel]:
 
 
 def _without_none(annotation: Any) -> Any:
-    """Return the type of a field without the None that it is where a config says nothing."""
+    """Return the type of a field, without the None that stands for a missing key."""
     kinds = tuple(kind for kind in get_args(annotation) if kind is not type(None))
     if type(None) in get_args(annotation):
         return Union[kinds]

@@ -1,7 +1,8 @@
 """The two sections of a DeepSpeed config that this package reads, parsed once into frozen values.
 
-``optimizer`` says which mathematics runs (:class:`OptimizerConfig`), ``layerwise`` how the work is
-laid out (:class:`LayerWiseConfig`). Whoever holds one of these need not check it again.
+``optimizer`` chooses the mathematics (:class:`OptimizerConfig`), ``layerwise`` the layout of the
+work (:class:`LayerWiseConfig`). Constructors check all values, so users of these classes need no
+checks.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from ds_layerwise.recipes.targets.norm_groups import NormGroup, norm_groups_of
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
 
-#: The spellings of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores
+#: The values of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores
 #: them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
 
@@ -58,11 +59,11 @@ OnMissingState = Literal["fresh", "error"]
 OnOptimizerChange = Literal["error", "reset", "keep_shared"]
 OnHyperChange = Literal["checkpoint", "config"]
 
-#: Learning rates of stock DeepSpeed's Muon and of its auxiliary Adam where the config names none.
+#: The default learning rates of stock DeepSpeed's Muon and of its auxiliary Adam.
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
 
-#: What every parameter group says once it is built.
+#: The keys that every parameter group has once it is built.
 HYPER_KEYS = (
     "lr",
     "momentum",
@@ -80,9 +81,9 @@ def is_ours(optimizer_type: str | None) -> bool:
 
 
 def is_for_us(ds_config: Mapping[str, Any]) -> bool:
-    """Tell whether a DeepSpeed config means this backend.
+    """Tell whether a DeepSpeed config selects this backend.
 
-    It does by its type, or, beside an optimizer that a script gives, by a ``layerwise`` section
+    It does so by its type, or, if the script passes an optimizer, by a ``layerwise`` section
     without an ``optimizer`` section.
     """
     section = ds_config.get("optimizer")
@@ -105,7 +106,8 @@ def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -
 def belongs_in(
     key: str, *, shared: Collection[str] = ("lr", "momentum", "weight_decay", "betas", "eps")
 ) -> str | None:
-    """Return the place of ``key`` if it is one of our two sections, or nearly; None if it is not.
+    """Return the place of ``key`` if it is a key of our two sections, or a misspelling of one; else
+    None.
 
     Args:
         shared: the keys that have other meanings elsewhere.
@@ -120,7 +122,7 @@ def belongs_in(
 
 
 def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse keys that are not known, and say where a key of our other section belongs."""
+    """Refuse unknown keys. For a key of our other section, the error names that section."""
     for key in section:
         if key in known:
             continue
@@ -133,16 +135,16 @@ def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -
 
 
 class Hyper(Section):
-    """The settings that a parameter group may have, too: those of stock DeepSpeed's Muon."""
+    """The settings that a parameter group may also have: those of stock DeepSpeed's Muon."""
 
     lr: NonNegative = DEFAULT_ADAM_LR
-    """The rate that schedulers move, ``param_groups[i]["lr"]``; the next two follow in ratio."""
-    muon_lr: NonNegative = DEFAULT_MUON_LR
-    """Learning rate of recipes that need whole matrices while ``lr`` stands at its configured
-    value.
+    """The rate that schedulers move, ``param_groups[i]["lr"]``. The next two keep their ratio to
+    it.
     """
+    muon_lr: NonNegative = DEFAULT_MUON_LR
+    """The learning rate of recipes for whole matrices, while ``lr`` has its configured value."""
     adam_lr: NonNegative = DEFAULT_ADAM_LR
-    """Learning rate of element-wise recipes while ``lr`` stands at its configured value."""
+    """The learning rate of element-wise recipes, while ``lr`` has its configured value."""
     momentum: Decay = 0.95
     weight_decay: NonNegative = 0.0
     betas: Betas = (0.9, 0.95)
@@ -150,50 +152,51 @@ class Hyper(Section):
 
 
 def check_hyper(where: str, key: str, value: object) -> Any:
-    """Check one hyper-parameter that a parameter group may carry, and return it normalised.
+    """Check one hyper-parameter of a parameter group, and return it normalised.
 
     Raises:
-        ConfigError: the value is out of its bounds; ``where`` is the name it is reported under.
+        ConfigError: the value is out of its bounds; the error calls it ``where``.
     """
     return check(Hyper.model_fields[key].rebuild_annotation(), where, value)
 
 
 class Recipes(NamedTuple):
-    """The recipes of parameters of which nobody says more."""
+    """The recipes of parameters for which nothing else is set."""
 
     matrix: Recipe = Muon()
-    """For matrices; for everything, if it does not need them whole."""
+    """The recipe of matrices; of everything, if it does not need whole matrices."""
     scalar: Recipe = AdamW()
-    """For the rest."""
+    """The recipe of the rest."""
 
 
 class OptimizerConfig(Hyper):
-    """``optimizer.params``: names, meanings and defaults of stock DeepSpeed's Muon, and more.
+    """``optimizer.params``: the keys of stock DeepSpeed's Muon, with the same meanings and
+    defaults, and more.
 
     Raises:
-        ConfigError: on construction through :meth:`from_section`, naming the key, its value and its
-            bound.
+        ConfigError: from :meth:`from_section`; names the key, its value and its bound.
     """
 
     per_head_muon: bool = False
-    """Orthogonalise every attention head of the query, key and value projections on its own."""
+    """Orthogonalise each attention head of the query, key and value projections separately."""
     decay_vectors: bool = False
-    """Decay the weights of parameters with fewer than two axes, too: norms, biases, gains."""
+    """Also apply weight decay to parameters with fewer than two axes: norms, biases, gains."""
     scalar_weight_decay: Annotated[NonNegative | None, OR_NULL] = None
-    """Weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
+    """The weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
     preset: Annotated[Literal[tuple(PRESETS)] | None, OR_NULL] = None  # type: ignore[valid-type]
-    """The published recipe with the values that the config leaves out; see :mod:`.recipes.presets`.
+    """The published recipe that sets the values missing in the config; see
+    :mod:`.recipes.presets`.
     """
     from_preset: tuple[str, ...] = ()
-    """The keys that the preset has given."""
+    """The keys set by the preset."""
     given: tuple[str, ...] = ()
-    """The keys that the config has."""
+    """The keys set in the config."""
     matrix: Recipe = Muon()
     scalar: Recipe = AdamW()
 
     @property
     def recipes(self) -> Recipes:
-        """The two recipes that parameters go to by the rules."""
+        """The two recipes that the routing rules choose from."""
         return Recipes(self.matrix, self.scalar)
 
     @property
@@ -207,7 +210,7 @@ class OptimizerConfig(Hyper):
         return self.adam_lr / self.lr
 
     def group(self) -> dict[str, Any]:
-        """Return the parameter group of a run that has but one, before any schedule."""
+        """Return the parameter group of a run with a single one, before any scheduler."""
         return {"configured_lr": self.lr, **{key: getattr(self, key) for key in HYPER_KEYS}}
 
     def for_the_run(self) -> dict[str, Any]:
@@ -265,7 +268,7 @@ class OptimizerConfig(Hyper):
 
 
 def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
-    """Take the switches of stock DeepSpeed's Adam out of ``params``; refuse other values."""
+    """Remove the switches of stock DeepSpeed's Adam from ``params``; refuse unsupported values."""
     for key, why in ALWAYS_TRUE.items():
         if params.pop(key, True) is not True:
             raise ConfigError(f"optimizer.params.{key} must be true, got false: {why}; remove it")
@@ -286,14 +289,16 @@ def _set_in(checked: Section, keys: Iterable[str]) -> dict[str, Any]:
 
 
 def _matrix_names() -> tuple[str, ...]:
-    """Return the names of ``matrix_optimizer``: optimizers of whole matrices, or of everything."""
+    """Return the valid names for ``matrix_optimizer``: optimizers of whole matrices, or of
+    everything.
+    """
     return (*names(whole=True), *names(whole=False))
 
 
-#: Keys that neither a parameter group nor a recipe has.
+#: The keys that neither a parameter group nor a recipe has.
 _FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
 
-#: Switches of stock DeepSpeed's auxiliary Adam that describe what this backend does anyway.
+#: The switches of stock DeepSpeed's auxiliary Adam that describe what this backend always does.
 ALWAYS_TRUE = {
     "torch_adam": "the scalar optimizer runs on torch's own AdamW",
     "foreach": "all updates run on lists of tensors",
@@ -308,7 +313,7 @@ def _named(params: Mapping[str, Any], key: str, default: str, known: Sequence[st
 
 
 def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any]:
-    """Return the settings of the preset that ``params`` name, as far as they have none."""
+    """Return the settings of the preset in ``params``, except those that ``params`` sets itself."""
     if params.get("preset") is None:
         return {}
     name: str = check(Literal[tuple(PRESETS)], "optimizer.params.preset", params["preset"])
@@ -328,8 +333,12 @@ def _scalar_name(params: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=None)
 def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> type[Section]:
-    """Return the model of ``optimizer.params`` for two recipes; ``general``: of "LayerWise"."""
-    # One for everything takes the place of another, whose settings may stay.
+    """Return the model of ``optimizer.params`` for two recipes.
+
+    Args:
+        general: True for the type "LayerWise".
+    """
+    # A recipe for everything replaces another one, whose settings may stay in the config.
     others = (scalar,) if matrix.whole else recipes_of_settings()
     kinds = (*others, matrix)
     fields: dict[str, Any] = {}
@@ -344,7 +353,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
 
 
 def fields_of(section: type[Section], keys: Iterable[str]) -> dict[str, Any]:
-    """Return the fields ``keys`` of ``section`` as pydantic's ``create_model`` takes them."""
+    """Return the fields ``keys`` of ``section`` in the form for pydantic's ``create_model``."""
     fields = section.model_fields
     return {key: (fields[key].annotation, fields[key]) for key in keys}
 
@@ -379,101 +388,105 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
 
 
 class LayerWiseConfig(Section):
-    """The ``layerwise`` section: how the work is laid out. Every key is optional."""
+    """The ``layerwise`` section: the layout of the work. Every key is optional."""
 
     layout: LayoutPolicy = "balanced"
-    """The policy by which matrices get owners; see :mod:`ds_layerwise.plan.planner.planner`."""
+    """The policy that chooses the owners of matrices; see
+    :mod:`ds_layerwise.plan.planner.planner`.
+    """
     reduction: Reduction = "auto"
-    """The way that gradients are added up over ranks; see
-    :mod:`ds_layerwise.ranks.sync.bucket_transfers`. "auto" is "ordered" on a CPU.
+    """The method to sum gradients over ranks; see :mod:`ds_layerwise.ranks.sync.bucket_transfers`.
+    "auto" is "ordered" on a CPU.
     """
     links: str = "auto"
-    """The links that ways of buckets are chosen for: a set of :mod:`.plan.network.links` or a file;
-    "auto" goes by what talks.
+    """The links for which the transports of buckets are chosen: the name of a set in
+    :mod:`.plan.network.links`, or a file; "auto" chooses by the device.
     """
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
     max_skipped_steps: Annotated[Count | None, OR_NULL] = 100
-    """An error after this many steps in a row that were skipped, as a gradient was not finite, or
-    their norm above ``grad_norm_skip_threshold``; None for no end."""
+    """Raise an error after this many consecutive skipped steps, skipped because a gradient was not
+    finite or the norm exceeded ``grad_norm_skip_threshold``; None to never stop.
+    """
     grad_norm_skip_threshold: Annotated[Positive | None, OR_NULL] = None
-    """A step whose gradients have a greater norm than this is skipped; Megatron-LM's key. None for
-    no bound.
+    """Skip a step whose gradients have a larger norm than this; Megatron-LM's key. None for no
+    bound.
     """
     max_waiting_buckets: Annotated[Count | None, OR_NULL] = None
-    """At ZeRO stage 2, the backward pass waits while complete gradients of more buckets than this
-    wait for their turn; None for no bound."""
+    """At ZeRO stage 2, let the backward pass wait while more buckets than this are complete and not
+    started; None for no bound.
+    """
     log_num_zeros_in_grad: bool = False
-    """Count the elements of averaged gradients that are zero; Megatron-LM's key."""
+    """Count the zeros in averaged gradients; Megatron-LM's key."""
     norm_groups: Mapping[str, NormGroup] = Field(default_factory=dict)
-    """Groups of parameters, by name, with a norm of their own and perhaps a bound of it."""
+    """Groups of parameters, by name, with a norm of their own, and optionally a bound of it."""
     monitor: Monitor = Monitor()
-    """The figures of updates that DeepSpeed's monitor gets beside the usual ones."""
+    """The statistics of updates that DeepSpeed's monitor gets in addition to the usual ones."""
     verify_first_step: bool = False
-    """Compare the first update with what one process would have computed; see
+    """Compare the first update with that of a single process; see
     :mod:`.zero.verify.first_step`.
     """
     overlap_param_gather: bool = False
-    """Wait for an updated parameter when it is used first, not in ``step``."""
+    """Wait for an updated parameter at its first use, not in ``step``."""
     auto_split: bool = True
-    """Take the parts of fused matrices that are known for matrices; see
-    :mod:`.routing.find_fused_parts`.
-    """
+    """Treat the known parts of fused matrices as matrices; see :mod:`.routing.find_fused_parts`."""
     master_dtype: MasterDtype = "float32"
-    """The dtype of masters of bfloat16 parameters; see
+    """The form of the masters of bfloat16 parameters; see
     :mod:`ds_layerwise.optimizers.split_masters`.
     """
     rounding_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
-    """The seed of chance where states are rounded by chance (``stochastic_rounding``)."""
+    """The seed for stochastic rounding of states (``stochastic_rounding``)."""
     batch_matrices: bool = True
     """Orthogonalise matrices of equal shape together."""
     save_universal: bool = False
-    """Write every checkpoint in DeepSpeed's universal format, too, beside the regular one."""
+    """Also write every checkpoint in DeepSpeed's universal format, beside the regular one."""
     fsync: bool = False
-    """Let no checkpoint count before all of its files are on the disk."""
+    """Complete a checkpoint only when all of its files are on the disk."""
     on_missing_state: OnMissingState = "fresh"
-    """The way at a load with a parameter of which the checkpoint holds no optimizer state."""
+    """The action at a load for a parameter without optimizer state in the checkpoint."""
     on_optimizer_change: OnOptimizerChange = "error"
-    """The way at a load with a parameter that another optimizer updated before."""
+    """The action at a load for a parameter that another optimizer updated before."""
     on_hyper_change: OnHyperChange = "checkpoint"
-    """The winner at a load where the config gives a group another hyper-parameter than before."""
+    """The side that wins at a load if the config sets a group's hyper-parameter to a new value."""
     rename: Mapping[Name, Name] = Field(
         default_factory=dict,
         json_schema_extra={"expects": "an object of names in checkpoints to names in the model"},
     )
-    """Globs over names in checkpoints to names in the model, each ``*`` standing for the same text
-    in both.
+    """Globs over names in checkpoints, each with the name in the model. Each ``*`` stands for the
+    same text in both.
     """
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
-    """Settings of an optimizer that the script gives to ``initialize``; see
+    """The settings for an optimizer that the script passes to ``initialize``; see
     :mod:`.recipes.rules.client_recipe`.
     """
     decoupled_lr: Annotated[NonNegative | None, OR_NULL] = None
-    """Learning rate of embeddings and output heads, as an override's ``lr``; Megatron-LM's key.
-    None for the run's.
+    """The learning rate of embeddings and output heads, like an override's ``lr``; Megatron-LM's
+    key. None for that of the run.
     """
     decoupled_min_lr: Annotated[NonNegative | None, OR_NULL] = None
-    """No schedule takes the learning rate of embeddings and output heads below this; None for no
+    """The lowest learning rate of embeddings and output heads under any scheduler; None for no
     bound.
     """
     apply_wd_to_qk_layernorm: bool = False
-    """Decay vectors of norms over queries and keys though others are not; Megatron-LM's key."""
+    """Apply weight decay to the vectors of norms over queries and keys, even if other vectors have
+    none; Megatron-LM's key.
+    """
     mup: Annotated[Mup | None, OR_NULL] = None
-    """Learning rates and eps are those of a narrower model; see :mod:`.recipes.targets.mup`. None:
-    of this one.
+    """The narrower model for which learning rates and eps were chosen; see
+    :mod:`.recipes.targets.mup`. None if they are for this model.
     """
     qk_clip: Annotated[QkClip | None, OR_NULL] = None
-    """Scale queries and keys down where attention logits are too large; see
+    """Scale queries and keys down if attention logits are too large; see
     :mod:`.recipes.targets.qk_clip_settings`. None for never.
     """
     log_max_attention_logit: bool = False
-    """Measure and report the largest attention logits, which ``qk_clip`` does anyway; Megatron-LM's
+    """Measure and report the largest attention logits, as ``qk_clip`` always does; Megatron-LM's
     key.
     """
     dump_param_map: Annotated[Name | None, OR_NULL] = None
-    """A file that rank 0 writes at start: what ``ds-layerwise plan --list --json`` tells; None for
-    none.
+    """A file that rank 0 writes at start, with the output of ``ds-layerwise plan --list --json``;
+    None for none.
     """
 
     @classmethod
@@ -503,7 +516,7 @@ class LayerWiseConfig(Section):
         return found
 
 
-#: The functions that parse sections within ``layerwise``.
+#: The functions that parse the sections within ``layerwise``.
 _SECTIONS: dict[str, Any] = {
     "mup": Mup.from_section,
     "qk_clip": QkClip.from_section,

@@ -1,5 +1,5 @@
-"""Hooks into DeepSpeed's reading of a config, which tell in the words of this package what it
-stumbles over.
+"""Hooks into DeepSpeed's reading of a config. They report its problems in the terms of this
+package.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from ds_layerwise.errors import ConfigError
 
 
 def has_client(config: Mapping[str, Any]) -> bool:
-    """Say whether ``config``, which is for this backend, leaves the optimizer to the script."""
+    """Tell whether ``config``, which is for this backend, leaves the optimizer to the script."""
     return config.get("optimizer") is None
 
 
 def _get_zero_config(original: Method, given: Any) -> Any:
-    """Read ``zero_optimization`` as DeepSpeed does, which takes a ratio of offloading below 1 at
-    stage 3 alone.
+    """Read ``zero_optimization`` as DeepSpeed does. DeepSpeed accepts an offload ratio below 1 only
+    at stage 3.
 
     Raises:
-        ConfigError: the ratio is not in [0, 1], or a key of ours stands where nobody reads it.
+        ConfigError: the ratio is not in [0, 1], or a key of ours is in a place where nothing reads
+            it.
     """
     if not is_for_us(given):
         return original(given)
@@ -48,10 +49,9 @@ def _get_zero_config(original: Method, given: Any) -> Any:
 
 
 def _initialize_params(original: Method, _: ds_config_module.DeepSpeedConfig, given: Any) -> Any:
-    """Let what DeepSpeed stumbles over be told in the words of this backend, if that refuses it,
-    too.
-    """
-    # torch has put a hook of its own around what was there, when the ranks found each other.
+    """Raise the error of this backend, if there is one, in place of DeepSpeed's error."""
+    # Install it again: torch has wrapped the earlier hook in one of its own when the ranks
+    # connected.
     final_error.begin()
     optimizer = given.get("optimizer")
     if not is_for_us(given) and not (isinstance(optimizer, str) and is_ours(optimizer)):
@@ -60,7 +60,7 @@ def _initialize_params(original: Method, _: ds_config_module.DeepSpeedConfig, gi
         ):
             refuse_misplaced(given)
         return original(given)
-    # DeepSpeed takes a section that is no object for none, or stumbles over it only later.
+    # DeepSpeed ignores a section that is not an object, or fails on it only later.
     config_of(with_plain_numbers(given))
     try:
         return original(given)

@@ -1,14 +1,19 @@
-"""Hooks by which DeepSpeed's engine comes to build this backend.
+"""Hooks that make DeepSpeed's engine build this backend.
 
 Note: what is wrapped, and why there
-    ``_configure_with_arguments`` tells the engine its place on the node. ``_do_sanity_check`` is
-    the first thing that an engine does with its config, so a mistake is found before memory is
-    spent; :mod:`.config_hook` is before. ``_broadcast_model`` is the first collective on the model:
-    ranks whose models differ must find out before it. ``_configure_basic_optimizer`` builds the
-    optimizer that the config names; ``_do_optimizer_sanity_check`` would pick another wrapper class
-    for bf16 with float32 accumulation; ``_configure_zero_optimizer`` builds the wrapper.
-    ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving what
-    ``offload_optimizer`` left on the device. The other modules of this folder have more.
+    * ``_configure_with_arguments`` tells the engine its local rank.
+    * ``_do_sanity_check`` is the first use of an engine's config, so a mistake is found before
+      memory is allocated; :mod:`.config_hook` runs even before.
+    * ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find
+      out before it.
+    * ``_configure_basic_optimizer`` builds the optimizer that the config names.
+    * ``_do_optimizer_sanity_check`` would choose another wrapper class for bf16 with float32
+      accumulation.
+    * ``_configure_zero_optimizer`` builds the wrapper.
+    * ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving the tensors that
+      ``offload_optimizer`` left on the device.
+
+    The other modules of this folder wrap more.
 """
 
 from __future__ import annotations
@@ -67,12 +72,12 @@ from ds_layerwise.zero.unused_calls import warn_once
 
 
 def _is_for_us(engine: DeepSpeedEngine) -> bool:
-    # The engine's own optimizer_name() is the class of the client's optimizer where one is given.
+    # If a client optimizer is given, the engine's own optimizer_name() is its class.
     return is_for_us(engine._config._param_dict)
 
 
 def _run(engine: DeepSpeedEngine) -> RunConfig:
-    """Return the engine's config as this backend understands it; read once."""
+    """Return the engine's config as this backend reads it. It is read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
         given = config._param_dict
@@ -87,8 +92,8 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
 def _configure_with_arguments(
     original: Method, engine: DeepSpeedEngine, args: Any, mpu: Any
 ) -> None:
-    """Choose the device where DeepSpeed will, but before anything can use the one that all
-    processes start with.
+    """Choose the device that DeepSpeed will choose, before anything can use the default device that
+    all processes start with.
     """
     original(args, mpu)
     device_rank = getattr(args, "device_rank", engine.local_rank)
@@ -123,7 +128,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
 
 
 def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
-    """Refuse a config that was meant for this backend, and is not for it.
+    """Refuse a config with keys of this backend that does not select this backend.
 
     Raises:
         ConfigError: names the key.
@@ -140,15 +145,14 @@ def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
 
 
 def _on_all_ranks() -> AbstractContextManager[None]:
-    """Refuse on all ranks what one refuses; DeepSpeed can be told to work without a process
-    group."""
+    """Raise errors of one rank on all ranks. DeepSpeed can also run without a process group."""
     if dist.is_initialized():
         return comm.errors_on_all_ranks(None)
     return nullcontext()
 
 
 def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
-    """Refuse what one rank can see to be wrong with its config.
+    """Raise an error for mistakes in the config that one rank can see.
 
     Raises:
         ConfigError: names the key.
@@ -193,7 +197,7 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
             )
 
 
-#: Keys that the newest supported DeepSpeed reads and the oldest does not, with their defaults.
+#: The keys that the newest supported DeepSpeed reads and the oldest does not, with their defaults.
 _NOT_IN_EVERY_RELEASE = {
     "gradient_allreduce_op": "mean",
     "managed_gradient_accumulation": True,
@@ -253,11 +257,11 @@ def _described(name: str, param: torch.nn.Parameter) -> str:
 
 
 def _check_model(engine: DeepSpeedEngine) -> None:
-    """Refuse what one rank can see to be wrong with the model.
+    """Raise an error for problems of the model that one rank can see.
 
     Raises:
-        ConfigError: it has experts, and is cut over ranks otherwise, too, or its checkpoints are on
-            several disks.
+        ConfigError: the model has experts and is also cut over ranks in another way, or its
+            checkpoints are on several disks.
     """
     model = engine.module
     is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
@@ -299,7 +303,7 @@ def _configure_optimizer(
         )
         check_recipes(ours.recipes_by_group)
     result = original(ours, model_parameters)
-    # What is called with it next makes schedulers.
+    # The calls that get this attribute next make schedulers.
     engine.basic_optimizer = ours.client
     return result
 
@@ -307,7 +311,7 @@ def _configure_optimizer(
 def _do_optimizer_sanity_check(original: Method, _: DeepSpeedEngine, basic_optimizer: Any) -> Any:
     if isinstance(basic_optimizer, LayerWiseOptimizer):
         return "zero_optimization"
-    # Ours would take the gradients before another optimizer sees them.
+    # Otherwise ours would take the gradients before the other optimizer sees them.
     for group in getattr(basic_optimizer, "param_groups", ()):
         param_owner.retire_owners(group["params"])
     return original(basic_optimizer)
@@ -339,8 +343,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
         built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
-    # DeepSpeed's converter to universal checkpoints wants this in the model's file, which the
-    # engine copies it into. Of a model that is cut it would say that nothing is.
+    # DeepSpeed's converter to universal checkpoints needs this in the model's file; the engine
+    # copies it there. It says that nothing is cut, so a model that is cut must not have it.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
         setattr(
             engine.module,
@@ -350,7 +354,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     built.write_param_map()
     patches.engines.add(engine)
     exit_saves.end_at_exit(engine)
-    # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+    # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
+    # missed.
     if pipeline.is_pipeline(engine.module):
         if built.rank == 0:
             announce(f"stage {engine.mpu.get_stage_id()} of the pipeline: {built.describe()}")
@@ -362,10 +367,11 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
 
 
 def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
-    """Refuse a model that is spread over ranks otherwise, too, or that DeepSpeed cannot fetch.
+    """Refuse a model that is spread over ranks in another way as well, or that DeepSpeed cannot
+    fetch.
 
     Raises:
-        ConfigError: says which way out there is.
+        ConfigError: names the way out.
     """
     for name, param in engine.module.named_parameters():
         if not getattr(param, "ds_numel", param.numel()):
@@ -411,13 +417,13 @@ def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: A
 
 
 def _zero_grad(original: Method, engine: DeepSpeedEngine) -> Any:
-    # Gradients do not stay on the parameters, where the original looks for them.
+    # The original looks for gradients on the parameters, but ours are not there.
     engine.optimizer.zero_grad()
     return original()
 
 
-#: Hooks that an engine of this backend needs after it was made. Here and below by keys of
-#: :mod:`.engine.contract.contract`.
+#: The hooks that an engine of this backend needs after it was built. The keys, here and below, are
+#: those of :mod:`.engine.contract.contract`.
 FOR_LIFE: dict[str, Method] = {
     **only_ours(uses_us, {"zero_grad": _zero_grad}),
     **only_ours(_is_for_us, {"zero_use_cpu_optimizer": lambda _, engine: False}),
@@ -459,8 +465,8 @@ def _tensor_group(engine: DeepSpeedEngine, mpu: Any) -> comm.Group | None:
 def _checks_overflow(
     engine: DeepSpeedEngine, compute_dtype: torch.dtype, compute_grad_norm: bool
 ) -> bool:
-    """Decide as DeepSpeed does: in fp16 always, in bf16 where asked to, in fp32 where there is a
-    norm to look at.
+    """Decide as DeepSpeed does whether to check for overflow: always in fp16, on request in bf16,
+    and in fp32 if a norm is computed.
     """
     if engine.bfloat16_enabled():
         return bool(engine._config.bfloat16_config.check_grad_overflow)
@@ -477,7 +483,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         autocast_dtype = None
     compute_dtype = autocast_dtype or model_dtype
     is_autocast = autocast_dtype is not None
-    # 0.18.9 has no such key and always computes the norm.
+    # DeepSpeed 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     group = engine.seq_data_parallel_group
     if sequence.is_ulysses(engine.mpu):
@@ -504,7 +510,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         tensor_group=_tensor_group(engine, mpu),
         compute_dtype=compute_dtype,
         accumulation_dtype=DTYPES[run.accumulation_dtype] if run.accumulation_dtype else None,
-        # With sequence parallelism the engine has put seq_parallel_communication_data_type here.
+        # With sequence parallelism, the engine has stored seq_parallel_communication_data_type
+        # here.
         wire_dtype=config.communication_data_type,
         autocast=is_autocast,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,

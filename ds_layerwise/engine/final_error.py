@@ -1,11 +1,12 @@
-"""End of a run by an error of this package: one framed message of one rank, in place of a traceback
-of each.
+"""The end of a run by an error of this package: one framed message of one rank instead of a
+traceback of each.
 
-Note: who speaks
-    Most errors are raised on all ranks. Rank 0 tells its own and notes that in the store of the
-    process group. The others wait for the note before they exit, as a launcher ends every rank once
-    one has failed, and rank 0 waits until they have read it, as the store may end with it. A rank
-    that finds no note in time is alone with its error, and tells it itself.
+Note: which rank prints
+    Most errors are raised on all ranks. Rank 0 prints its own error and records that in the store
+    of the process group. The other ranks wait for this record before they exit, because a launcher
+    ends every rank once one has failed. Rank 0 waits until they have read it, because the store may
+    end with rank 0. A rank that finds no record in time is the only one with an error, and prints
+    it itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.ranks.comm.comm import is_agreed
 
-#: Seconds that ranks wait for each other.
+#: The time in seconds that ranks wait for each other.
 _PATIENCE = 10
 
 _TOLD = "ds_layerwise/told"
@@ -46,26 +47,24 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _Hook = Callable[[type[BaseException], BaseException, "TracebackType | None"], object]
 
 
-#: The kind of the error that has ended the script, if one has.
+#: The kind of the error that has ended the script, if there is one.
 _ended_by: list[type[BaseException]] = []
 
 
 def has_failed() -> bool:
-    """Say whether an error that nobody has caught has ended the script."""
-    # In a process of multiprocessing an error is on its way while that ends.
+    """Tell whether an uncaught error has ended the script."""
+    # In a process of multiprocessing, the error is still being handled while the process ends.
     return bool(_ended_by) or sys.exc_info()[0] not in (None, SystemExit)
 
 
 def begin() -> None:
-    """Let an error of this package that nobody catches be told once; all others go to the hook that
-    is there.
-    """
+    """Print uncaught errors of this package once. All other errors go to the existing hook."""
     if not _is_ours(sys.excepthook):
         sys.excepthook = partial(_tell, sys.excepthook)
 
 
 def end() -> None:
-    """Put back the hook that was there."""
+    """Restore the earlier hook."""
     if _is_ours(sys.excepthook):
         sys.excepthook = sys.excepthook.args[0]  # type: ignore[attr-defined]
 
@@ -89,22 +88,23 @@ def _tell(
     else:
         rank = distributed.get_rank()
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
-        # Nobody expects it, so that what has led to it is needed; others name it.
+        # The error is unexpected, so its traceback is needed. The errors of other ranks only name
+        # this rank.
         earlier(kind, error, trace)
     elif not (rank and _is_told(store)):
         say(framed(error), sys.stderr)
     if rank == 0 and store is not None:
         _wait_for_others(store)
-    # Whoever else looks for errors is to know of it; Python's own, at the end of that chain, prints
-    # a traceback.
+    # Call the other hooks in the chain, which may report errors elsewhere. Python's own, at its
+    # end, prints a traceback, which is dropped.
     with redirect_stderr(StringIO()):
         earlier(kind, error, trace)
 
 
 def _is_told(store: Any) -> bool:
-    """Tell whether rank 0 has told an error of its own within :data:`_PATIENCE`."""
+    """Tell whether rank 0 has printed an error of its own within :data:`_PATIENCE`."""
     if store is None:
-        # A launcher ends this rank meanwhile, if rank 0 has failed.
+        # If rank 0 has failed, a launcher ends this rank during the sleep.
         time.sleep(_PATIENCE)
         return False
     with suppress(RuntimeError):
@@ -115,7 +115,7 @@ def _is_told(store: Any) -> bool:
 
 
 def _wait_for_others(store: Any) -> None:
-    # A launcher may have ended who keeps the store.
+    # A launcher may have ended the process with the store.
     with suppress(RuntimeError):
         store.set(_TOLD, "")
         wait_for(
@@ -126,9 +126,9 @@ def _wait_for_others(store: Any) -> None:
 
 
 def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
-    """Wait until ``keys`` are in ``store``, for some ``seconds``; return whether they are.
+    """Wait up to ``seconds`` for ``keys`` to be in ``store``. Return True if they are.
 
-    The store's own ``wait`` logs lines of C++ where they are not.
+    The store's own ``wait`` logs lines of C++ if they are not.
     """
     until = time.monotonic() + seconds
     while not store.check(keys):
@@ -139,8 +139,8 @@ def wait_for(store: Any, keys: list[str], seconds: float) -> bool:
 
 
 def framed(error: BaseException) -> str:
-    """Return ``error`` in a few lines: what is wrong, by which line of the script, and where there
-    is more.
+    """Return ``error`` in a few lines: the message, the line of the script that caused it, and
+    where to read more.
     """
     places = traceback.extract_tb(error.__traceback__)
     lines = [f"ds_layerwise: {type(error).__name__}: {error}"]

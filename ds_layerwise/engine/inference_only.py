@@ -1,11 +1,11 @@
-"""Engine of a model that is only asked, as TRL makes one of the trainer's config for its reference
-model.
+"""The engine of a model that is only used for inference, such as the reference model that TRL
+builds with the trainer's config.
 
 Note: what is wrapped, and why there
     TRL copies the config of the run, sets ``zero_optimization.stage`` to 0 unless it is 3, and
-    gives the model and nothing else. DeepSpeed then makes an optimizer that is never used. Here the
-    engine is what DeepSpeed makes of a config without an optimizer. Only ``__init__`` sees the
-    config before all else, and whether parameters were given.
+    passes only the model. DeepSpeed then builds an optimizer that is never used. With this hook,
+    DeepSpeed builds the engine as for a config without an optimizer. Only ``__init__`` sees the
+    config first, and knows whether parameters were passed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
-#: Keys of a config that speak of training alone.
+#: The keys of a config that only concern training.
 _OF_TRAINING = ("optimizer", "layerwise")
 
 

@@ -1,6 +1,4 @@
-"""The line that says that DeepSpeed compiles an operator, which it does for minutes without a
-word.
-"""
+"""The message that DeepSpeed is compiling an operator, which takes minutes without any output."""
 
 from __future__ import annotations
 
@@ -13,11 +11,13 @@ from ds_layerwise.output import announce
 
 
 def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
-    """Print on the first rank of a node what DeepSpeed compiles, unless that is there already."""
+    """Print on the first rank of a node which operator DeepSpeed compiles, unless it is compiled
+    already.
+    """
     if not builder.is_compatible(verbose=False):
-        # DeepSpeed says why.
+        # DeepSpeed explains the reason itself.
         return original(*args, **options)
-    # The tools of extensions take a while to import, and few starts need them.
+    # Importing the extension tools takes a while, and few starts need them.
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
@@ -29,8 +29,10 @@ def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options:
 
 
 def progress(name: str, folder: Path, *, is_locked: bool) -> str:
-    """Return the line on the operator ``name`` that is compiled in ``folder``, which another
-    process may have locked.
+    """Return the line about the operator ``name`` that is compiled in ``folder``.
+
+    Args:
+        is_locked: True if another process has locked the folder.
     """
     if is_locked:
         return (

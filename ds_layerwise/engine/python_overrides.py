@@ -1,4 +1,4 @@
-"""Overrides in Python, from where a script says them to where an engine reads its config."""
+"""Overrides given in Python, stored until an engine reads its config."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from ds_layerwise.recipes.targets.overrides import Override
 
 
 class _Kept:
-    """Overrides of ``register``: for every engine of the process, whichever thread makes it."""
+    """The overrides of ``register``, for every engine of the process, in any thread."""
 
     overrides: tuple[Override, ...] = ()
 
 
-#: Overrides of ``initialize``: for the engine that this thread is making.
+#: The overrides of ``initialize``, for the engine that this thread is building.
 _beside: ContextVar[tuple[Override, ...]] = ContextVar("ds_layerwise_overrides", default=())
 
 
 def keep(overrides: tuple[Override, ...]) -> None:
-    """Let every engine that is made from now on have ``overrides``, in place of what was kept."""
+    """Use ``overrides`` for every engine built from now on. They replace earlier ones."""
     _Kept.overrides = overrides
 
 
 @contextmanager
 def beside(overrides: tuple[Override, ...]) -> Iterator[None]:
-    """Let engines that are made inside have ``overrides``, too."""
+    """Add ``overrides`` for engines built inside."""
     token = _beside.set(overrides)
     try:
         yield
@@ -35,5 +35,5 @@ def beside(overrides: tuple[Override, ...]) -> Iterator[None]:
 
 
 def now() -> tuple[Override, ...]:
-    """Return the overrides of an engine that is made now, beside those of its config."""
+    """Return the overrides for an engine built now, without those of its config."""
     return (*_Kept.overrides, *_beside.get())

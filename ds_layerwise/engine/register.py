@@ -1,4 +1,4 @@
-"""Registration, which makes DeepSpeed build this backend, and its end."""
+"""Registration of this backend with DeepSpeed, and its removal."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
     """Make ``"type": "LayerWiseMuon"`` and ``"LayerWise"`` known to DeepSpeed.
 
     Call it in every process before ``deepspeed.initialize``, from any thread. :func:`unregister`
-    undoes it. A second call puts back what somebody has undone since, and else does nothing. Who
-    wraps what this has wrapped does so by ``functools.wraps``, which shows what is called inside.
+    undoes it. A second call restores patches that were undone in between, and otherwise does
+    nothing. Code that wraps the same functions must use ``functools.wraps``, so that the wrapped
+    function can be found.
 
     Args:
-        overrides: what differs for which parameters in every engine that is made from now on,
-            beside ``layerwise.overrides`` of its config; None for what an earlier call has said.
+        overrides: settings for some parameters in every engine built from now on, in addition to
+            ``layerwise.overrides`` of its config; None to keep those of an earlier call.
 
     Raises:
-        ConfigError: the installed DeepSpeed lacks some of :data:`.contract.CONTRACT`, or has
-            changed it; names all of that, and nothing was patched. Or somebody has replaced since
-            what an earlier call has wrapped. Or ``overrides`` say what no override can say.
+        ConfigError: the installed DeepSpeed lacks or has changed some names of
+            :data:`.contract.CONTRACT` (the error lists them, and nothing was patched); other code
+            has replaced a function that an earlier call had wrapped; or ``overrides`` are not
+            valid.
     """
     final_error.begin()
     if overrides is None:
@@ -38,7 +40,7 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
         if not patches.is_registered():
             contract.check()
         try:
-            # It imports names that another DeepSpeed may lack.
+            # engine_hooks imports names that another DeepSpeed may lack.
             from ds_layerwise.engine import engine_hooks
         except ImportError as error:
             if not (error.name or "").startswith("deepspeed"):
@@ -50,13 +52,13 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
 
 
 def unregister() -> None:
-    """Leave DeepSpeed as it was before :func:`register`.
+    """Restore DeepSpeed as it was before :func:`register`.
 
-    Engines that exist keep working: what they need of it, which asks first whose engine it is, goes
-    with the last one.
+    Existing engines keep working: the patches that they need act only on engines of this backend,
+    and are removed with the last one.
 
     Raises:
-        ConfigError: somebody else has wrapped the engine since; undo that first.
+        ConfigError: other code has wrapped the engine since; undo that first.
     """
     with patches.changing():
         patches.unwrap()
@@ -67,15 +69,15 @@ def unregister() -> None:
 def initialize(
     *args: Any, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None, **kwargs: Any
 ) -> Any:
-    """``deepspeed.initialize``, same arguments and results, after :func:`register`.
+    """Call :func:`register`, then ``deepspeed.initialize``, with the same arguments and results.
 
     Args:
-        overrides: what differs for which parameters of this model, beside ``layerwise.overrides``
-            of its config and what :func:`register` was given.
+        overrides: settings for some parameters of this model, in addition to
+            ``layerwise.overrides`` of its config and those passed to :func:`register`.
 
     Raises:
-        ConfigError: ``overrides`` say what no override can say; and all that :func:`register` and
-            the engine raise.
+        ConfigError: ``overrides`` are not valid; also the errors of :func:`register` and the
+            engine.
     """
     final_error.begin()
     given = overrides_of(overrides)

@@ -1,11 +1,11 @@
-"""Schedule of an engine: made of what torch takes for an optimizer, and moving the rates that were
-chosen.
+"""The learning rate scheduler of an engine. It is built on an object that torch accepts as an
+optimizer, and moves the configured rates.
 
 Note: what is wrapped, and why there
-    ``_scheduler_from_config`` hands the engine's wrapper to the schedule that the config names:
-    DeepSpeed's own find their optimizer in it, and torch's take nothing that is not a
-    ``torch.optim.Optimizer``. ``_configure_lr_scheduler`` is where a script's schedule is first
-    there.
+    ``_scheduler_from_config`` passes the engine's wrapper to the scheduler that the config names.
+    DeepSpeed's schedulers find their optimizer in it, but torch's accept only a
+    ``torch.optim.Optimizer``. ``_configure_lr_scheduler`` is the first place in which a script's
+    scheduler is present.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
 
 
 def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
-    """Refuse a schedule that moves nothing here, or that moves ``lr`` to where nobody chose it.
+    """Refuse a scheduler that has no effect here, or that moves ``lr`` to values nobody chose.
 
     Raises:
         ConfigError: names its class and the way out.

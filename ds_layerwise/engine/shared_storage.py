@@ -1,8 +1,8 @@
-"""Refusal of weights that are one by their memory alone, and would come apart when parameters move
-into their buffer.
+"""The refusal of weights that share memory without being the same parameter. They would be
+separated when parameters move into their buffer.
 
-DeepSpeed casts and moves a model parameter by parameter, too, which takes them apart before
-anything is routed.
+DeepSpeed casts and moves a model parameter by parameter, which also separates them, before routing
+starts.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_layerwise.ranks.comm import comm
 
 
 class _Place(NamedTuple):
-    """A parameter or a buffer of a model, and the bytes from its first to its last element, gaps
-    included.
+    """A parameter or a buffer of a model, and the bytes from its first to its last element, with
+    gaps.
     """
 
     name: str
@@ -36,14 +36,13 @@ class _Place(NamedTuple):
 
 
 def refuse_shared_memory(model: nn.Module) -> None:
-    """Refuse a parameter that requires a gradient, and an element of which belongs to another
-    tensor of ``model``, too.
+    """Refuse a parameter that requires a gradient if one of its elements also belongs to another
+    tensor of ``model``.
 
-    Disjoint views of one piece of memory are fine, and so is one parameter that several modules
-    have.
+    Disjoint views of one piece of memory are accepted, and so is one parameter in several modules.
 
     Raises:
-        RoutingError: names both, and the way out.
+        RoutingError: names both tensors and the way out.
     """
     places = [
         *_places(model.named_parameters(), is_param=True),
@@ -82,13 +81,13 @@ def _axes(tensor: Tensor) -> list[tuple[int, int]]:
 
 
 def _reach(tensor: Tensor) -> int:
-    """Return the number of elements from the first to the last, gaps included."""
+    """Return the number of elements from the first to the last, with gaps."""
     return 1 + sum((size - 1) * stride for size, stride in _axes(tensor))
 
 
 def _places(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[_Place]:
     for name, tensor in named:
-        # What has no memory yet, or whose memory is other tensors'.
+        # Skip tensors that have no memory yet, or use the memory of other tensors.
         anything: object = tensor
         has_memory = tensor.numel() > 0 and tensor.device.type != "meta"
         is_plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(anything)
@@ -99,7 +98,7 @@ def _places(named: Iterable[tuple[str, Tensor]], *, is_param: bool) -> Iterator[
 
 
 def _meeting(places: Sequence[_Place]) -> list[tuple[_Place, _Place]]:
-    """Return the pairs of which one begins before the other ends, in the order of ``places``."""
+    """Return the pairs whose ranges overlap, in the order of ``places``."""
     order = sorted(enumerate(places), key=lambda pair: (str(pair[1].tensor.device), pair[1].start))
     pairs = []
     for position, (i, first) in enumerate(order):
@@ -111,8 +110,8 @@ def _meeting(places: Sequence[_Place]) -> list[tuple[_Place, _Place]]:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Tell whether an element of ``first`` is one of ``second``, as their reaches meet: columns may
-    lie between columns.
+    """Tell whether an element of ``first`` is also one of ``second``. Their ranges overlap, but
+    columns may lie between columns.
     """
     if first.is_contiguous() and second.is_contiguous():
         return True
@@ -129,7 +128,7 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 
 def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
-    """Refuse shared memory where the engine takes its model, before it casts or moves it."""
+    """Refuse shared memory when the engine gets its model, before it casts or moves it."""
     with comm.errors_on_all_ranks(None) if dist.is_initialized() else nullcontext():
         refuse_shared_memory(model)
     return original(model)

@@ -1,8 +1,8 @@
-"""The model's file at ZeRO stage 3: named as at stages 1 and 2, and without the trained weights,
-which are the masters in the optimizer's files, rounded.
+"""The model's file at ZeRO stage 3. It has the name of stages 1 and 2 and contains no trained
+weights: these are the masters in the optimizer's files, rounded.
 
-So one checkpoint serves all stages, and no rank needs the memory of the whole model. What is not
-trained is in it as ever: the rank that writes it gathers that, parameter by parameter.
+So a checkpoint can be loaded at any stage, and no rank needs the memory of the whole model. Frozen
+parameters and buffers are in the file; the rank that writes it gathers them one by one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from ds_layerwise.zero.setup.param_cuts import write_cut
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:
-    """Tell whether ``engine`` has its parameters cut over the ranks."""
+    """Tell whether the parameters of ``engine`` are cut over the ranks."""
     return engine.optimizer.parameter_offload is not None
 
 
 @contextmanager
 def as_at_stage_2(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Let the engine name, write and read the model's file as at stage 2."""
+    """Make the engine name, write and read the model's file as at stage 2."""
     if not is_cut(engine):
         yield
         return
@@ -42,11 +42,11 @@ def as_at_stage_2(engine: DeepSpeedEngine) -> Iterator[None]:
 
 @contextmanager
 def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[None]:
-    """Let the engine save of the module what is not trained, whole. Every rank must call this at
+    """Make the engine save the untrained tensors of the module, whole. Every rank must call this at
     the same point.
 
     Args:
-        with_frozen: whether frozen parameters are wanted.
+        with_frozen: True to include frozen parameters.
     """
     if not is_cut(engine):
         yield
@@ -108,7 +108,7 @@ def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]
 
 
 def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
-    """Return what is not trained, whole, in host memory of the rank that writes it, by id."""
+    """Return the untrained tensors, whole, by id, in host memory of the rank that writes."""
     trained = {id(param) for param in engine.optimizer._params.values()}
     found: dict[int, Tensor] = {}
     error: Exception | None = None
@@ -130,8 +130,8 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
 
 
 def untrained_in(model_file: Path) -> dict[str, Tensor]:
-    """Return frozen parameters and buffers out of a model's file that :func:`saving_the_rest` has
-    made, each once.
+    """Return the frozen parameters and buffers in a model's file of :func:`saving_the_rest`, each
+    once.
     """
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
@@ -157,8 +157,8 @@ def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str
 def load_cuts(
     engine: DeepSpeedEngine, given: Mapping[str, Any], module: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Write this rank's cuts of the parameters that are ``given``, and return ``module`` with what
-    the model has in the places of all: the engine loads buffers alone.
+    """Write this rank's cuts of the parameters in ``given``. Return ``module`` with the model's own
+    tensors in place of all parameters, so that the engine loads only buffers.
     """
     left = dict(module)
     rank = engine.optimizer.rank

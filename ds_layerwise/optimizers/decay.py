@@ -1,21 +1,20 @@
-"""Weight decay: how weights are drawn towards zero beside what a rule does with them, the same for
-all rules.
+"""Weight decay: it draws weights towards zero in addition to a rule's update, the same for all
+rules.
 
-With W the weights, wd ``weight_decay``, lr the learning rate that the rule updates W with, and u
+W are the weights, wd is ``weight_decay``, lr the learning rate with which the rule updates W, and u
 the direction of the update, W <- W - lr u:
 
-============= ==============================================================
-========================================= decoupled     W <- W - lr wd W
-AdamW, arXiv 1711.05101 independent   W <- W - wd W
-arXiv 1711.05101 with its own schedule l2            g <- g + wd W, before moments and momentum
-:class:`torch.optim.Adam` palm          W <- W - lr^2 wd W
-PaLM, arXiv 2204.02311 ============= ==============================================================
-=========================================
+    ============  =========================================  ================================
+    decoupled     W <- W - lr wd W                           AdamW, arXiv 1711.05101
+    independent   W <- W - wd W                              arXiv 1711.05101, own schedule
+    l2            g <- g + wd W, before moments, momentum    :class:`torch.optim.Adam`
+    palm          W <- W - lr^2 wd W                         PaLM, arXiv 2204.02311
+    ============  =========================================  ================================
 
-``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is where u
-draws it towards zero, too, or is zero: as the paper and microsoft/dion have it for every rule, and
-modded-nanogpt for its matrices (its Adam leaves elements alone whose u is zero). u is that of this
-step, and W what it was before: decay and update are both subtracted from the same W.
+``cautious``: an element decays only if sign(u) sign(W) >= 0 (arXiv 2510.12402), that is, if u also
+draws it towards zero, or is zero. The paper and microsoft/dion do this for every rule, and
+modded-nanogpt for its matrices (its Adam does not decay elements with a u of zero). u is that of
+this step, and W is the weight before it: decay and update are both subtracted from the same W.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 @dataclass(frozen=True, slots=True)
 class WeightDecay:
-    """A way to decay weights. A rule that knows its directions calls :meth:`gradients`, then
+    """A method of weight decay. A rule that knows its directions calls :meth:`gradients`, then
     :meth:`shrink_`.
     """
 
@@ -41,7 +40,7 @@ class WeightDecay:
 
     @classmethod
     def of(cls, recipe: Recipe) -> WeightDecay:
-        """Return the decay that ``recipe`` asks for."""
+        """Return the decay that ``recipe`` uses."""
         return cls(recipe.weight_decay_method, recipe.cautious_weight_decay)
 
     def gradients(
@@ -58,11 +57,12 @@ class WeightDecay:
         directions: Sequence[Tensor],
         hyper: Hyper,
     ) -> None:
-        """Let ``params`` decay in place; with l2 they have, in :meth:`gradients`.
+        """Decay ``params`` in place. With l2 this does nothing, because :meth:`gradients` has done
+        it.
 
         Args:
-            directions: what is subtracted from ``params`` next, but for a factor that is not
-                negative; read only, and only if ``cautious``.
+            directions: the updates that are subtracted from ``params`` next, up to a factor that is
+                not negative. They are only read, and only if ``cautious``.
         """
         kept = 1 - self._share(hyper)
         if kept == 1:
@@ -70,10 +70,9 @@ class WeightDecay:
         if not self.cautious:
             torch._foreach_mul_(list(params), kept)
             return
-        # One after another, so that what it takes beside them is no more than twice the largest of
-        # them.
+        # One after another, so that temporaries are at most twice the largest parameter.
         for param, direction in zip(params, directions, strict=True):
-            # Of signs, because a product of small numbers may round to zero.
+            # Use signs, because a product of small numbers may round to zero.
             agree = torch.sign(param).mul_(torch.sign(direction)) >= 0
             param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
 
@@ -83,17 +82,18 @@ class WeightDecay:
         hyper: Hyper,
         move_: Callable[[list[Tensor], float], None],
     ) -> None:
-        """Let ``params`` decay, then update them, for a rule that does not tell its directions.
+        """Decay ``params``, then update them, for a rule that does not provide its directions.
 
         Args:
             move_: subtracts directions times a learning rate from a list like ``params``, in place,
-                and updates the states; it is called once.
+                and updates the states; called once.
         """
         if not (self.cautious and self._share(hyper)):
             self.shrink_(params, (), hyper)
             move_(list(params), hyper.lr)
             return
-        # At rate 1 from zero, so that neither a rate of 0 nor a large weight rounds a sign away.
+        # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
+        # sign away.
         moves = [torch.zeros_like(param) for param in params]
         move_(moves, 1.0)
         torch._foreach_neg_(moves)
@@ -101,7 +101,7 @@ class WeightDecay:
         torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
 
     def _share(self, hyper: Hyper) -> float:
-        """Return the part of itself that a weight loses in a step."""
+        """Return the fraction of itself that a weight loses in a step."""
         lr = hyper.lr
         rates = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}
         return rates[self.method] * hyper.weight_decay

@@ -1,4 +1,4 @@
-"""Dtypes that an accelerator can compute in, and those that it is fast in."""
+"""The dtypes that an accelerator can compute in, and those in which it is fast."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.errors import ConfigError
 
-#: How many times as fast as in float32 products must be in another dtype to count as fast. What has
-#: units for a dtype is at 1.8 and more, what has none at 1.1 and less, so that the noise of a
-#: measurement does not decide.
+#: The least ratio to the speed of float32 products with which a dtype counts as fast. Devices with
+#: units for a dtype reach 1.8 and more, those without 1.1 and less, so the noise of a measurement
+#: does not decide.
 FAST = 1.3
 
-#: Sides of the matrices that are multiplied to find out, so large that the product is what takes
-#: the time.
+#: The side of the matrices in the measurement, so large that the product takes most of the time.
 _SIDE, _SIDE_CPU = 2048, 256
 
-#: So many rounds in a row that none of the best times has become better in, by more than a little,
-#: are enough: beside other work on the machine five rounds may all be disturbed. And so many are
-#: enough in any case.
+#: The measurement stops after this many rounds in a row in which no best time has improved by more
+#: than the third factor, and after at most this many rounds. Other work on the machine may disturb
+#: five rounds in a row.
 _SAME_ROUNDS, _ROUNDS, _LITTLE = 10, 200, 0.95
 
 
 def widest_float() -> torch.dtype:
-    """Return the dtype for sums of squares: float64, or float32 where the accelerator has none.
+    """Return the dtype for sums of squares: float64, or float32 if the accelerator does not support
+    it.
 
-    In float32 a gradient beyond 1e19 counts as one that is not finite.
+    In float32, a gradient beyond 1e19 counts as not finite.
     """
-    # 0.18.9 does not say.
+    # DeepSpeed 0.18.9 has no such method.
     is_supported = getattr(get_accelerator(), "is_fp64_supported", None)
     if is_supported is None or is_supported():
         return torch.float64
@@ -44,8 +44,8 @@ def require(
     key: str,
     value: str,
 ) -> None:
-    """Refuse a setting that takes products in a ``dtype`` that ``device`` has none for. A CPU has
-    all of them.
+    """Refuse a setting that needs products in ``dtype`` if ``device`` does not support them. A CPU
+    supports all dtypes.
 
     Raises:
         ConfigError: names ``key`` and its ``value``.
@@ -61,20 +61,20 @@ def _has(dtype: torch.dtype, device: torch.device) -> bool:
     if device.type != "cuda":
         return device.type in ("cpu", "meta") or dtype in get_accelerator().supported_dtypes()
     if dtype == torch.bfloat16:
-        # torch says that it knows bf16 on every one of them; before 8.0 cuBLAS does not.
+        # torch reports bf16 support on every GPU, but cuBLAS has it only from 8.0 on.
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    # An MI200 takes subnormals of float16 for zeros, and a Gram matrix is full of them.
+    # An MI200 flushes subnormals of float16 to zero, and a Gram matrix is full of them.
     arch = getattr(torch.cuda.get_device_properties(device), "gcnArchName", "")
     return dtype != torch.float16 or not arch.startswith("gfx90a")
 
 
 def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
-    """In which dtypes of half precision ``device`` multiplies at least :data:`FAST` times as fast
-    as in float32.
+    """Return the half-precision dtypes in which ``device`` multiplies at least :data:`FAST` times
+    as fast as in float32.
 
-    Measured in some tens of milliseconds, once a process and device. float16 is a candidate on CUDA
-    alone: elsewhere torch multiplies in bfloat16 wherever that is the faster one, or does not say
-    whether subnormals are numbers.
+    The measurement takes some tens of milliseconds, once per process and device. float16 is a
+    candidate only on CUDA: elsewhere torch multiplies in bfloat16 wherever that is faster, or does
+    not tell whether subnormals are kept.
     """
     by_type = {"cuda": [torch.float16, torch.bfloat16], "meta": []}
     fast = set()
@@ -86,16 +86,16 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
 
 @lru_cache(maxsize=None)
 def speed_over_float32(dtype: torch.dtype, device: torch.device) -> float:
-    """Return how many times as fast as in float32 a product of two matrices is in ``dtype``; the
-    same in the whole process.
+    """Return the speed of matrix products in ``dtype`` relative to float32. It is measured once per
+    process.
     """
     side = _SIDE_CPU if device.type == "cpu" else _SIDE
     operands = {
         kind: torch.ones(side, side, dtype=kind, device=device) for kind in (torch.float32, dtype)
     }
     best = dict.fromkeys(operands, float("inf"))
-    # In turns, so that a disturbance hits both, and the best of each: the first round also loads
-    # what computes them.
+    # Alternate, so that a disturbance affects both, and keep the best time of each. The first round
+    # also loads the kernels.
     same = 0
     for _ in range(_ROUNDS):
         same += 1

@@ -1,8 +1,8 @@
-"""Formats of float32 states between two updates: bfloat16, also rounded by chance, and codes
-of 8 bits.
+"""The storage formats of float32 states between updates: bfloat16, optionally with stochastic
+rounding, and 8-bit codes.
 
-Chance is a hash of what is rounded where and when, so that it is the same for any number of ranks
-and after a resume, and takes nothing from torch's generators.
+The random numbers are a hash of the value's place and step, so they are the same for any number of
+ranks and after a resume, and do not use torch's generators.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.dtypes import SCALED
 
-#: Elements that are worked on at a time: the memory that it takes is some 60 bytes for each.
+#: The number of elements per operation, which takes about 60 bytes of memory for each.
 _AT_A_TIME = 1 << 20
 
 
 def chance_of(*what: object) -> int:
-    """A number of 64 bits that says which chance ``what`` meets; the same in every process."""
+    """Return a 64-bit seed for ``what``, the same in every process."""
     digest = hashlib.blake2b(repr(what).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
@@ -34,21 +34,22 @@ def round_by_chance_(
     chance: int,
     first: int,
 ) -> None:
-    """Round each value to one of the two bfloat16 about it, so that the mean over all chances is
+    """Round each value to one of its two bfloat16 neighbours, so that the mean over all seeds is
     the value.
 
-    What is not finite is rounded as always.
+    Values that are not finite are rounded as usual.
 
     Args:
         into: 1-D bfloat16, written.
-        values: as many float32.
+        values: float32, of the same length.
         chance: see :func:`chance_of`.
-        first: the number of the first element in its parameter: each has a chance of its own.
+        first: the number of the first element in its parameter; each element has a random number of
+            its own.
     """
     for start in range(0, values.numel(), _AT_A_TIME):
         some = values[start : start + _AT_A_TIME]
         drawn = torch.arange(first + start, first + start + some.numel(), device=some.device)
-        # The finaliser of splitmix64, whose shifts keep the sign here.
+        # The finaliser of splitmix64; shifts keep the sign here.
         drawn.mul_(-7046029254386353131).add_(chance)
         drawn.bitwise_xor_(drawn >> 30).mul_(-4658895280553007687)
         drawn.bitwise_xor_(drawn >> 27).mul_(-7723592293110705685)
@@ -60,7 +61,7 @@ def round_by_chance_(
 
 
 def scales_of(numel: int, device: torch.device) -> Tensor:
-    """The scales of so many codes, for a state of zeros."""
+    """Return the scales of ``numel`` codes, for a state of zeros."""
     return torch.zeros(-(-numel // SCALED), dtype=torch.float32, device=device)
 
 
@@ -71,17 +72,16 @@ def to_codes_(
     *,
     signed: bool,
 ) -> None:
-    """Write ``values`` as codes of a dynamic map of 8 bits, by torchao, each block of 256 over its
+    """Write ``values`` as 8-bit codes of torchao's dynamic map, each block of 256 divided by its
     largest value.
 
-    What :func:`of_codes` makes of them has the same codes again. Where nothing is negative, what is
-    greater than 0 stays so: a second moment of 0 beside a first one that is none would divide by
-    eps.
+    Encoding the result of :func:`of_codes` gives the same codes. If no value is negative, values
+    above 0 stay above 0: a second moment of 0 beside a non-zero first moment would divide by eps.
 
     Args:
         codes: 1-D uint8, written.
-        scales: float32, one for 256 of them, written.
-        values: as many float32 as there are codes; not finite values make a block of NaN.
+        scales: float32, one per 256 codes, written.
+        values: float32, as many as codes. A value that is not finite makes its block NaN.
     """
     maps = _torchao()
     levels = _levels(signed, values.device)
@@ -99,7 +99,7 @@ def to_codes_(
 
 
 def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
-    """Return the values that :func:`to_codes_` has kept, 1-D float32, new memory."""
+    """Return the values that :func:`to_codes_` has stored, 1-D float32, in new memory."""
     maps = _torchao()
     levels = _levels(signed, codes.device)
     found = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
@@ -111,7 +111,7 @@ def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
 
 
 def _runs(numel: int) -> Iterator[tuple[slice, slice]]:
-    """Yield places of values that are worked on at a time, and of their scales."""
+    """Yield slices of the values to process at a time, with those of their scales."""
     for start in range(0, numel, _AT_A_TIME):
         stop = start + _AT_A_TIME
         yield slice(start, stop), slice(start // SCALED, stop // SCALED)
@@ -123,10 +123,11 @@ def _padded(values: Tensor) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """Return the values of the codes over the scale of their block, ascending.
+    """Return the values of the codes relative to the scale of their block, ascending.
 
-    torchao's, but for the least one of the signed map, -0.993 there: with -1 the largest value of a
-    block is exact whatever its sign, and codes of what they stand for are the same codes.
+    They are torchao's, except that the lowest value of the signed map is -1 instead of -0.993. So
+    the largest value of a block is exact with either sign, and decoding and encoding gives the same
+    codes.
     """
     found = _torchao().create_dynamic_map(signed=signed)
     levels = torch.tensor(found, dtype=torch.float32, device="cpu")
@@ -137,10 +138,10 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=None)
 def _torchao() -> Any:
-    """torchao's functions for maps of 8 bits.
+    """Return torchao's functions for 8-bit maps.
 
     Raises:
-        ConfigError: it is not installed, or has them not.
+        ConfigError: it is not installed, or lacks them.
     """
     try:
         from torchao.optim import quant_utils
@@ -156,7 +157,7 @@ def _torchao() -> Any:
 
 
 def check_codes() -> None:
-    """Refuse states of 8 bits where there is nothing that makes them.
+    """Refuse 8-bit states if the package that encodes them is missing.
 
     Raises:
         ConfigError: says what to install.

@@ -1,9 +1,9 @@
 """The ``torch.optim.Optimizer`` that users, schedulers and monitors see.
 
-It carries ``param_groups`` and nothing else: as many groups as the user gave, in the same order,
-the same dict objects for the whole run. Which half of a group is a matrix is decided inside the
-backend, so a scheduler that writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to
-``adam_lr``: it is a factor beside ``lr``.
+It has only ``param_groups``: as many groups as the user passed, in the same order, the same dict
+objects for the whole run. The backend itself decides which parameters of a group are matrices. So a
+scheduler that writes one ``lr`` into every group keeps the ratio of ``muon_lr`` to ``adam_lr``,
+because the rates are stored as factors of ``lr``.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import recipes_of_settings
 from ds_layerwise.recipes.targets.overrides import Override
 
-#: What a config gives a group, and the ratio to ``lr`` that a group has of it.
+#: The rates of a config, each with the group's key for its ratio to ``lr``.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
 
-#: What a user's group may say. ``muon_lr`` and ``adam_lr`` become the two ratios.
+#: The keys that a user's group may have. ``muon_lr`` and ``adam_lr`` become the two ratios.
 GROUP_KEYS = ("lr", "muon_lr", "adam_lr", "momentum", "weight_decay", "betas", "eps", "use_muon")
 
-#: Switches in the groups of torch's optimizers that would change what an update does, and what they
-#: say by default.
+#: The options in groups of torch's optimizers that would change the update, with their default
+#: values.
 _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "amsgrad": (False,),
     "maximize": (False,),
@@ -54,10 +54,11 @@ _OF_OTHER_OPTIMIZERS: dict[str, tuple[Any, ...]] = {
     "fp32_optimizer_states": (True,),
 }
 
-#: What torch's schedulers keep in a group, under names that are near to those of others.
+#: The keys that torch's schedulers store in a group and that resemble other keys.
 _OF_SCHEDULERS = ("base_momentum", "max_momentum")
 
-#: What is said of parameters by their names, but for what schedules of others keep in a group.
+#: The keys that overrides set for parameters by name, except those that schedulers store in a
+#: group.
 _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.change_keys())) - {
     *GROUP_KEYS,
     "optimizer",
@@ -72,10 +73,10 @@ class Held(NamedTuple):
     route: Route
     piece: Piece
     state: dict[str, Tensor]
-    """Live."""
+    """The live states."""
 
 
-#: What a rate below 0 may be of the highest, to count as one that a schedule has rounded.
+#: A negative rate counts as a rounded 0 if it is at most this fraction of the highest rate.
 _ROUNDED = 1e-9
 
 
@@ -84,21 +85,21 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ratios.
 
     Args:
-        params: parameters, or groups of them; a group's own ``lr`` replaces ``muon_lr`` and
-            ``adam_lr`` for it, as in stock DeepSpeed, unless the group gives those too; a group
-            with matrices has to give ``muon_lr``, or ``use_muon``, which sends its parameters to
-            one of the two. Keys that mean nothing here are carried along.
-        scheduler: the section of the config, if it counts.
+        params: parameters, or groups of them. A group's own ``lr`` replaces ``muon_lr`` and
+            ``adam_lr`` for it, as in stock DeepSpeed, unless the group also sets those. A group
+            with matrices and an ``lr`` must set ``muon_lr``, or ``use_muon``, which sends its
+            parameters to one of the two optimizers. Unknown keys are kept.
+        scheduler: the section of the config, if it is used.
 
     Raises:
-        ConfigError: a group's value is out of bounds, a key is nearly one that is known, or one
-            that holds for the whole run and says something else there.
+        ConfigError: a group's value is out of bounds, a key is similar to a known one, or a key of
+            the whole run has another value in a group.
     """
 
     fixed_keys: frozenset[str] = frozenset()
-    """Keys of the whole run, which a group may repeat but not change."""
+    """The keys of the whole run, which a group may repeat but not change."""
     recipes_by_group: tuple[Recipe, ...] = ()
-    """The recipe of the parameters of each group; empty where each parameter has its own."""
+    """The recipe of each group's parameters; empty if each parameter has its own."""
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._stepping = False
         groups: list[dict[str, Any]] = []
         self.own_keys: list[frozenset[str]] = []
-        """The settings that the script has given each group."""
+        """The keys that the script has set in each group."""
         loose: list[Tensor] = []
         for item in params:
             if isinstance(item, dict):
@@ -129,19 +130,20 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
         self.built_with = tuple(map(_hyper_of, self.param_groups))
-        """The settings that config and script have given each group, whatever schedules or a
-        checkpoint make of it.
+        """The settings of each group from config and script, without changes by schedulers or a
+        checkpoint.
         """
         self.configured = [dict(group) for group in self.built_with]
-        """The hyper-parameters of the run that this one goes on from, as far as they have won."""
+        """The hyper-parameters of the run that this one continues, as far as they are used."""
         decay = [i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys]
         self.own_decay = frozenset(decay)
-        """The groups, by index, that say for themselves what their weight decay is."""
+        """The indices of the groups that set a weight decay themselves."""
 
     def groups_now(self) -> list[dict[str, Any]]:
-        """Return the settings of groups for the next step: their own, and ``configured_lr``, where
-        their ``lr`` stood before any schedule, in this run or in the one that it goes on from."""
-        # torch's schedules that move a momentum leave this mark, and move the first of betas.
+        """Return the settings of groups for the next step: their own, and ``configured_lr``, their
+        ``lr`` before any scheduler, in this run or in the one that it continues.
+        """
+        # torch's schedulers that cycle a momentum leave this key, and change the first of betas.
         settings = []
         for group, known in zip(self.param_groups, self.configured, strict=True):
             now = {**_hyper_of(group), "configured_lr": known["lr"]}
@@ -151,7 +153,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return settings
 
     def check_groups(self) -> None:
-        """Refuse what was written into a group since the start, and what no update could take.
+        """Refuse values written into a group since the start that no update could use.
 
         Raises:
             StepError: names the group, the key, the value, and its bound or the way out.
@@ -179,14 +181,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                         known[key] = group[key]
                 for key in HYPER_KEYS:
                     value = group.get(key)
-                    # torch's LinearLR comes down to -7e-20 in place of 0.
+                    # torch's LinearLR ends at -7e-20 instead of 0.
                     if (
                         key == "lr"
                         and isinstance(value, float)
                         and -_ROUNDED * self.built_with[i]["lr"] < value < 0
                     ):
                         continue
-                    # A schedule moves one of them.
+                    # A scheduler changes one of them.
                     if type(value) is not float or value != known.get(key):
                         known[key] = check_hyper(
                             f"{where}.{key}", "lr" if key in RATIOS.values() else key, value
@@ -197,13 +199,11 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 ) from error
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """Return the part of ``given`` that a load compares, by the names that a config
-        has for it.
-        """
+        """Return the part of ``given`` that a load compares, under the names of a config."""
         lr = float(given["lr"])
         named: dict[str, object] = {"lr": lr}
         for key, ratio in RATIOS.items():
-            # As many digits as survive a product of two roundings.
+            # As many digits as survive a product of two rounded numbers.
             named[key] = float(f"{float(given[ratio]) * lr:.12g}")
         for key in HYPER_KEYS:
             if key == "betas":
@@ -213,18 +213,17 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         return named
 
     def hold(self, held: Iterable[Held]) -> None:
-        """Show the states of what this rank owns by parameter."""
+        """Set the visible states, by parameter, to those that this rank owns."""
         for each in held:
             self.state[each.param] = each.state
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
-        """Refuse a group that has matrices, and an ``lr`` of its own without ``muon_lr``, a
-        schedule that makes rates of two kinds what nobody chose, and a bound that is above its
-        rate.
+        """Refuse a group that has matrices and an ``lr`` of its own without ``muon_lr``, a
+        scheduler that would set rates nobody chose, and a bound above its rate.
 
         Raises:
-            ConfigError: not the first two where ``scale_mode`` is "match_rms_adamw": one rate is
-                right for both then.
+            ConfigError: for the first two only if ``scale_mode`` is not "match_rms_adamw", because
+                one rate then suits both optimizers.
         """
         kind = self.config.matrix
         for route in routes.values():
@@ -247,10 +246,10 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
 
     def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
-        """Refuse a schedule of the script that makes rates of two kinds what nobody chose.
+        """Refuse a script's scheduler that would set rates nobody chose.
 
         Raises:
-            ConfigError: names what the schedule's class calls its peak.
+            ConfigError: names the scheduler's attribute for its peak.
         """
         check_schedule(
             schedule,
@@ -261,16 +260,16 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         )
 
     def restore_groups(self) -> None:
-        """Put back the groups without parameters, which DeepSpeed takes out: users and schedulers
-        count on theirs.
+        """Restore the groups without parameters, which DeepSpeed removes: users and schedulers rely
+        on them.
         """
         self.param_groups[:] = self._built
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Part of the construction.
+        """Add a group. Only the constructor may call this.
 
         Raises:
-            StepError: afterwards, when every parameter has its place already.
+            StepError: after construction, because all parameters have their places.
         """
         if hasattr(self, "_built"):
             raise StepError(
@@ -280,27 +279,26 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Not for users: each rank has the states of some parameters, in memory that the engine
-        updates.
+        """Raise an error: each rank has only the states of some parameters, in memory that the
+        engine updates.
 
         Raises:
-            StepError: always; the engine's optimizer, for which it stands, loads no such dict
-                either.
+            StepError: always; the engine's optimizer loads no such dict either.
         """
         raise cannot_load()
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Not for users: the update runs in the engine.
+        """Raise an error for users: the engine runs the update.
 
         Raises:
-            StepError: always, unless called by the backend, which calls it once per update so that
-                torch's schedulers see that the optimizer stepped.
+            StepError: always, unless the backend calls it. It does so once per update, so that
+                torch's schedulers see a step.
         """
         if not self._stepping:
             raise StepError("this optimizer only holds the parameter groups; call engine.step()")
 
     def mark_step(self) -> None:
-        """Tell torch's schedulers that an update took place."""
+        """Tell torch's schedulers that an update was made."""
         self._stepping = True
         try:
             self.step()
@@ -309,7 +307,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
 
 def cannot_load() -> StepError:
-    """The error for whoever loads a dict of states into an optimizer of an engine."""
+    """Return the error for loading a dict of states into an optimizer of an engine."""
     return StepError(
         "an engine's optimizer takes no states from load_state_dict(): each rank has those of some "
         "parameters; load with engine.load_checkpoint(), or whole states from one file with "
@@ -319,7 +317,7 @@ def cannot_load() -> StepError:
 
 
 def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
-    """Return which of the two ratios the parameters of each group have, by its index."""
+    """Return which of the two ratios the parameters of each group use, by group index."""
     used: dict[int, set[str]] = {}
     for route in routes.values():
         used.setdefault(route.group, set()).add(route.recipe.lr_ratio)
@@ -332,7 +330,7 @@ def _require_as_the_run(
     value: object,
     config: OptimizerConfig,
 ) -> None:
-    """Refuse a key that no group has for itself, unless it says what happens anyway.
+    """Refuse a key that is not allowed in a group, unless its value equals that of the run.
 
     Raises:
         ConfigError: names both values and the way out.
@@ -378,7 +376,7 @@ def _hyper_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_no_group(config: OptimizerConfig) -> frozenset[str]:
-    """Return the keys that hold for the whole run, or for parameters by their names."""
+    """Return the keys for the whole run only, or for parameters by name only."""
     return _SAID_BY_OVERRIDES | config.for_the_run().keys()
 
 

@@ -1,5 +1,5 @@
-"""The interface of every optimizer: a rule that updates a list of parameters, with no idea of ranks
-or buckets.
+"""The interface of every optimizer: a rule that updates a list of parameters. It knows neither
+ranks nor buckets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ T = TypeVar("T", bound="UpdateRule")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hyper:
-    """The settings of a parameter group at this step; a scheduler may change any of it between
+    """The settings of a parameter group at this step. A scheduler may change any of them between
     steps.
     """
 
@@ -31,8 +31,8 @@ class Hyper:
     betas: tuple[float, float]
     eps: float
     of_client: Mapping[str, Any] = field(default_factory=dict)
-    """All that the group of a client optimizer says, with the names of its class; of others
-    nothing.
+    """All settings in the group of a client optimizer, under the names of its class; empty for
+    other optimizers.
     """
 
 
@@ -40,7 +40,7 @@ class UpdateError(StepError):
     """An update that a rule cannot make.
 
     Args:
-        index: the place of the parameter in the lists that the rule got, which knows no names.
+        index: the index of the parameter in the rule's lists. A rule does not know names.
     """
 
     def __init__(self, index: int, why: str) -> None:
@@ -53,49 +53,49 @@ class UpdateRule:
     """The mathematics of an optimizer.
 
     Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)`` for
-    a rule that needs whole ones, 1-D pieces cut anywhere for an element-wise one.
+    a rule that needs whole ones; 1-D pieces, cut anywhere, for an element-wise one.
     """
 
     recipe: Any
 
     @classmethod
     def of(cls: type[T], recipe: Any) -> T:
-        """The rule that runs ``recipe``.
+        """Return the rule that runs ``recipe``.
 
         Raises:
-            ConfigError: a setting can only be judged with torch at hand, and cannot be.
+            ConfigError: a setting that can only be checked with torch is invalid.
         """
         return cls(recipe)
 
     def check(self, device: torch.device) -> None:
-        """Refuse a device that cannot do what the settings ask for.
+        """Refuse a device that does not support the settings.
 
         Raises:
             ConfigError: names the setting.
         """
 
     def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
-        """This rule on a device that multiplies matrices in ``fast_dtypes`` much faster than in
-        float32.
+        """Return this rule for a device that multiplies matrices in ``fast_dtypes`` much faster
+        than in float32.
         """
         return self
 
     @property
     def products_in(self) -> torch.dtype | None:
-        """The dtype in which matrices are multiplied; None if none are, or there is no choice."""
+        """The dtype of matrix products; None if there are none, or no choice of dtype."""
         return None
 
     def of_shards(self: T, axis: Any, peers: Any) -> T:
-        """This rule for matrices of which this rank has a tensor shard, along ``axis``; ``peers``
-        have the others.
+        """Return this rule for matrices of which this rank has a tensor shard along ``axis``;
+        ``peers`` have the other shards.
 
-        Itself, of a rule that updates elements alone, and of one whose recipe refuses tensor
-        shards.
+        A rule that only updates elements returns itself, and so does one whose recipe refuses
+        tensor shards.
         """
         return self
 
     def init_state(self, param: Tensor) -> State:
-        """The state before the first update: names, shapes and dtypes as in
+        """Return the state before the first update, with names, shapes and dtypes as in
         :meth:`.recipes.base.recipe.Recipe.states`.
         """
         return zeros(self.recipe.states(tuple(param.shape)), param)
@@ -107,17 +107,17 @@ class UpdateRule:
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Take a step, in place in ``params`` and ``states``; ``grads`` are read only. Lists are
-        not empty.
+        """Make one step, in place in ``params`` and ``states``; ``grads`` are only read. The lists
+        are not empty.
 
         Raises:
-            UpdateError: it cannot update one of them; some are updated.
+            UpdateError: it cannot update one of them; others may be updated.
         """
         raise NotImplementedError
 
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:
-    """``states`` of ``param`` as zeros, on its device or on the host."""
+    """Return ``states`` of ``param`` as zeros, on its device or on the host."""
     found = {}
     for name, spec in states.items():
         found[name] = torch.zeros(

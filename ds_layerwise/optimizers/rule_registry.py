@@ -15,16 +15,17 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import entry_of
 
-#: Of a matrix, or of a stack of elements: what is kept in how many bits does not depend on it.
+#: An example shape of a matrix, or of a stack of elements. The number of bits of a state does not
+#: depend on it.
 _ANY_SHAPE = (2, 2)
 
 
 @lru_cache(maxsize=None)
 def rule_of(recipe: Recipe) -> UpdateRule:
-    """The rule that runs ``recipe``; the same one for equal recipes.
+    """Return the rule that runs ``recipe``, the same object for equal recipes.
 
     Raises:
-        ConfigError: a setting can only be judged with torch at hand, and cannot be.
+        ConfigError: a setting that can only be checked with torch is invalid.
     """
     module, _, name = entry_of(recipe.rule, whole=recipe.whole).rule.partition(":")
     rule: UpdateRule = getattr(import_module(module), name).of(recipe)
@@ -32,7 +33,7 @@ def rule_of(recipe: Recipe) -> UpdateRule:
 
 
 def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None) -> None:
-    """Refuse settings that no rule can run, or that ``device`` cannot.
+    """Refuse settings that no rule, or ``device``, can run.
 
     Raises:
         ConfigError: names the setting.
@@ -51,8 +52,8 @@ def rules_of(
     *,
     fast_dtypes: frozenset[torch.dtype] = frozenset(),
 ) -> dict[str, UpdateRule]:
-    """Return the rule of each parameter by name; of parts of matrices, with the ``peers`` that have
-    the others.
+    """Return the rule of each parameter by name. For parts of matrices it uses ``peers``, which
+    have the other parts.
 
     Args:
         fast_dtypes: see :func:`.devices.fast_dtypes`.

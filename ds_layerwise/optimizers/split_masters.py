@@ -1,20 +1,20 @@
-"""Float32 masters in 17 bits beside their bfloat16 weights: what these lack, and what tells that
-they are the same yet.
+"""Float32 masters stored as 17 bits beside their bfloat16 weights: the bits that the weights lack,
+and a mark that shows whether the weights have changed.
 
-A master is its weight with 16 zero bits after it, plus a remainder from -2^15 to 2^15, both as
-whole numbers of 32 bits: weights are rounded to the nearest, and where two are as near, to the even
-one. That is one remainder more than 16 bits have, so -2^15 and 2^15 share a code. Which of the two
-it is takes a bit, which is 1 for about every 2^17th master.
+A master is its weight with 16 zero bits appended, plus a remainder from -2^15 to 2^15, both as
+32-bit integers: weights are rounded to nearest, ties to even. That is one remainder more than 16
+bits can hold, so -2^15 and 2^15 share a code. One more bit tells them apart; it is 1 for about one
+master in 2^17.
 
 Note: one number for 64 masters
-    The 64 bits of a block of masters are kept mixed (exclusive or) with a 64-bit hash of its
-    weights. Where the weights are what they were, the hash takes itself away and leaves the bits,
-    of which only those may be 1 that share a code. Where anything else is left, somebody has
-    written weights of the block.
+    The 64 bits of a block of masters are combined (exclusive or) with a 64-bit hash of its weights.
+    If the weights are unchanged, a second exclusive or removes the hash and leaves the bits, and
+    only bits of masters with the shared code may be 1. If any other bit is 1, a weight of the block
+    was written.
 
-Reference: the remainders of Transformer Engine's FusedAdam (``store_param_remainders``), which
-rounds such ties away from zero instead, so that its weights are not those of a run with float32
-masters, and does not notice weights that are written.
+Reference: the remainders of Transformer Engine's FusedAdam (``store_param_remainders``). It rounds
+ties away from zero, so its weights differ from those of a run with float32 masters, and it does not
+notice written weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_layerwise.recipes.base.dtypes import BLOCK
 
-#: Masters that are worked on at a time: the memory that it takes is some 40 bytes for each.
+#: The number of masters per operation, which takes about 40 bytes of memory for each.
 _AT_A_TIME = 1 << 20
 
 _TIE = 1 << 15
@@ -36,15 +36,15 @@ def split_(
     remainders: Tensor,
     marks: Tensor,
 ) -> None:
-    """Write ``masters`` as weights, remainders and marks, of which :func:`merge_` makes them again.
+    """Store ``masters`` as weights, remainders and marks. :func:`merge_` restores them.
 
-    Of what is not a number only that is kept.
+    For a NaN, only that it is a NaN is kept.
 
     Args:
-        masters: 1-D float32, a multiple of 64 of them.
-        values: as many bfloat16, written.
-        remainders: as many int16, written.
-        marks: int64, one for 64 of them, written.
+        masters: 1-D float32, with a length that is a multiple of 64.
+        values: bfloat16, of the same length, written.
+        remainders: int16, of the same length, written.
+        marks: int64, one per 64 masters, written.
     """
     for start in range(0, masters.numel(), _AT_A_TIME):
         some = slice(start, start + _AT_A_TIME)
@@ -61,13 +61,13 @@ def merge_(
     remainders: Tensor,
     marks: Tensor,
 ) -> Tensor:
-    """Set ``masters`` to what :func:`split_` got.
+    """Set ``masters`` to those that :func:`split_` got.
 
-    All masters of a block of which a weight has been written since are those weights.
+    If a weight of a block has been written since, all masters of the block are set to the weights.
 
     Returns:
-        0-d bool on the device of ``masters``: whether there were any such. Nobody waits for the
-        device.
+        0-d bool on the device of ``masters``: True if there was such a block. The host does not
+        wait.
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for start in range(0, masters.numel(), _AT_A_TIME):
@@ -86,7 +86,7 @@ def merge_(
 
 
 def _upper(values: Tensor) -> Tensor:
-    """The bits of bfloat16 as the upper ones of int32."""
+    """Return the bits of bfloat16 as the upper bits of int32."""
     return values.view(torch.int16).to(torch.int32) << 16
 
 
@@ -100,11 +100,13 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 def _hash(values: Tensor) -> Tensor:
-    """A number of 64 bits for each block of 64 bfloat16, also of where in it a value stands."""
+    """Return a 64-bit hash of each block of 64 bfloat16, which also depends on the positions of
+    values.
+    """
     words = values.view(torch.int64).view(-1, BLOCK // 4)
-    # Odd, so that nothing is lost: the golden ratio's bits, as in splitmix64.
+    # An odd factor, so that nothing is lost: the golden ratio's bits, as in splitmix64.
     mixed = words * -7046029254386353131
-    # What is in the highest bits alone has to reach others before words are added up.
+    # Information in the highest bits must reach the others before words are summed.
     mixed = mixed ^ (mixed >> 32)
     weights = _places(values.device)[: BLOCK // 4] * 5871781006564002452 + 3935559000370003845
     return (mixed * (weights | 1)).sum(-1)

@@ -1,1 +1,3 @@
-"""Orthogonalisation of whole matrices: iterations, coefficient tables, batches of equal shape."""
+"""The orthogonalisation of whole matrices: iterations, coefficient tables, batches of equal
+shape.
+"""

@@ -1,4 +1,6 @@
-"""Matrices of equal shape go through the products together: fewer launches, the same bits."""
+"""Batches of matrices with equal shapes, which share products: fewer launches, and the same
+bits.
+"""
 
 from __future__ import annotations
 
@@ -12,23 +14,21 @@ from torch import Tensor
 
 from ds_layerwise.recipes.rules.newton_schulz_settings import MAX_BATCH_NUMEL
 
-#: As :data:`.recipes.rules.newton_schulz_settings.MAX_BATCH_NUMEL`, on a CPU, where a batch saves
-#: little and what falls out of the cache costs up to a fifth.
+#: Like :data:`.recipes.rules.newton_schulz_settings.MAX_BATCH_NUMEL`, for a CPU. There a batch
+#: saves little, and matrices that do not fit into the cache cost up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
 
 
 def max_batch_numel(device: torch.device) -> int:
-    """Elements of matrices that go through the products together on ``device``; one may be
-    larger.
-    """
+    """Return the largest number of elements of a batch on ``device``; one matrix may be larger."""
     if device.type == "cpu":
         return MAX_BATCH_NUMEL_CPU
     return MAX_BATCH_NUMEL
 
 
 class Some(NamedTuple):
-    """Matrices ``start`` to ``stop`` of the tensor number ``tensor``; a matrix is a tensor of
-    one.
+    """The matrices ``start`` to ``stop`` of the tensor number ``tensor``. A 2-D tensor has one
+    matrix.
     """
 
     tensor: int
@@ -36,25 +36,27 @@ class Some(NamedTuple):
     stop: int
 
     def of(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The matrices meant: one matrix as it is, or a view ``(stop - start, rows, cols)`` of a
+        """Return these matrices: a 2-D tensor itself, or a view ``(stop - start, rows, cols)`` of a
         batch.
         """
         return self.within(tensors[self.tensor])
 
     def within(self, tensor: Tensor) -> Tensor:
-        """The matrices meant, of the tensor that has them, or of a state of it."""
+        """Return these matrices of ``tensor``, which contains them, or is a state of that
+        tensor.
+        """
         if tensor.dim() == 2:
             return tensor
         return tensor[self.start : self.stop]
 
 
 def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -> list[list[Some]]:
-    """All matrices of tensors of ``shapes``, in groups of equal (rows, cols) and at most
+    """Return all matrices of tensors of ``shapes``, in groups of equal (rows, cols) with at most
     ``max_numel`` elements.
 
     Shapes are ``(rows, cols)`` or ``(batch, rows, cols)``; batches are cut along their leading
-    axis. Groups and their members are in order of first appearance; one matrix larger than the
-    bound is a group of its own.
+    axis. Groups and their members are in order of first appearance. A matrix larger than the bound
+    is a group of its own.
     """
     groups: dict[tuple[int, int], list[list[Some]]] = {}
     room: dict[tuple[int, int], int] = {}
@@ -76,19 +78,22 @@ def batches(shapes: Sequence[Sequence[int]], max_numel: int = MAX_BATCH_NUMEL) -
 
 def stack(matrices: Sequence[Tensor]) -> Tensor:
     """Return one contiguous ``(k, rows, cols)`` tensor of matrices and batches ``(batch, rows,
-    cols)``; of a single one that is contiguous a view."""
-    # One operation where there are no batches, which views of each would triple.
+    cols)``. For a single contiguous one, it is a view.
+    """
+    # A single operation if there are no batches; making views of each first would triple the cost.
     if len(matrices) > 1 and _are_single(matrices):
         return torch.stack(list(matrices))
     batches = [matrix.view(-1, *matrix.shape[-2:]) for matrix in matrices]
     if len(batches) > 1:
         return torch.cat(batches)
-    # Sums over what is not contiguous are made in another order.
+    # Sums over a tensor that is not contiguous have another order.
     return batches[0].contiguous()
 
 
 def unstack(stacked: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Undo :func:`stack`: views into ``stacked``, shaped like the tensors of ``like``."""
+    """Return views into ``stacked`` with the shapes of the tensors in ``like``: the inverse of
+    :func:`stack`.
+    """
     if _are_single(like):
         return list(stacked.unbind())
     parts = torch.split(stacked, [each.shape[:-2].numel() for each in like])
@@ -100,7 +105,7 @@ def _are_single(tensors: Sequence[Tensor]) -> bool:
 
 
 def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Every matrix of matrices and batches, in their order, as a view."""
+    """Return every matrix of matrices and batches as a view, in their order."""
     matrices: list[Tensor] = []
     for tensor in tensors:
         if tensor.dim() == 3:

@@ -1,7 +1,7 @@
-"""Newton-Schulz: push every singular value of a matrix towards 1, with matrix products alone.
+"""Newton-Schulz: push every singular value of a matrix towards 1, using only matrix products.
 
 Note: precision
-    Relative error against the same polynomial applied to singular values in float64, condition
+    Relative error against the same polynomial applied to singular values in float64, for condition
     number 100, 256 x 1024, five ``simple`` steps (and the largest singular value of the result,
     which should be 1.20):
 
@@ -14,11 +14,11 @@ Note: precision
     =========================================  =======  =====
 
     Rounding makes small eigenvalues of a Gram matrix negative, and each step without a restart
-    multiplies those by about a squared. So bf16 restarts every second step, and so does fp16 beyond
-    five steps: largest overshoot over the exact curve at ten ``quintic`` steps, 80 matrices: fp16
-    0.34 at every third step, 0.0003 at every second. With one restart alone ten steps end in NaN in
-    half precision, and overshoot by 30 in fp32. ``cans`` leaves no room for rounding: in half
-    precision it diverges however it is computed, so it runs in float32.
+    multiplies these by about a squared. So bf16 restarts every second step, and so does fp16 beyond
+    five steps. The largest overshoot over the exact curve at ten ``quintic`` steps with 80 matrices
+    in fp16 is 0.34 with a restart every third step, and 0.0003 every second step. With a single
+    restart, ten steps end in NaN in half precision, and overshoot by 30 in fp32. ``cans`` has no
+    margin for rounding: in half precision it diverges with either method, so it runs in float32.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules.newton_schulz_settings import gram_segments
 
-#: One ``(a, b, c)`` a step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
+#: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
 
-#: By Keller Jordan, tuned for slope at zero; singular values end in about [0.7, 1.2], not at 1.
+#: By Keller Jordan, tuned for the slope at zero. Singular values end in about [0.7, 1.2], not at 1.
 #: https://kellerjordan.github.io/posts/muon/
 SIMPLE: Coefficients = ((3.4445, -4.7750, 2.0315),)
 
-#: Another set for every step, repeating from the first after the fifth; NVIDIA's default.
+#: Different coefficients for each of five steps, which then repeat; NVIDIA's default.
 QUINTIC: Coefficients = (
     (4.0848, -6.8946, 2.9270),
     (3.9505, -6.3029, 2.6377),
@@ -50,7 +50,7 @@ QUINTIC: Coefficients = (
     (2.8366, -3.0525, 1.2012),
 )
 
-#: Optimal step by step for singular values from 1e-3, with a safety factor of 1.01 folded in. arXiv
+#: Optimal step by step for singular values from 1e-3, including a safety factor of 1.01. arXiv
 #: 2505.16932
 POLAR_EXPRESS: Coefficients = (
     (8.2051, -22.9019, 16.4607),
@@ -72,10 +72,11 @@ CANS: Coefficients = (
     (2.2737, -1.6447, 0.4162),
 )
 
-#: Eight steps for slope, two that converge; meant for ten.
+#: Eight steps for the slope, two that converge; meant for ten steps.
 DEEPSEEKV4: Coefficients = SIMPLE * 8 + ((2.0, -1.5, 0.5),) * 2
 
-#: Name -> table, and whether steps beyond its end begin again (else they repeat its last row).
+#: The tables by name. The flag is True if further steps start again at the first row; else they
+#: repeat the last row.
 TABLES: dict[str, tuple[Coefficients, bool]] = {
     "simple": (SIMPLE, True),
     "quintic": (QUINTIC, True),
@@ -84,23 +85,23 @@ TABLES: dict[str, tuple[Coefficients, bool]] = {
     "deepseekv4": (DEEPSEEKV4, False),
 }
 
-#: What stands in for a peak, or a norm, of 0: dividing by it keeps zeros.
+#: Replaces a peak, or a norm, of 0 as a divisor, so that zeros stay zeros.
 _TINY = torch.finfo(torch.float32).tiny
 
-#: Between them squares of entries neither overflow float32, nor is what underflows of them any part
-#: of a norm.
+#: Between these norms, squares of entries do not overflow float32, and those that underflow do not
+#: matter for the norm.
 _EXACT_NORMS = (1e-12, 1e18)
 
-#: Tables that diverge in half precision.
+#: The tables that diverge in half precision.
 NEED_FLOAT32 = ("cans",)
 
 
 def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
-    """Exactly ``steps`` rows of a named table, or of the caller's own rows, which begin again at
-    their end.
+    """Return exactly ``steps`` rows of a named table, or of the caller's own rows, which repeat
+    from the first.
 
     Raises:
-        ConfigError: the name is not known.
+        ConfigError: the name is unknown.
     """
     cycles = True
     if not isinstance(table, str):
@@ -120,11 +121,11 @@ def compute_dtype(setting: str, method: str, fast: Collection[torch.dtype] = ())
     """Return the dtype of the products: ``setting``, or for "auto" the first of ``fast`` that is
     exact enough, else float32.
 
-    For ``gram`` those are float16, which is the more exact one there, and bfloat16; for
-    ``standard`` bfloat16 alone.
+    For ``gram`` these are float16, which is more exact there, and bfloat16; for ``standard`` only
+    bfloat16.
 
     Args:
-        fast: in what the device multiplies much faster than in float32; see
+        fast: the dtypes in which the device multiplies much faster than in float32; see
             :func:`.optimizers.devices.fast_dtypes`.
     """
     fixed = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -145,17 +146,16 @@ def newton_schulz(
     Args:
         matrix: ``(..., m, n)``; leading axes are a batch of independent matrices. Not modified.
         method: ``standard`` iterates on the matrix; ``gram`` on the smaller of its two Gram
-            matrices, except for square ones, which gain nothing from it.
-        dtype: what the products run in; each matrix is brought to Frobenius norm 1 in float32
-            before.
+            matrices, except for square matrices, which gain nothing from it.
+        dtype: the dtype of the products. Each matrix is first scaled to Frobenius norm 1 in
+            float32.
 
     Returns:
-        A new ``(..., m, n)`` tensor of ``matrix.dtype``, bit for bit the same whatever else is in
-        the batch, on a CPU. A zero matrix gives a zero matrix.
+        A new ``(..., m, n)`` tensor of ``matrix.dtype``. On a CPU its bits do not depend on other
+        matrices in the batch. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    # No name holds what goes in, so that its memory is free as soon as there is a copy in
-    # ``dtype``.
+    # The input has no name here, so its memory is freed as soon as there is a copy in ``dtype``.
     x = iterate(
         _normalised(matrix.reshape(-1, rows, cols)),
         coefficients,
@@ -167,11 +167,11 @@ def newton_schulz(
 
 
 def _normalised(x: Tensor) -> Tensor:
-    """Float32 copies of ``(k, rows, cols)`` of Frobenius norm 1, or 0."""
+    """Return float32 copies of ``(k, rows, cols)`` with Frobenius norm 1, or 0."""
     if x.device.type != "cpu":
         return _normalised_by_peak(x)
-    # Here it costs nothing to look at norms, and most need no peak: that takes four times as many
-    # passes.
+    # Checking norms costs nothing here, and most matrices do not need the peak, which takes four
+    # times as many passes.
     x = x.float()
     norms = norms_of(x)
     out = x / norms
@@ -187,9 +187,10 @@ def _normalised_by_peak(x: Tensor) -> Tensor:
 
 
 def to_peak_1(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Float32 copies of ``(k, rows, cols)`` with a largest entry of 1, their Frobenius norms, and
-    what they were divided by, both ``(k, 1, 1)``; squares of neither tiny nor huge entries leave
-    float32. Zeros stay zeros."""
+    """Return float32 copies of ``(k, rows, cols)`` with a largest entry of 1, their Frobenius
+    norms, and their divisors, both ``(k, 1, 1)``. Squares of tiny or huge entries do not leave the
+    range of float32. Zeros stay zeros.
+    """
     x = x.float()
     peak = x.abs().amax((-2, -1), keepdim=True)
     x = x / peak.clamp_min(_TINY)
@@ -205,17 +206,17 @@ def iterate(
     dtype: torch.dtype,
     total: Callable[[Tensor], Tensor] = lambda gram: gram,
 ) -> Tensor:
-    """The steps on ``(k, rows, cols)`` matrices, or on parts of them.
+    """Run the steps on ``(k, rows, cols)`` matrices, or on parts of them.
 
     Args:
-        x: of Frobenius norm 1 each, float32.
-        transposed: form the Gram matrix of the columns, not of the rows.
-        standard: iterate on the matrix; else on the Gram matrix.
-        total: gets the Gram matrix of ``x``, and returns that of the whole matrices, which may be
-            in its place.
+        x: float32, each matrix with Frobenius norm 1.
+        transposed: True to form the Gram matrix of the columns, False for the rows.
+        standard: True to iterate on the matrix, False for the Gram matrix.
+        total: takes the Gram matrix of ``x`` and returns that of the whole matrices, possibly in
+            the same memory.
 
     Returns:
-        Of ``x``'s shape, in ``dtype``.
+        A tensor with ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
     x = symmetric.padded(x).to(dtype)
@@ -236,9 +237,7 @@ def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], T
 
 
 def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """The iteration in segments, each of which forms its Gram matrix anew; see the note on
-    precision.
-    """
+    """Iterate in segments, each of which recomputes its Gram matrix; see the note on precision."""
     done = 0
     for length in gram_segments(
         len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16
@@ -250,8 +249,8 @@ def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tenso
 
 
 def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
-    """Q with X_k = Q X_0: a polynomial in the Gram matrix of X_0, so all that is multiplied here
-    commutes.
+    """Return Q with X_k = Q X_0. It is a polynomial in the Gram matrix of X_0, so all factors here
+    commute.
     """
     q = gram
     for step, (a, b, c) in enumerate(coefficients):

@@ -1,4 +1,4 @@
-"""Frobenius norms of matrices of any size."""
+"""The Frobenius norms of matrices of any size."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-#: Elements whose squares torch adds up at a time on a CPU: one after another, in float32. Of normal
-#: entries 2^20 lose 1e-5 of their norm there, 2^27 1.4 %, and these 1e-7; of others these lose 3e-4
-#: at worst.
+#: The number of elements whose squares torch sums at a time on a CPU, one after another in float32.
+#: For normal entries, a sum over 2^20 loses 1e-5 of the norm, one over 2^27 1.4 %, and this number
+#: 1e-7; for other entries it loses at most 3e-4.
 _AT_A_TIME = 1 << 16
 
 
@@ -20,7 +20,8 @@ def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
     The norm of a contiguous matrix does not depend on the others.
     """
     if matrices[0].device.type != "cpu" or all(matrix.numel() <= _AT_A_TIME for matrix in matrices):
-        # One norm a matrix: over a batch, the order of the sum would depend on its size.
+        # Compute one norm per matrix: over a batch, the order of the sum would depend on the batch
+        # size.
         return torch.stack(torch._foreach_norm(list(matrices)))
     parts = [torch.split(matrix.reshape(-1), _AT_A_TIME) for matrix in matrices]
     norms = torch.stack(torch._foreach_norm(list(chain.from_iterable(parts))))

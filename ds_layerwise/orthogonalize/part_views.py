@@ -1,5 +1,5 @@
-"""Parts of a fused matrix as tensors: views where strides make a matrix of a part, else copies that
-go back.
+"""The parts of a fused matrix as tensors: views if strides allow it, else copies that are written
+back.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from ds_layerwise.recipes.targets.fused_parts import Place
 
 
 def view_of(value: Tensor, place: Place) -> Tensor:
-    """The elements at ``place`` of ``value``, a contiguous tensor of the parameter's elements; of
-    shape ``sizes``.
+    """Return the elements of ``value`` at ``place``, with the shape ``sizes``. ``value`` is
+    contiguous, with the parameter's elements.
     """
     return value.as_strided(place.sizes, place.strides, value.storage_offset() + place.start)
 
 
 class Seen(NamedTuple):
-    """Master, gradient and states of one parameter, or of one part: what a rule updates.
+    """The master, gradient and states of one parameter, or of one part, for a rule to update.
 
-    Where ``shape`` is not None, all but the states that are not ``like`` the parameter are views of
-    as many runs as the part lies in, of which a rule gets copies of that shape.
+    If ``shape`` is not None, no strides make a matrix of the part. The tensors are then views with
+    one axis per run, and a rule gets copies of that shape. States that are not ``like`` the
+    parameter are not affected.
     """
 
     param: Tensor
@@ -34,8 +35,8 @@ class Seen(NamedTuple):
     like: Set[str] = frozenset()
 
     def copy(self) -> Seen:
-        """Return the tensors that a rule works on: copies in memory of their own, or this itself
-        where it needs none.
+        """Return the tensors that a rule works on: copies in new memory, or this object itself if
+        no copy is needed.
         """
         if self.shape is None:
             return self
@@ -45,7 +46,7 @@ class Seen(NamedTuple):
         return Seen(self.param.reshape(self.shape), self.grad.reshape(self.shape), state)
 
     def take_back(self, copy: Seen) -> None:
-        """Write what a rule has made of :meth:`copy` where it lies."""
+        """Write the rule's results in :meth:`copy` back in place."""
         if self.shape is None:
             return
         self.param.copy_(copy.param.view_as(self.param))
@@ -59,7 +60,7 @@ def first_state(
     like: Set[str],
     init: Callable[[Tensor], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Return the value of ``init`` for each part of ``whole``, by the names of
+    """Return the states that ``init`` makes for each part of ``whole``, with the names of
     :meth:`.recipes.targets.fused_parts.Parts.states`.
     """
     found: dict[str, Tensor] = {}
@@ -82,12 +83,12 @@ def seen_parts(
     places: Mapping[str, Place],
     like: Set[str],
 ) -> list[Seen]:
-    """Each part of a parameter, in their order.
+    """Return each part of a parameter, in order.
 
     Args:
-        param, grad, state: of the whole parameter, contiguous; of states that are not ``like`` it,
+        param, grad, state: of the whole parameter, contiguous. For states that are not ``like`` it,
             those of each part, see :meth:`.recipes.targets.fused_parts.Parts.states`.
-        places: by part, where it lies.
+        places: the place of each part.
     """
     found = []
     for name, place in places.items():

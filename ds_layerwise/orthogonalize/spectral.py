@@ -1,6 +1,4 @@
-"""Changes of singular values by matrix products alone, beside making all of them
-equal.
-"""
+"""Changes of singular values by matrix products, other than making all of them equal."""
 
 from __future__ import annotations
 
@@ -16,26 +14,27 @@ from ds_layerwise.recipes.rules.update_hook_settings import CLIP_STEPS
 
 
 def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
-    """Every singular value s of k matrices becomes min(s, most), in float32.
+    """Return k matrices in which every singular value s is replaced by min(s, most), in float32.
 
-    With X a wide one of them over ``most``, O = sign(X), which has 1 for every singular value, and
-    P half of I + sign(XX' - I), which projects on those above 1: X + P (O - X), times ``most``.
-    Both signs are eight steps of ``polar_express``, which leave singular values of a thousandth of
-    the norm and more at 1 but for 1e-5, and smaller ones below; of those P takes nothing. The
-    function is Emerging-Optimizers' ``spectral_hardcap``, whose formula, half of O + X - (O - X)
-    sign(O - X)' O (https://leloykun.github.io/ponder/spectral-clipping/), needs O to be exact: of a
-    square matrix of noise it lifts the smallest singular values up to an eighth of ``most``.
+    Let X be a wide matrix divided by ``most``, O = sign(X), whose singular values are all 1, and P
+    half of I + sign(XX' - I), which projects on the singular vectors with values above 1. The
+    result is X + P (O - X), times ``most``. Both signs are eight steps of ``polar_express``. These
+    bring singular values of at least a thousandth of the norm to 1 within 1e-5, and leave smaller
+    ones below; P does not select those. The function is Emerging-Optimizers' ``spectral_hardcap``.
+    Its formula, half of O + X - (O - X) sign(O - X)' O
+    (https://leloykun.github.io/ponder/spectral-clipping/), needs an exact O: for a square matrix of
+    noise it lifts the smallest singular values up to an eighth of ``most``.
 
-    All is padded to multiples of :data:`.ALIGNMENT`, as Newton-Schulz is, so that products have the
-    same bits whatever else is in the batch, on a CPU.
+    Matrices are padded to multiples of :data:`.ALIGNMENT`, as in Newton-Schulz, so that on a CPU
+    the bits of products do not depend on other matrices in the batch.
 
     Args:
-        matrices: equal ones, ``(rows, cols)`` or ``(batch, rows, cols)``. Not modified.
+        matrices: of equal shapes, ``(rows, cols)`` or ``(batch, rows, cols)``. Not modified.
 
     Returns:
-        ``(k, rows, cols)``, in memory of its own.
+        ``(k, rows, cols)``, in new memory.
     """
-    # Stacked here, so that nobody else holds the stack once there is a copy of it.
+    # Stack here, so that the stack is freed as soon as there is a copy of it.
     wide = stack(matrices)
     is_tall = wide.shape[-2] > wide.shape[-1]
     if is_tall:

@@ -1,28 +1,27 @@
-"""Matrix products, and those of which is known that the result is symmetric: they are computed by
-half and mirrored.
+"""Matrix products. If the result is known to be symmetric, one half is computed and mirrored.
 
 Note: strips
     The lower triangle is computed as ``n`` strips of rows, each up to its diagonal, and mirrored
-    into the upper one: (n + 1) / 2n of the products of the whole, 0.56 with eight strips, with
+    into the upper one. This takes (n + 1) / 2n of the full product, 0.56 with eight strips, with
     plain matrix products on any device.
 
 Note: how many strips
     Measured on a CPU with AVX-512 and bfloat16 units (1 thread;
-    examples/benchmarks/newton_schulz.py has the table): narrow strips lose more in a product than
-    they leave out. There is nothing to gain below 80 rows in float32, below 144 in half precision;
-    more than eight leave out next to nothing more. Not measured on an accelerator, where every
-    strip is a launch, so there are none there.
+    examples/benchmarks/newton_schulz.py has the table): the products of narrow strips lose more
+    speed than they save work. There is no gain below 80 rows in float32 and below 144 in half
+    precision; more than eight strips save almost nothing more. On an accelerator every strip is a
+    launch, and it was not measured, so no strips are used there.
 
-Note: rows that are apart
-    Products write into parts of the result, and mirroring reads along columns. Where rows are a
-    multiple of 1,024 bytes apart, few lines of a cache hold all of a column, and that takes as long
-    as to copy each strip twice. So such results have a gap behind every row: they are not
-    contiguous.
+Note: the distance of rows
+    Products write into parts of the result, and mirroring reads along columns. If the distance of
+        rows is a multiple of 1,024 bytes, a column maps to few cache lines, and mirroring takes as
+        long as copying each strip twice. So such results have a gap after every row: they are not
+        contiguous.
 
 Note: one by one
-    On a CPU, from a smaller side of 256 on, matrices of a batch are multiplied one after another. A
-    batched product of half precision copies a transposed operand at every call there, and takes up
-    to twice as long; below, starting a product costs more than it saves.
+    On a CPU, matrices of a batch with a smaller side of at least 256 are multiplied one after
+    another. In half precision, a batched product copies a transposed operand in every call and
+    takes up to twice as long. Below that size, starting a product costs more than it saves.
 """
 
 from __future__ import annotations
@@ -36,33 +35,35 @@ from torch import Tensor
 
 from ds_layerwise.recipes.rules.newton_schulz_settings import ALIGNMENT
 
-#: The number of strips at most.
+#: The largest number of strips.
 _MOST = 8
 
-#: By bytes of an element, the rows of a strip at least.
+#: The smallest number of rows in a strip, by bytes of an element.
 _NARROWEST = {4: 80, 2: 144}
 
-#: Products, and products that are added, of matrices and of batches.
+#: The product, and the product with an addend, by the number of axes: of matrices and of batches.
 _BY_AXES: dict[int, Any] = {2: (torch.mm, torch.addmm), 3: (torch.bmm, torch.baddbmm)}
 
-#: The smaller side from which on matrices are multiplied one by one on a CPU.
+#: Matrices with a smaller side of at least this size are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
 
 
 def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Into how many strips a symmetric ``(side, side)`` product is cut; see the note."""
+    """Return the number of strips for a symmetric ``(side, side)`` product; see the note."""
     if device.type != "cpu" or dtype.itemsize not in _NARROWEST or not one_by_one(side, device):
         return 1
     return max(1, min(_MOST, side // _NARROWEST[dtype.itemsize]))
 
 
 def one_by_one(side: int, device: torch.device) -> bool:
-    """Tell whether matrices of that smaller side are multiplied one after another; see the note."""
+    """Tell whether matrices with that smaller side are multiplied one after another; see
+    the note.
+    """
     return device.type == "cpu" and side >= _ONE_BY_ONE_FROM
 
 
 def padded(x: Tensor) -> Tensor:
-    """Return ``(k, m, n)`` with zeros up to multiples of :data:`.ALIGNMENT`."""
+    """Return ``(k, m, n)`` padded with zeros to multiples of :data:`.ALIGNMENT`."""
     rows, cols = x.shape[-2:]
     below = -rows % ALIGNMENT
     right = -cols % ALIGNMENT
@@ -72,8 +73,8 @@ def padded(x: Tensor) -> Tensor:
 
 
 def upright(x: Tensor) -> Tensor:
-    """``x.mT`` of ``(k, m, n)``, in memory where products read it in that order: copied where they
-    go one by one.
+    """Return ``x.mT`` of ``(k, m, n)`` in the memory order in which products read it: a copy if
+    they go one by one.
     """
     if not one_by_one(min(x.shape[-2:]), x.device):
         return x.mT
@@ -86,8 +87,8 @@ def upright(x: Tensor) -> Tensor:
 def product(
     left: Tensor, right: Tensor, base: Tensor | None = None, *, beta: float = 1.0
 ) -> Tensor:
-    """``beta * base + left @ right`` of ``(k, m, m)`` and ``(k, m, n)``; without ``base``, ``left @
-    right``.
+    """Return ``beta * base + left @ right`` of ``(k, m, m)`` and ``(k, m, n)``; without ``base``,
+    ``left @ right``.
     """
     if not one_by_one(left.shape[-2], left.device):
         return _product(left, right, base, beta, 1.0)
@@ -98,23 +99,26 @@ def product(
 
 
 def gram(x: Tensor) -> Tensor:
-    """``x @ x.mT`` of ``(k, m, n)``, which may have gaps between its rows; see the note on them."""
+    """Return ``x @ x.mT`` of ``(k, m, n)``. It may have gaps between its rows; see the note."""
     return _symmetric(x, x.mT, x, None, 1.0, 1.0)
 
 
 def commuting(
     base: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float = 1.0
 ) -> Tensor:
-    """``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that commute, as
-    polynomials in one matrix do: so the product is symmetric, too. It may have gaps between its
-    rows."""
+    """Return ``beta * base + alpha * left @ right`` of symmetric ``(k, m, m)`` matrices that
+    commute.
+
+    Polynomials in one matrix commute; the product is then symmetric, too. The result may have gaps
+    between its rows.
+    """
     return _symmetric(left, right, right, base, beta, alpha)
 
 
 def _symmetric(
     left: Tensor, right: Tensor, right_rows: Tensor, base: Tensor | None, beta: float, alpha: float
 ) -> Tensor:
-    """``right_rows`` is the transpose of ``right``."""
+    """Return the symmetric product. ``right_rows`` is the transpose of ``right``."""
     side = left.shape[-2]
     if not one_by_one(side, left.device):
         return _product(left, right, base, beta, alpha)
@@ -167,7 +171,9 @@ def _product(
     alpha: float,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The product of matrices, or of batches of them; without ``base``, ``left @ right`` alone."""
+    """Return the product of matrices, or of batches of them; without ``base``, only ``left @
+    right``.
+    """
     multiply, add = _BY_AXES[left.dim()]
     if base is None:
         result: Tensor = multiply(left, right, out=out)

@@ -1,16 +1,16 @@
-"""Newton-Schulz on matrices of which every rank of a tensor-parallel group holds an equal part of
-the rows or columns.
+"""Newton-Schulz on matrices of which every rank of a tensor-parallel group has an equal part of the
+rows or columns.
 
-Note: what travels
+Note: what is sent
     ``duplicated`` gathers the matrices and gives every rank the bits of the unsharded result.
-    ``distributed`` sums Gram matrices over the ranks: with parts of the columns, X X' is the sum of
-    the parts' own, with parts of the rows X' X is. Each is as wide as the side that is not cut, so
-    it is only formed where that is the shorter side, or the matrix square: on the longer one it
-    would be larger than the matrix itself, travel once a step or a restart, and take more products.
-    Matrices cut along their shorter side are therefore gathered in both modes.
+    ``distributed`` sums Gram matrices over the ranks: if columns are cut, X X' is the sum over the
+    parts; if rows are cut, X' X is. The Gram matrix is as wide as the side that is not cut. So it
+    is only used if that is the shorter side, or the matrix is square. On the longer side it would
+    be larger than the matrix, be sent once per step or restart, and take more products. Therefore,
+    matrices cut along their shorter side are gathered in both modes.
 
-A permutation of the axis that is cut, which is what ranks hold of fused projections that are cut
-part by part, only permutes the result: shards need not be consecutive.
+A permutation of the cut axis only permutes the result, so shards need not be consecutive. Ranks
+have such a permutation if a fused projection is cut part by part.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from ds_layerwise.plan.routes.routes import Axis, whole_shape
 
 
 class Peers(Protocol):
-    """The ranks that hold the other parts of the same matrices. Every rank must enter every method
-    alike.
+    """The ranks with the other parts of the same matrices. Every rank must call the same
+    methods.
     """
 
     @property
     def size(self) -> int:
-        """The number of ranks that hold a tensor shard, this one included."""
+        """The number of ranks with a tensor shard, including this one."""
 
     @property
     def rank(self) -> int:
         """The number of this rank among the peers; parts are in this order."""
 
     def gather(self, value: Tensor) -> Tensor:
-        """Everyone's ``value``, stacked along a new first axis."""
+        """Return ``value`` of all ranks, stacked along a new first axis."""
 
     def sum_(self, value: Tensor) -> Tensor:
-        """The sum of everyone's ``value``, the same everywhere; ``value`` may be overwritten."""
+        """Return the sum of ``value`` over all ranks, the same on each; ``value`` may be
+        overwritten.
+        """
 
 
 def newton_schulz_of_shards(
@@ -54,13 +56,14 @@ def newton_schulz_of_shards(
     method: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """This rank's part of what :func:`.newton_schulz.newton_schulz` makes of the whole matrices.
+    """Return this rank's part of the result of :func:`.newton_schulz.newton_schulz` for the whole
+    matrices.
 
     Args:
         shards: ``(k, rows, cols)``, of equal shape on all ranks. Not modified.
-        axis: which axis is cut.
-        distributed: see the note on what travels.
-        method, dtype: as there.
+        axis: the axis that is cut.
+        distributed: see the note on what is sent.
+        method, dtype: as in that function.
 
     Returns:
         A new tensor of the shape and dtype of ``shards``.
@@ -84,10 +87,11 @@ def newton_schulz_of_shards(
 
 
 def _normalised(shards: Tensor, peers: Peers) -> Tensor:
-    """Parts of matrices of Frobenius norm 1, or 0, float32."""
+    """Return the parts of matrices with Frobenius norm 1, or 0, in float32."""
     x, norm, peak = to_peak_1(shards)
     norms, peaks = peers.gather(torch.cat([norm, peak], dim=-1)).chunk(2, dim=-1)
-    # Of the whole matrices, as a multiple of their largest entry: no square leaves float32.
+    # Divide by the largest entry of the whole matrix, so that no square leaves the range of
+    # float32.
     whole_peak = peaks.amax(0)
     shrunk_by = torch.where(whole_peak > 0, whole_peak, 1)
     whole_norm = (norms * (peaks / shrunk_by)).square_().sum(0).sqrt_()

@@ -1,10 +1,11 @@
-"""Pipelines: each rank has a stage of the model, and all stages decide on what concerns the whole.
+"""Pipelines: each rank has a stage of the model, and all stages decide together on matters of the
+whole model.
 
-Every stage has its own layout, over the ranks that hold the same stage. Three things reach across
+Every stage has its own layout, over the ranks with the same stage. Three things involve several
 stages: the norm and the skipped step, see :class:`ds_layerwise.zero.setup.run_settings.Settings`;
-who is an output head, which one stage alone cannot tell; and tied weights, of which each stage that
-uses them has a copy. Copies stay equal because their gradients are added up before they are
-reduced, and because everything after that is the same for both.
+the choice of output heads, which one stage alone cannot make; and tied weights, of which each stage
+that uses them has a copy. Copies stay equal because their gradients are summed over the stages
+before the reduction, and all later operations are the same for both.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ def is_pipeline(model: nn.Module) -> bool:
 
 
 def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
-    """Refuse what does not go with pipelines.
+    """Refuse settings that are not supported with pipelines.
 
     Raises:
-        ConfigError: names it and the way out.
+        ConfigError: names the setting and the way out.
     """
     grid = engine.mpu
     stage = engine.zero_optimization_stage()
@@ -82,13 +83,13 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
 def elsewhere(
     model: nn.Module, group: comm.Group, overrides: Sequence[Override] = ()
 ) -> Elsewhere | None:
-    """Return what the other stages have; None where ``model`` is whole.
+    """Return the facts about the other stages; None if ``model`` is whole.
 
     Args:
-        group: the ranks with the other stages, in the order of the stages.
+        group: the ranks with the other stages, in stage order.
 
     Raises:
-        RoutingError: on every rank, if on any a condition of an override cannot be answered.
+        RoutingError: on every rank, if a condition of an override cannot be evaluated on any.
     """
     if not isinstance(model, PipelineModule):
         return None
@@ -133,8 +134,8 @@ def elsewhere(
 
 
 def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) -> bool:
-    """Tell whether a layer with tied weights comes after that of the last of ``linears``: modules
-    have another order.
+    """Tell whether a layer with tied weights comes after that of the last of ``linears``. The order
+    of modules does not tell this.
     """
     if not linears:
         return False
@@ -144,7 +145,9 @@ def _tied_after(model: PipelineModule, linears: Sequence[tuple[str, Tensor]]) ->
 
 
 def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int] | None:
-    """Return the first parameter of which two stages say different things, and their numbers."""
+    """Return the first parameter for which two stages have different values, and the numbers of
+    these stages.
+    """
     first: dict[str, int] = {}
     for index, stage in enumerate(stages):
         for name, said in stage.items():
@@ -157,11 +160,11 @@ def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int
 def routes_of_all_stages(
     routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]], group: comm.Group
 ) -> dict[str, Route]:
-    """Return the routes of the parameters of all stages, if they go together.
+    """Return the routes of the parameters of all stages, if they agree.
 
     Raises:
-        RoutingError: no stage has anything for the matrix optimizer.
-        LayoutError: stages would train a parameter that they share each in its own way.
+        RoutingError: no stage has a parameter for the matrix optimizer.
+        LayoutError: stages would train a shared parameter in different ways.
     """
     described = {}
     for route in routes.values():
@@ -184,13 +187,13 @@ def routes_of_all_stages(
 
 
 def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
-    """Refuse a parameter that stages share, and would clip each in its own way.
+    """Refuse a shared parameter that stages would clip in different ways.
 
     Args:
-        stages: of each, by the parameters that it trains, the norm group that they are in.
+        stages: for each stage, the norm group of each parameter that it trains.
 
     Raises:
-        LayoutError: one is in different groups.
+        LayoutError: a parameter is in different groups.
     """
     if (found := _disagreement(stages)) is not None:
         name, first, second = found
@@ -202,8 +205,8 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
-    """Return the weights that other stages have, too, with the ranks that do; in the same order on
-    all of them.
+    """Return the weights that other stages also have, each with its ranks, in the same order on all
+    of them.
     """
     if not isinstance(model, PipelineModule):
         return []
@@ -211,16 +214,16 @@ def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:
 
 
 def check_copies(copies: Set[str], trained: Collection[str]) -> None:
-    """Check before the first step that what another stage saves for this one follows that one's
-    gradients.
+    """Check before the first step that parameters which another stage saves for this one are not
+    trained here independently.
 
     Args:
-        copies: parameters of this stage that an earlier one saves, and that are not tied to that
-            one's.
-        trained: parameters that got a gradient here.
+        copies: the parameters of this stage that an earlier one saves, and that are not tied to its
+            own.
+        trained: the parameters that got a gradient here.
 
     Raises:
-        StepError: on every rank, if on any a copy is trained.
+        StepError: on every rank, if a copy is trained on any.
     """
     with comm.errors_on_all_ranks(None):
         if used := copies & set(trained):
@@ -233,7 +236,7 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
 
 def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
     """Return the names in the ``state_dict`` of the whole model, of which ``model`` may be a stage,
-    and of its parameters.
+    and the names of its parameters.
     """
     names = {*model.state_dict(), *dict(model.named_parameters(remove_duplicate=False))}
     if not is_pipeline(model):

@@ -1,8 +1,8 @@
 """Sequence parallelism (Ulysses): the ranks that share a gradient.
 
-Ranks of one sequence group see one sequence, each a part of it. So a gradient is summed over all of
-them and averaged over the sequences: the sum over data and sequence ranks, divided by the
-number of sequence groups. Ownership is dealt out over all those ranks, too.
+The ranks of one sequence group each process a part of the same sequence. So a gradient is summed
+over them and averaged over the sequences: it is the sum over data and sequence ranks, divided by
+the number of sequence groups. Owners are also chosen from all those ranks.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from ds_layerwise.ranks.comm import comm
 
 
 class MeshGroups:
-    """DeepSpeed's device mesh as an mpu, which DeepSpeed asks first over which ranks to reduce.
+    """DeepSpeed's device mesh as an mpu. DeepSpeed asks an mpu first for the ranks of reductions.
 
-    From the mesh alone it takes the data axis, so that each rank of a sequence would train on its
+    From the mesh alone it uses only the data axis; each rank of a sequence would then train on its
     own part.
     """
 
-    #: A name by which DeepSpeed knows an mpu without model parallelism.
+    #: The attribute by which DeepSpeed recognizes an mpu without model parallelism.
     initialize_sequence_parallel = None
 
     def __init__(self, mesh: Any) -> None:
         self._mesh = mesh
 
     def get_sequence_parallel_group(self) -> comm.Group:
-        """Return the ranks that see parts of one sequence."""
+        """Return the ranks that process parts of one sequence."""
         return self._mesh.get_group(mesh_dim="sequence_parallel")
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -37,7 +37,7 @@ class MeshGroups:
         return comm.size_of(self.get_sequence_parallel_group())
 
     def get_sequence_parallel_rank(self) -> int:
-        """Return the number of the part that this rank sees."""
+        """Return the number of the part that this rank processes."""
         return comm.rank_of(self.get_sequence_parallel_group())
 
     def get_sequence_data_parallel_group(self) -> comm.Group:
@@ -49,19 +49,19 @@ class MeshGroups:
         return comm.size_of(None)
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """Return the number of this rank among all."""
+        """Return the number of this rank among all ranks."""
         return comm.rank_of(None)
 
     def get_data_parallel_group(self) -> comm.Group:
-        """Return the ranks that see the same part of different sequences."""
+        """Return the ranks that process the same part of different sequences."""
         return self._mesh.get_group(mesh_dim="data_parallel")
 
     def get_data_parallel_world_size(self) -> int:
-        """Return the number of sequences that are seen at a time."""
+        """Return the number of sequences that are processed at a time."""
         return comm.size_of(self.get_data_parallel_group())
 
     def get_data_parallel_rank(self) -> int:
-        """Return the number of the sequence that this rank sees."""
+        """Return the number of the sequence that this rank processes."""
         return comm.rank_of(self.get_data_parallel_group())
 
     def get_tensor_model_parallel_world_size(self) -> int:
@@ -70,18 +70,18 @@ class MeshGroups:
 
 
 def is_ulysses(mpu: Any) -> bool:
-    """Tell whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and nothing else."""
+    """Tell whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and no others."""
     return hasattr(mpu, "initialize_sequence_parallel") and hasattr(
         mpu, "get_sequence_data_parallel_group"
     )
 
 
 def check(engine: Any) -> None:
-    """Refuse a size that the groups of ``engine`` do not have.
+    """Refuse a configured size that differs from the groups of ``engine``.
 
     Raises:
-        ConfigError: it would average over another number of sequences than there are, or a key is
-            not read.
+        ConfigError: the average would be over another number of sequences than there are, or a key
+            is not read.
     """
     given = engine._config._param_dict
     size = engine.sequence_parallel_size
@@ -108,7 +108,7 @@ def check(engine: Any) -> None:
 
 
 def num_sequences(engine: Any) -> float:
-    """Return the number of ranks, or groups of them, that see a batch of their own, by which a sum
-    over all ranks is divided.
+    """Return the number of ranks, or groups of ranks, with a batch of their own. A sum over all
+    ranks is divided by it.
     """
     return comm.size_of(engine.seq_data_parallel_group) / int(engine.sequence_parallel_size)

@@ -1,4 +1,4 @@
-"""Checks of tensor parallelism: an ``mpu`` that says enough, and copies that are copies."""
+"""Checks of tensor parallelism: the ``mpu`` is complete, and copies are equal."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 def check_mpu(mpu: Any, *, autotp_size: int) -> None:
-    """Refuse what this backend cannot follow of ``mpu``, as the caller gave it.
+    """Refuse an ``mpu`` of the caller that this backend does not support.
 
     Args:
-        autotp_size: for how many ranks AutoTP is to cut the model. It makes groups of its own,
-            which the engine then takes instead of those of ``mpu``.
+        autotp_size: the number of ranks for which AutoTP cuts the model. AutoTP makes groups of its
+            own, which the engine then uses instead of those of ``mpu``.
 
     Raises:
-        ConfigError: names what it lacks, or has, or that it has other groups than AutoTP makes.
+        ConfigError: names what it lacks or has too much, or says that its groups differ from
+            AutoTP's.
     """
     if missing := [name for name in _ASKED if not callable(getattr(mpu, name, None))]:
         raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
@@ -65,14 +66,14 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
 
 
 def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Group | None:
-    """Return the ranks that have the parts of the same parameters, in the order of the parts; None
-    if each has all.
+    """Return the ranks with the parts of the same parameters, in the order of the parts; None if
+    each rank has all parts.
 
     Args:
-        autotp_group: the group that AutoTP has cut the model for, if it has.
+        autotp_group: the group for which AutoTP has cut the model, if it has.
 
     Raises:
-        ConfigError: that is not the one by which gradients are averaged.
+        ConfigError: it differs from the group of ``mpu``, by which gradients are averaged.
     """
     if mpu is None or bwc_tensor_model_parallel_world_size(mpu) == 1:
         return None
@@ -87,11 +88,11 @@ def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Gr
 
 
 def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
-    """Raise on every rank of ``group`` unless ``copies``, parameters without a mark, are the same
-    on all of them.
+    """Raise an error on every rank of ``group`` unless ``copies``, parameters without a mark, are
+    the same on all of them.
 
-    A parameter that is not the same is most likely a part that lacks its mark, and would be taken
-    for a whole matrix.
+    A parameter that differs is most likely a part that lacks its mark, and would be treated as a
+    whole matrix.
 
     Raises:
         LayoutError: one differs.

@@ -1,1 +1,1 @@
-"""The memory of a rank, and the traffic between ranks."""
+"""The memory of a rank, and the transfers between ranks."""

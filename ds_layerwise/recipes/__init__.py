@@ -1,1 +1,1 @@
-"""Optimizers in values: settings, work and states. Loads neither torch nor deepspeed."""
+"""Optimizers as values: settings, work and states. It loads neither torch nor deepspeed."""

@@ -1,4 +1,4 @@
-"""``layerwise.monitor``: measures of updates, on request."""
+"""``layerwise.monitor``: optional statistics of updates."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from ds_layerwise.recipes.base.fields import Count, Section
 
 
 class Monitor(Section):
-    """Measures of updates, by the name of each optimizer, over all parameters that it trains."""
+    """Statistics of updates, for each optimizer by name, over all parameters that it trains."""
 
     example = '{"update_rms": true}'
 
     update_rms: bool = False
-    """Report the root mean square of changes of float32 weights, learning rate and weight decay
-    included.
+    """Report the root mean square of the changes of float32 weights, including learning rate and
+    weight decay.
     """
     momentum_norm: bool = False
     """Report the norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
     every: Count = 1
-    """Number of updates from one report to the next."""
+    """The number of updates from one report to the next."""
 
     @property
     def asks(self) -> bool:

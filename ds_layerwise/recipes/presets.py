@@ -1,14 +1,13 @@
-"""Published values of ``optimizer.params``, by name; a config's own values win."""
+"""Published values of ``optimizer.params``, by name. A config's own values take precedence."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-#: Learning rates are not among them where an update has AdamW's size: the rate is then that of the
-#: run.
+#: If an update has AdamW's size, the preset has no learning rate: the rate is then that of the run.
 PRESETS: dict[str, dict[str, Any]] = {
-    # arXiv 2502.16982, section 2.2; betas and eps by the code that its authors published with it,
+    # arXiv 2502.16982, section 2.2; betas and eps from the authors' published code,
     # MoonshotAI/Moonlight.
     "kimi": {
         "momentum": 0.95,
@@ -20,7 +19,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "betas": (0.9, 0.95),
         "eps": 1e-8,
     },
-    # https://kellerjordan.github.io/posts/muon/; betas and eps by KellerJordan/Muon.
+    # https://kellerjordan.github.io/posts/muon/; betas and eps from KellerJordan/Muon.
     "keller_jordan": {
         "muon_lr": 0.02,
         "momentum": 0.95,
@@ -32,7 +31,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "betas": (0.9, 0.95),
         "eps": 1e-10,
     },
-    # Defaults of Muon in NVIDIA-NeMo/Emerging-Optimizers 0.5.0.
+    # The defaults of Muon in NVIDIA-NeMo/Emerging-Optimizers 0.5.0.
     "soap_muon_beyond": {
         "momentum": 0.9,
         "nesterov": False,
@@ -44,15 +43,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-#: Settings of the size of an update. A config that has the first takes none of them from a preset.
+#: The settings of the size of an update. If a config sets the first one, none of them comes from
+#: the preset.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
-#: Hooks that replace the scale of a preset; see :class:`.update_hook_settings.UpdateHooks`.
+#: The hooks that replace the scale of a preset; see :class:`.update_hook_settings.UpdateHooks`.
 _HOOKS = ("hyperball", "relative_update")
 
 
 def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values of ``preset`` that a config takes over; ``given`` are its own values."""
+    """Return the values of ``preset`` for a config whose own values are ``given``."""
     sized = "scale_mode" in given or any(map(given.get, _HOOKS))
     left_out = {*given, *(_SIZE if sized else ())}
     found = {}

@@ -1,4 +1,4 @@
-"""Registry of optimizers: by the name that a config uses, the recipe and the class that runs it."""
+"""The registry of optimizers: for each name in configs, the recipe and the class of its rule."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
 
 
 class Entry(NamedTuple):
-    """An optimizer. The rule is named, not imported: it takes torch."""
+    """An optimizer. The rule is given by name and not imported, because it needs torch."""
 
     recipe: type[Recipe]
     rule: str
-    """``module:Class``; the class is built from the recipe, see
+    """``module:Class``. The class is built from the recipe, see
     :func:`ds_layerwise.optimizers.rule_registry.rule_of`.
     """
 
@@ -50,7 +50,7 @@ REGISTRY: dict[str, Entry] = {
     for recipe, rule in _RULES.items()
 }
 
-#: Keys of other packages' optimizers that mean something else here, and what to do.
+#: The keys of other packages' optimizers that have another meaning here, each with the way out.
 NOT_HERE = {
     "max_grad_norm": "set gradient_clipping at the top level",
     "use_shape_scaling": "scalar optimizers see pieces of parameters, which have no shape; "
@@ -60,11 +60,11 @@ NOT_HERE = {
 
 
 def entry_of(name: str, *, whole: bool) -> Entry:
-    """Return the optimizer that a config calls ``name``: an entry of the registry, or a class by
-    its path.
+    """Return the optimizer for a name in a config: an entry of the registry, or a class by its
+    path.
 
     Args:
-        whole: whether a class by its path is to have whole parameters.
+        whole: for a class by its path, True if it gets whole parameters.
     """
     if any_torch_recipe.is_path(name):
         recipe = any_torch_recipe.recipe_of(name, whole=whole)
@@ -73,7 +73,7 @@ def entry_of(name: str, *, whole: bool) -> Entry:
 
 
 def recipes_of_settings() -> tuple[type[Recipe], ...]:
-    """Return recipes that together have every setting there is."""
+    """Return recipes that together have all settings."""
     recipes = (entry.recipe for entry in REGISTRY.values())
     return (*recipes, any_torch_recipe.WholeTorch, any_torch_recipe.ElementTorch)
 
@@ -86,8 +86,8 @@ def names(*, whole: bool) -> tuple[str, ...]:
 def refuse_of_others(
     params: Iterable[str], matrix: type[Recipe], scalar: type[Recipe], known: Collection[str]
 ) -> None:
-    """Refuse keys of ``optimizer.params`` that are not ``known``, and belong to optimizers that a
-    run has not.
+    """Refuse keys of ``optimizer.params`` that are not ``known``, but belong to optimizers that are
+    not in the run.
 
     Raises:
         ConfigError: names the first key, and the optimizers that have it.

@@ -1,1 +1,1 @@
-"""Routes of parameters: the recipe of each, and the reason."""
+"""The routes of parameters: the recipe of each, and the reason for it."""

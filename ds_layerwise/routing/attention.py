@@ -1,8 +1,8 @@
-"""Attention modules: the parameters that give queries and keys, and the outputs of each head.
+"""Attention modules: the parameters that make queries and keys, and the outputs of each head.
 
-Note: what is found without being told
-    Modules of transformers, those with a ``config`` and "Attention" in the name of their class that
-    have no other such module inside, by the names of their layers: separate queries and keys, see
+Note: which modules are found without configuration
+    Modules of transformers with a ``config`` and "Attention" in the name of their class, and no
+    other such module inside, by the names of their layers: separate queries and keys, see
     :data:`.model_names.QUERY_KEY_PAIRS`; the fused projections that
     :mod:`.routing.find_fused_parts` knows; multi-head latent attention, which has ``kv_b_proj``.
 """
@@ -31,17 +31,17 @@ _WAY_OUT = (
 
 
 class _Unfit(RoutingError):
-    """A module that differs from its entry, or from the list of what is known."""
+    """A module does not match its entry, or any known kind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """A parameter that gives queries or keys."""
+    """A parameter that makes queries or keys."""
 
     name: str
     outputs: Outputs
     axis: Literal[0, 1] = 0
-    """The axis of its shape that the outputs are."""
+    """The axis of its shape with the outputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,11 +51,11 @@ class Attention:
     name: str
     module: nn.Module
     heads: int | None = None
-    """Heads of queries on this rank; None if nobody has to know."""
+    """The number of query heads on this rank; None if it is not needed."""
     units: int = 1
-    """Number of groups of consecutive heads; the heads of a group are scaled by one factor."""
+    """The number of groups of consecutive heads. The heads of a group are scaled by one factor."""
     scaled: tuple[Scaled, ...] = ()
-    """Parameters that are scaled; none where all of them are frozen."""
+    """The parameters to scale; empty if all of them are frozen."""
 
 
 def attentions_of(
@@ -65,16 +65,16 @@ def attentions_of(
     trained: Collection[str],
     tp_size: int = 1,
 ) -> list[Attention]:
-    """Return the attention modules of ``model`` in its order.
+    """Return the attention modules of ``model`` in model order.
 
     Args:
-        clip: what is to be clipped; None to look at logits alone.
+        clip: the settings of QK-clip; None to only measure logits.
         trained: the parameters that are trained.
         tp_size: the number of ranks that tensor parallelism has cut parameters for.
 
     Raises:
-        RoutingError: an attention module is not understood, or scaling its queries and keys would
-            not scale its logits.
+        RoutingError: an attention module is of an unknown kind, or scaling its queries and keys
+            would not scale its logits.
     """
     if clip is None:
         return [Attention(path, module) for path, module in _of_transformers(model)]
@@ -103,7 +103,7 @@ def attentions_of(
 
 
 def matched(model: nn.Module, clip: QkClip | None) -> set[int]:
-    """Return the entries of ``clip``, by index, that are for a module of ``model``."""
+    """Return the indices of the entries of ``clip`` that match a module of ``model``."""
     found = set()
     for path, _ in _inside(model):
         for i, entry in enumerate(clip.attention if clip else ()):
@@ -113,7 +113,7 @@ def matched(model: nn.Module, clip: QkClip | None) -> set[int]:
 
 
 def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all modules but the model itself, which has no path."""
+    """Return all modules except the model itself, which has no path."""
     return list(model.named_modules())[1:]
 
 
@@ -136,7 +136,7 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _entries(
     model: nn.Module, clip: QkClip, tp_size: int
 ) -> Iterator[tuple[str, nn.Module, AttentionEntry]]:
-    """Yield the modules that are to be clipped, and where each has its queries and keys."""
+    """Yield the modules to clip, each with its entry, which locates its queries and keys."""
     if not clip.attention:
         for path, module in _of_transformers(model):
             yield path, module, _known(path, module, tp_size)
@@ -156,10 +156,10 @@ def _entries(
 
 
 def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
-    """Return where an attention module of transformers has its queries and keys.
+    """Return the entry of an attention module of transformers, which locates its queries and keys.
 
     Raises:
-        RoutingError: nobody knows.
+        RoutingError: its kind is unknown.
     """
     layers = set()
     for name, child in module.named_children():
@@ -198,8 +198,8 @@ def _pair(module: nn.Module, layers: Collection[str], heads: int) -> dict[str, A
         if q in layers and k in layers:
             layers_of_both = (getattr(module, q), getattr(module, k))
             queries, keys = (_length(layer, layer.weight) for layer in layers_of_both)
-            # Heads of keys are as wide as those of queries. Where these do not divide, the sizes do
-            # not fit, which is said later.
+            # Key heads are as wide as query heads. If the division leaves a rest, the sizes do not
+            # fit, and a later check raises the error.
             return {"q": q, "k": k, "kv_heads": max(1, heads * keys // queries)}
     return None
 
@@ -225,7 +225,7 @@ def _attention(
     trained: Collection[str],
     tp_size: int,
 ) -> Attention:
-    """Return ``module`` as ``entry`` describes it, with names of parameters and sizes on this rank.
+    """Return ``module`` as ``entry`` describes it, with parameter names and sizes on this rank.
 
     Raises:
         RoutingError: scaling would not scale its logits, or the entry does not fit.
@@ -281,10 +281,10 @@ def _paths(entry: AttentionEntry) -> list[str]:
 
 
 def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Parameter]:
-    """Return the layer at ``where``, and its weight; of a bare weight, the module that holds it.
+    """Return the layer at ``where``, and its weight; for a bare weight, the module that holds it.
 
     Raises:
-        RoutingError: there is nothing like that.
+        RoutingError: it does not exist.
     """
     inner, _, last = where.rpartition(".")
     try:
@@ -312,7 +312,7 @@ def _check_cut(name: str, weight: Tensor, heads: int, entry: AttentionEntry, tp_
     """Refuse a weight that tensor parallelism has not cut into whole heads.
 
     Raises:
-        RoutingError: names it.
+        RoutingError: names the weight.
     """
     fused = entry.qkv is not None and not entry.by_head
     if not is_cut(weight) or fused or axis_of(name, weight, tuple(weight.shape), tp_size) != -2:
@@ -371,7 +371,7 @@ def _by_head(heads: int, first: Run, second: Run) -> Outputs:
 def _scaled(
     path: str, layer: nn.Module, weight: nn.Parameter, outputs: Outputs, names: Mapping[Tensor, str]
 ) -> Iterator[Scaled]:
-    """Yield a weight and its bias, if it has one."""
+    """Yield the weight of a layer, and its bias, if it has one."""
     own = next((name for name, param in layer._parameters.items() if param is weight), "weight")
     if "weight" in own:
         bias = getattr(layer, own.replace("weight", "bias"), None)

@@ -1,19 +1,18 @@
-"""Named parts of fused matrices, by an override or by what is known of the model.
+"""The named parts of fused matrices, from an override or from known models.
 
-Note: what is found without being told
-    The fused projections of transformers, by the names of layers and the numbers of the modules
-    that have them, or of their configs; the names are in :mod:`.recipes.targets.model_names`:
+Note: which parts are found without configuration
+    The fused projections of transformers, by the names of layers and the sizes in their modules or
+    configs. The names are in :mod:`.recipes.targets.model_names`:
 
-    * queries, keys and values, see ``QKV``: one after the other, or by head; and those of linear
+    * queries, keys and values, see ``QKV``: one after the other, or by head; also those of linear
       attention;
-    * layers of two equal parts, see ``HALVES``; ``gate_up_proj`` of experts in one tensor, as their
-      module lays it out;
-    * multi-head latent attention: of the queries, and of what all heads share, the dimensions
-      without and with rotation; of what comes out of the latent, keys and values.
+    * layers of two equal parts, see ``HALVES``; ``gate_up_proj`` of experts in one tensor, in the
+      layout of their module;
+    * multi-head latent attention: the dimensions with and without rotation, of the queries and of
+      the part that all heads share; keys and values of the projection out of the latent.
 
-    And the queries, keys and values of torch's own attention. A parameter of another size than the
-    numbers make, and one that has the name of a fused one and is not known, stays whole, which its
-    reason says.
+    Also the queries, keys and values of torch's own attention. A parameter whose size does not
+    match, or that has the name of a fused one but is unknown, stays whole, and its reason says so.
 """
 
 from __future__ import annotations
@@ -43,14 +42,16 @@ from ds_layerwise.routing.tensor_marks import runs_of
 
 
 class TensorRank(NamedTuple):
-    """Number of ranks that tensor parallelism has cut parameters for, and the index of this one."""
+    """The number of ranks that tensor parallelism has cut parameters for, and the index of this
+    one.
+    """
 
     size: int = 1
     rank: int = 0
 
 
 def outputs_of(module: nn.Module, route: Route) -> Axis:
-    """Return the axis of the matrices of ``route`` that the outputs of their layer are: rows, as in
+    """Return the axis of the matrices of ``route`` with the outputs of their layer: rows, as in
     nn.Linear, or columns.
     """
     stack = route.matrix_shape is not None and len(route.matrix_shape) == 3
@@ -63,7 +64,7 @@ def outputs_of(module: nn.Module, route: Route) -> Axis:
 def split_as_told(
     route: Route, split: Split | None, module: nn.Module, param: Tensor, tensor: TensorRank
 ) -> Route:
-    """Return ``route`` with the parts that an override names; as it is where that names none.
+    """Return ``route`` with the parts that an override names; unchanged if it names none.
 
     Raises:
         RoutingError: the parts do not fit, or tensor parallelism has cut the parameter through
@@ -86,11 +87,11 @@ def split_known(
     named: Collection[str],
     per_head: bool,
 ) -> dict[str, Route]:
-    """Return ``routes`` with the parts that models are known to have; see the note.
+    """Return ``routes`` with the parts of known models; see the note.
 
     Args:
-        named: the parameters of which the user has said how they are split.
-        per_head: whether heads are matrices of their own, into which :mod:`.routing.heads` cuts
+        named: the parameters for which the user has chosen a split.
+        per_head: True if heads become matrices of their own. :mod:`.routing.heads` then cuts
             queries, keys and values that have heads of equal width.
     """
     split = dict(routes)
@@ -119,11 +120,11 @@ def _has_convolution(module: nn.Module) -> bool:
 def _known_parts(
     model: nn.Module, route: Route, tensor: TensorRank, *, cut: int | None
 ) -> Parts | None:
-    """Return the known parts of a matrix, over all its tensor shards; None where nothing is
-    known, or the sizes do not fit.
+    """Return the known parts of a matrix, over all its tensor shards; None if it is unknown, or the
+    sizes do not fit.
 
     Args:
-        cut: the number of matrices in a part of a head; None for one matrix of all heads.
+        cut: the number of matrices in a part, one per head; None for one matrix of all heads.
     """
     module, leaf = attention_of(model, route.name)
     axis = outputs_of(module, route)
@@ -145,7 +146,7 @@ def _known_parts(
 def _known(
     module: nn.Module, leaf: str, length: int, sources: list[Any], cut: int | None
 ) -> Split | None:
-    """Return the known split of the outputs, ``length`` in all, that ``module`` calls ``leaf``."""
+    """Return the known split of the ``length`` outputs of the layer ``leaf`` of ``module``."""
     heads, keys, width = heads_of(sources)
     if leaf == "gate_up_proj" and leaf in module._parameters:
         return _of_experts(module, length)
@@ -175,8 +176,8 @@ def _of_experts(module: nn.Module, length: int) -> Split | None:
 def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: int) -> Split:
     by_head = lies_by_head(module)
     if not by_head and heads == keys:
-        # Vision models may not say how many heads they have, or count them a stage; an encoder
-        # gives no queries.
+        # Vision models may have no number of heads, or one per stage. In cross-attention, the layer
+        # on the encoder's output has no queries.
         of_encoder = getattr(module, "is_cross_attention", False) is True
         return _equal(length, *("kv" if of_encoder else "qkv"))
     if by_head:
@@ -211,15 +212,15 @@ def _of_linear_attention(module: nn.Module, leaf: str) -> Split | None:
 
 
 def is_one(names: Collection[str], module: nn.Module, leaf: str) -> bool:
-    """Tell whether ``leaf`` of ``module`` is in ``names``, which are for all families or begin with
-    one.
+    """Tell whether ``leaf`` of ``module`` is in ``names``. A name is for all families, or begins
+    with one.
     """
     family = family_of(module)
     return bool(family) and (leaf in names or f"{family}.{leaf}" in names)
 
 
 def lies_by_head(module: nn.Module) -> bool:
-    """Tell whether queries, keys and values in one layer of ``module`` lie by head of keys."""
+    """Tell whether queries, keys and values in one layer of ``module`` are grouped by key head."""
     return family_of(module) in QKV_BY_HEAD
 
 
@@ -233,10 +234,11 @@ def _equal(length: int, *names: str) -> Split:
 
 
 def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRank) -> Route:
-    """Return ``route`` with this rank's share of ``parts``, those of all tensor shards together.
+    """Return ``route`` with this rank's share of ``parts``, which are those of all tensor shards
+    together.
 
-    A shard has whole groups, whole parts, or an equal piece of each part. Matrices that lie whole
-    on a rank are nobody else's business; the others are shards of what they are together.
+    A shard has whole groups, whole parts, or an equal piece of each part. Matrices that are whole
+    on a rank do not involve other ranks; the others are shards of their union.
 
     Raises:
         RoutingError: none of these.
@@ -268,7 +270,7 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
 
 
 def _pieces_here(parts: Parts, tensor: TensorRank) -> Parts | None:
-    """Return each rank's piece of every part; None where pieces differ, or cut heads."""
+    """Return each rank's piece of every part; None if pieces differ, or cut heads."""
     pieces = []
     for name, part in parts.each:
         heads = part.heads
@@ -280,8 +282,8 @@ def _pieces_here(parts: Parts, tensor: TensorRank) -> Parts | None:
 
 
 def _whole_parts_here(parts: Parts, tensor: TensorRank) -> Parts | None:
-    """Return the parts on this rank, if ranks have as many, of the same sizes in the same order,
-    and none is cut.
+    """Return the parts on this rank, if every rank has the same number of parts with the same sizes
+    in the same order, and none is cut; else None.
     """
     count, rest = divmod(len(parts.each), tensor.size)
     if rest:
@@ -292,6 +294,6 @@ def _whole_parts_here(parts: Parts, tensor: TensorRank) -> Parts | None:
         for _, part in same:
             if part != same[0][1]:
                 return None
-        # Ranks must agree on their parts, and so on the names of these.
+        # Ranks must agree on their parts, so also on the names of these.
         here.append(("_or_".join(name for name, _ in same), same[0][1]))
     return Parts(parts.axis, tuple(here))

@@ -1,8 +1,8 @@
-"""Attention heads as matrices of their own: the parameters that hold them, and their number.
+"""Attention heads as separate matrices: the parameters that hold them, and their number.
 
-A linear layer's rows are its outputs. The ``Conv1D`` of transformers, GPT-2's linear layer, holds
-the transpose, so that its heads are blocks of columns. In a fused projection queries, keys and
-values of all heads lie one after the other, in whatever order, and all have the same width.
+The rows of a linear layer are its outputs. ``Conv1D`` of transformers, GPT-2's linear layer, stores
+the transpose, so that its heads are blocks of columns. In a fused projection, queries, keys and
+values of all heads follow one another in any order, and all have the same width.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from ds_layerwise.routing.tensor_marks import heads_here
 
 
 def is_transposed(module: nn.Module, param: Tensor) -> bool:
-    """Tell whether ``param`` is the weight of a linear layer that holds it as (inputs, outputs)."""
+    """Tell whether ``param`` is the weight of a linear layer that stores it as (inputs,
+    outputs).
+    """
     return (
         kind_of(module).__name__ == "Conv1D"
         and param.dim() == 2
@@ -38,12 +40,12 @@ def is_transposed(module: nn.Module, param: Tensor) -> bool:
 
 
 def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
-    """Return the objects that say which sizes an attention module has: itself and its config, or,
-    of one that is mute, the model's.
+    """Return the objects with the sizes of an attention module: itself and its config, or the
+    model's config if it has neither.
 
     Args:
-        tp_size: the number of ranks that tensor parallelism has cut parameters for; it may divide
-            what a module says of itself.
+        tp_size: the number of ranks that tensor parallelism has cut parameters for. A module's own
+            numbers may be divided by it.
     """
     own = [module] * (tp_size == 1)
     fallback = None
@@ -54,7 +56,7 @@ def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
 
 
 def heads_of(sources: Collection[Any]) -> tuple[int | None, int | None, int]:
-    """Return the heads of queries and of keys, and their width, 0 if that is not known."""
+    """Return the number of query heads and of key heads, and their width, 0 if it is unknown."""
     heads = number_of(sources, HEAD_COUNTS)
     width = number_of(sources, HEAD_WIDTHS)
     if width is None:
@@ -63,7 +65,7 @@ def heads_of(sources: Collection[Any]) -> tuple[int | None, int | None, int]:
 
 
 def family_of(module: nn.Module) -> str:
-    """Return the family of transformers' models that ``module`` is of; empty if none."""
+    """Return the transformers model family of ``module``; empty if it is not of transformers."""
     for kind in type(module).__mro__:
         path = kind.__module__.split(".")
         if path[:2] == ["transformers", "models"]:
@@ -72,8 +74,8 @@ def family_of(module: nn.Module) -> str:
 
 
 def attention_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the module that has the parameter ``name``, or a layer with such a weight, and its
-    name for that.
+    """Return the module that has the parameter ``name``, or a layer with such a weight, and the
+    name that it uses for that.
     """
     path, _, own = name.removesuffix(".weight").rpartition(".")
     return model.get_submodule(path), own
@@ -82,12 +84,11 @@ def attention_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
 def cut_heads(
     route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False
 ) -> Route:
-    """Return ``route`` with one matrix a head, of those that this rank has; as it is where
-    ``num_heads`` is None.
+    """Return ``route`` with one matrix per head on this rank; unchanged if ``num_heads`` is None.
 
     Raises:
-        RoutingError: ``explicit``, and the outputs are not so many blocks; or tensor parallelism
-            has cut heads.
+        RoutingError: with ``explicit``, if the outputs cannot be divided into so many blocks; or
+            tensor parallelism has cut heads.
     """
     if num_heads is not None and route.tp_axis is not None and route.transposed:
         raise RoutingError(
@@ -111,17 +112,16 @@ def split_heads(
     *,
     named: Collection[str],
 ) -> dict[str, Route]:
-    """Cut the query, key and value projections into one matrix a head, by the counts of their
-    modules.
+    """Cut the query, key and value projections into one matrix per head, by the head counts of
+    their modules.
 
     Args:
-        model: with a config as transformers' or nanoGPT's have, if its modules do not say how many
-            heads they have.
-        named: the parameters whose heads or parts the user has named, in ``routes`` already, as are
-            those that have parts.
+        model: has a config like transformers' or nanoGPT's, if its modules have no number of heads.
+        named: the parameters whose heads or parts the user has chosen. They are already changed in
+            ``routes``, and so are those with parts.
 
     Raises:
-        RoutingError: no projection is known by its name and has a number of heads, and none is
+        RoutingError: no projection has a known name and a number of heads, and none is in
             ``named``.
     """
     split = dict(routes)
@@ -143,7 +143,7 @@ def split_heads(
 
 
 def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
-    """Return the number of heads in a projection, over all tensor shards; None if not known."""
+    """Return the number of heads in a projection, over all tensor shards; None if it is unknown."""
     module, leaf = attention_of(model, route.name)
     heads, key_heads, width = heads_of(sources_of(module, model, tp_size))
     if leaf in QUERY_NAMES:
@@ -162,7 +162,7 @@ def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
 def number_of(sources: Iterable[Any], spellings: Collection[str]) -> int | None:
     """Return the first number of at least 1 that ``sources`` have under one of ``spellings``.
 
-    Vision models count heads a stage, in a list, which says nothing of a layer.
+    Vision models have a list of head counts per stage, which does not apply to a single layer.
     """
     for source in sources:
         for key in spellings:

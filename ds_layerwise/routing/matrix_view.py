@@ -1,9 +1,10 @@
-"""Matrices that parameters are to the matrix optimizer: a kernel is one of (outputs, the rest).
+"""The matrices that the matrix optimizer sees in parameters. A kernel is a matrix of (outputs, the
+rest).
 
 Note: three axes
     A bare parameter of three axes is a stack of matrices, of experts or heads. In XLNet and Funnel
-    it is one matrix whose outputs are counted by head and within it. An unknown one of that kind
-    shows by a first axis that is far longer than the others, which its reason then says.
+    it is one matrix, whose outputs are counted by head and within it. In other models, a first axis
+    much longer than the others hints at such a parameter; its reason then says so.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor, nn
 from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.routing.module_of import kind_of
 
-#: Modules of transformers of which a parameter (inputs, heads, width) is one matrix.
+#: The modules of transformers in which a parameter (inputs, heads, width) is one matrix.
 _OUTPUTS_BY_HEAD = ("FunnelRelMultiheadAttention", "XLNetRelativeAttention")
 
-#: DBRX's, in which the experts of a layer are one matrix, one below the other.
+#: DBRX's module, in which the experts of a layer are one matrix, stacked by rows.
 _EXPERTS_IN_ROWS = "DbrxExpertGLU"
 
-#: Layers with a kernel.
+#: The layers with a kernel.
 CONVOLUTIONS = (
     nn.Conv1d,
     nn.Conv2d,
@@ -33,7 +34,7 @@ CONVOLUTIONS = (
 
 
 def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
-    """Return the shape of ``param`` as a matrix in ``module``, or None, and why."""
+    """Return the matrix shape of ``param`` in ``module``, or None, and the reason."""
     shape = tuple(param.shape)
     if len(shape) < 2:
         return None, "fewer than two axes"
@@ -74,5 +75,5 @@ def _kernel_shape(shape: Shape, module: nn.Module) -> tuple[Shape | None, str]:
         return None, "a vector"
     if groups == 1:
         return (rows, cols), "convolution"
-    # Filters of different groups see different channels: each group is a matrix of its own.
+    # The filters of each group see other channels, so each group is a matrix of its own.
     return (groups, rows, cols), "grouped convolution"

@@ -1,11 +1,11 @@
-"""Modules of parameters, where torch's parametrizations have put these elsewhere.
+"""The modules of parameters, also if torch's parametrizations have moved them.
 
 Note: where torch puts a weight
     ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as
     ``original``, or for ``weight_norm`` as gains (``original0``) and directions (``original1``),
-    and makes a class of its own for the module. The older ``weight_norm``, ``spectral_norm`` and
-    pruning leave it in the module under another name. In each case ``module.weight`` is then
-    computed, and to compute it may change buffers.
+    and gives the module a class of its own. The older ``weight_norm``, ``spectral_norm`` and
+    pruning keep it in the module under another name. In all cases ``module.weight`` is then
+    computed, and computing it may change buffers.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
-#: Names in the older tools of the weight that they compute ``weight`` from.
+#: The names under which the older tools keep the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
 
 
 def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Parameter]]]:
-    """Yield each module with its path and its own parameters, those that parametrizations hold for
-    it included.
+    """Yield each module with its path and its own parameters, including those that parametrizations
+    hold for it.
     """
     for path, module in model.named_modules():
         if not isinstance(module, ParametrizationList):
@@ -40,24 +40,26 @@ def kind_of(module: nn.Module) -> type[nn.Module]:
 
 
 def config_value(config: Any, key: str) -> Any:
-    """Return the value of ``config`` under ``key``; None if it has none, or differs by layer."""
+    """Return the value of ``config`` under ``key``; None if it has none, or one that differs by
+    layer.
+    """
     try:
         return getattr(config, key, None)
     except RuntimeError:
-        # As transformers says that.
+        # How transformers reports a value that differs by layer.
         return None
 
 
 def is_table(module: nn.Module) -> bool:
-    """Tell whether ``module`` is an embedding, of torch or of a library with its own classes."""
+    """Tell whether ``module`` is an embedding, of torch or of a library with classes of its own."""
     return re.search(r"Embedding(Bag)?( |$)|PosEmb", _kinds(module)) is not None
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether ``module`` normalises: a LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's
+    """Tell whether ``module`` is a norm, such as LayerNorm, LlamaRMSNorm, BatchNorm2d, or timm's
     GroupNormAct.
     """
-    # Linear layers that scale their rows are called after norms, too.
+    # Linear layers that scale their rows also have "norm" in their names.
     return (
         not isinstance(module, nn.Linear)
         and re.search(r"Norm(Act|Gated|\d\w*)*( |$)", _kinds(module)) is not None
@@ -65,20 +67,20 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_bare(module: nn.Module) -> bool:
-    """Tell whether ``module`` is no layer that is known, nor a norm."""
+    """Tell whether ``module`` is neither a known layer nor a norm."""
     return not (
         is_table(module) or is_norm(module) or re.search("inear|Conv1D|_ConvNd", _kinds(module))
     )
 
 
 def _kinds(module: nn.Module) -> str:
-    """Return the names of the classes that ``module`` is of."""
+    """Return the names of the class of ``module`` and its bases."""
     return " ".join(kind.__name__ for kind in kind_of(module).__mro__)
 
 
 def weights_of(module: nn.Module) -> list[Tensor]:
-    """Return ``module.weight``, or the tensors that it is computed from, without gains; empty where
-    that is no tensor.
+    """Return ``module.weight``, or the tensors that it is computed from, without gains; empty if it
+    is not a tensor.
     """
     parametrized = _lists(module).get("weight")
     if parametrized is not None:
@@ -88,7 +90,7 @@ def weights_of(module: nn.Module) -> list[Tensor]:
             if param is not None and not is_gain(param):
                 found.append(param)
         return found
-    # The older tools put what they have computed where any attribute is.
+    # The older tools store the computed weight as an ordinary attribute.
     if "weight" in vars(module):
         for name in _OLDER:
             if name in module._parameters:
@@ -104,12 +106,12 @@ def weights_of(module: nn.Module) -> list[Tensor]:
 
 
 def is_gain(param: Tensor) -> bool:
-    """Tell whether ``param`` has no two axes that are longer than 1."""
+    """Tell whether ``param`` has fewer than two axes longer than 1."""
     return param.numel() <= max(param.shape, default=1)
 
 
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
-    # What holds the modules of a scripted one has no get().
+    # The module dict of a scripted module has no get().
     modules = module._modules
     if "parametrizations" in modules:
         lists = modules["parametrizations"]

@@ -1,4 +1,4 @@
-"""Output heads, by the model's own word, by name, or by place; see :mod:`.routing_rules`."""
+"""Output heads, as declared by the model, by name, or by position; see :mod:`.routing_rules`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_layerwise.routing.matrix_view import CONVOLUTIONS, shape_in
 from ds_layerwise.routing.module_of import is_table, kind_of, modules_of, weights_of
 from ds_layerwise.routing.tensor_marks import is_cut
 
-#: Names of output heads in the common model families, or of modules that end in one.
+#: The names of output heads in common model families, or of modules that end in one.
 HEAD_NAME = re.compile(
     r"heads?|(?!conv_)\w+_heads?|head_linear|(?!pre_)(\w+_)?classifier(_\w+)?|clf|score|"
     r"conv_score_b|summary|qa_outputs|embed_out|(output|residual)_layer|lm_loss|mlm_layer|"
@@ -26,8 +26,8 @@ HEAD_NAME = re.compile(
     r"(\w+_)?(final|out)_layer|final_convolution"
 )
 
-#: Names of modules at the input, between two models, in a block, or that give conditions: none of
-#: them has a head.
+#: The names of modules at the input, between two models, in a block, or for conditions: none of
+#: them contains a head.
 _NO_HEAD = re.compile(
     r"(?!output_embed)(\w+_)?(embed(s|der|ding|dings)?|input|prompts?|prenet|pool(er|ing)?|"
     r"projector|connector|aligner|adapter|merger|attn|attention|adaln|modulation)"
@@ -35,8 +35,8 @@ _NO_HEAD = re.compile(
     re.IGNORECASE,
 )
 
-#: Additions of wrappers to the names of modules that are compiled, checkpointed, adapted or trained
-#: beside others.
+#: The parts that wrappers add to names of modules, for compiling, checkpointing, adapters or extra
+#: trained copies.
 _WRAPPERS = re.compile(
     r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|base_layer|original_module|"
     r"modules_to_save\.[^.]+)(?=\.|$)"
@@ -45,33 +45,35 @@ _WRAPPERS = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elsewhere:
-    """Facts about other stages of a pipeline, to decide as for the whole model."""
+    """Facts about the other stages of a pipeline, so that decisions are those for the whole
+    model.
+    """
 
     tables: frozenset[Shape]
     """The shapes of all embeddings."""
     head_names: Mapping[str, int]
-    """The names of heads of all stages, see :func:`head_names`."""
+    """The counts of head names of all stages, see :func:`head_names`."""
     head_shapes: frozenset[Shape]
-    """The shapes of all heads that are known by their names, or because their layers say so."""
+    """The shapes of all heads that are known by name, or declared by their layers."""
     linear_after: bool = False
     """True if a later stage has a linear layer, so that the model's last one is not here."""
     followed: bool = False
-    """True if something with parameters, tied ones included, comes after the last linear layer of
-    this stage.
+    """True if a module with parameters, also tied ones, follows the last linear layer of this
+    stage.
     """
     has_matrices: bool = False
     """True if another stage has matrices."""
     tied: frozenset[Tensor] = frozenset()
-    """The weights here that another layer uses, too, wherever that is."""
+    """The weights here that another layer on any stage also uses."""
     matched: frozenset[int] = frozenset()
-    """The overrides, by index, that are for a trainable parameter of some stage."""
+    """The indices of the overrides that match a trainable parameter of some stage."""
 
 
 def tables_and_linears(
     model: nn.Module, *, leave_out: Collection[Tensor] = ()
 ) -> tuple[set[Shape], list[tuple[str, Tensor]]]:
-    """Return the shapes of the embeddings, and the weights of linear layers in their order, but for
-    those in ``leave_out``.
+    """Return the shapes of the embeddings, and the weights of linear layers in order, without those
+    in ``leave_out``.
     """
     tables: set[Shape] = set()
     linears = []
@@ -88,7 +90,7 @@ def tables_and_linears(
 
 
 def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
-    """Tell whether some parameter is a matrix, or a stack of them, that is no table."""
+    """Tell whether some parameter is a matrix, or a stack of matrices, and not a table."""
     for _, module, own in modules_of(model):
         if not is_table(module) and _has_matrix(module, own, leave_out):
             return True
@@ -102,11 +104,12 @@ def _has_matrix(
 
 
 def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[Tensor, str]:
-    """Return the weights of output heads, each with what makes it one."""
+    """Return the weights of output heads, each with the reason."""
     others = elsewhere or _nothing_elsewhere(model)
     heads = dict.fromkeys(others.tied, "tied to another layer of the pipeline")
     heads.update(known_heads(model, others.head_names))
-    # A name alone may be that of a layer at the input, beside a head of the vocabulary.
+    # A head found only by its name may be a layer at the input, while the vocabulary's head has
+    # another name.
     if others.head_shapes.isdisjoint(others.tables):
         heads.update(_last(model, others))
     if not (heads or elsewhere):
@@ -115,7 +118,7 @@ def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[T
 
 
 def _nothing_elsewhere(model: nn.Module) -> Elsewhere:
-    """Return the facts about a model that is here as a whole."""
+    """Return these facts for a model that is not cut into stages."""
     names = head_names(model)
     shapes = frozenset(tuple(weight.shape) for weight, _ in known_heads(model, names))
     tables, _ = tables_and_linears(model)
@@ -123,14 +126,16 @@ def _nothing_elsewhere(model: nn.Module) -> Elsewhere:
 
 
 def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
-    """Return, by module with a head's name, the last layer in it, or in each head of a list."""
+    """Return, by module with a head's name, the last layer in it, or the last layer in each head of
+    a list.
+    """
     modules = {_plain(path): m for path, m in model.named_modules(remove_duplicate=False)}
     modules[""] = model
     repeated: set[type[nn.Module]] = set()
     for module in modules.values():
         if isinstance(module, nn.ModuleList):
             repeated.update(map(kind_of, module.modules()))
-    # A sequence in the middle of an image model has what its lists of blocks have, too.
+    # A Sequential in the middle of an image model contains the same names as its lists of blocks.
     repeated.discard(nn.Sequential)
     ends: dict[str, dict[str, str]] = {}
     for path, _ in _layers(model):
@@ -145,19 +150,20 @@ def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
 def head_names(model: nn.Module) -> Counter[str]:
     """Count the modules with a head's name, by path with ``#`` for numbers.
 
-    A name that repeats, as that of a router does, is no head."""
+    A name that repeats, such as that of a router, is no head.
+    """
     return Counter(map(_numberless, _ends(model)))
 
 
 def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Tensor, str]]:
-    """Yield the heads that have a head's name, or that ``model`` or one of its modules names.
+    """Yield the heads that have a head's name, or that ``model`` or one of its modules declares.
 
     Args:
-        names: those of the whole model, see :func:`head_names`.
+        names: the names in the whole model, see :func:`head_names`.
     """
     ends = _ends(model)
     layers = dict(_layers(model))
-    # A classifier that has one right inside does not end where its layers do.
+    # A classifier that directly contains another one does not end at its own last layer.
     outer = {head.rpartition(".")[0] for head in ends}
     named: set[str] = set()
     for head, members in ends.items():
@@ -195,7 +201,7 @@ def _losses(model: nn.Module) -> tuple[str, ...]:
 
 
 def _widens_input(module: nn.Module, first: nn.Module) -> bool:
-    """Tell whether ``module`` is a convolution of the image that the ``first`` layer takes, as
+    """Tell whether ``module`` is a convolution of the image that the ``first`` layer takes, as in
     EDSR's head.
     """
     return isinstance(module, CONVOLUTIONS) and (
@@ -204,8 +210,8 @@ def _widens_input(module: nn.Module, first: nn.Module) -> bool:
 
 
 def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
-    """Yield the last linear layer, where it is a head by its shape, that of a table, or by its
-    place.
+    """Yield the last linear layer, if it is a head by its shape, that of a table, or by its
+    position.
     """
     layers = list(dict(_layers(model)))
     end, last = _last_linear(model, layers, others.tied)
@@ -225,8 +231,8 @@ def _last(model: nn.Module, others: Elsewhere) -> Iterator[tuple[Tensor, str]]:
 def _last_linear(
     model: nn.Module, layers: Collection[str], tied: Collection[Tensor]
 ) -> tuple[str, set[Tensor]]:
-    """Return the path of the last linear layer of ``layers``, and its weights; those of a wrapper
-    that names it twice, too. There are no weights if its name is that of no head.
+    """Return the path of the last linear layer in ``layers``, and its weights, also those under a
+    second name in a wrapper. The weights are empty if its name rules out a head.
     """
     _, linears = tables_and_linears(model, leave_out=tied)
     linears = [(path, weight) for path, weight in linears if path in layers]
@@ -239,20 +245,20 @@ def _last_linear(
 
 
 def _surroundings(model: nn.Module, end: str) -> tuple[bool, bool]:
-    """Tell whether the module at ``end`` lies in a list, and beside a bare matrix."""
+    """Return whether the module at ``end`` is in a list, and whether it is beside a bare matrix."""
     in_list = beside_matrix = False
     for path, module, own in modules_of(model):
         if not path or end.startswith(f"{path}."):
-            # Blocks and experts that lie in a list are equal, and so is the last of them.
+            # The blocks or experts in a list are equal, so the last one is not special.
             in_list |= isinstance(module, nn.ModuleList)
-            # A bare matrix beside a layer has no place in the order of modules.
+            # A bare matrix beside a layer has no position in the order of modules.
             beside_matrix |= _has_matrix(module, own)
     return in_list, beside_matrix
 
 
 def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
-    """Yield the last convolution of a model of images, which gives as many channels as the first
-    one takes.
+    """Yield the last convolution of an image model, if it has as many outputs as the first one has
+    input channels.
     """
     layers = list(_layers(model)) or [("", model)]
     (_, first), (path, last) = layers[0], layers[-1]
@@ -270,8 +276,8 @@ def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules with parameters in their order, but for what adapters such as LoRA have put
-    beside a layer.
+    """Yield the modules with parameters in order, without those that adapters such as LoRA have
+    added to a layer.
     """
     beside: tuple[str, ...] = ()
     for path, module in model.named_modules():
@@ -294,8 +300,9 @@ def _numberless(path: str) -> str:
 
 
 def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yield the modules around ``path`` with a head's name, each with itself or, if it is a list of
-    heads, with the head that ``path`` is in."""
+    """Yield the modules around ``path`` with a head's name, each with itself or, for a list of
+    heads, with the head that contains ``path``.
+    """
     parts = path.split(".")
     for depth, name in enumerate(parts, 1):
         head = ".".join(parts[:depth])
@@ -305,7 +312,7 @@ def _heads_around(path: str, modules: Mapping[str, nn.Module]) -> Iterator[tuple
             several = in_list or isinstance(module, nn.ModuleDict) and name.endswith("s")
             member = ".".join(parts[: depth + several])
             in_list = False
-            # Attention may be built of a list of heads.
+            # Attention may also have a list of heads.
             if modules[member]._modules.keys().isdisjoint(QUERY_NAMES):
                 yield head, member
         if in_list or _NO_HEAD.fullmatch(name):
@@ -316,7 +323,7 @@ def _is_named_head(path: str, name: str, module: nn.Module) -> bool:
     if "Pool" in kind_of(module).__name__:
         return False
     linear = isinstance(module, nn.Linear)
-    # A linear conv_out flattens what convolutions at the input make; a convolution called fc is
+    # A linear conv_out flattens the outputs of convolutions at the input. A convolution named fc is
     # DLA's classifier.
     if name == "fc" and not linear:
         return path == "fc"

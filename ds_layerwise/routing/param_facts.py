@@ -1,4 +1,4 @@
-"""Facts about the parameters of a model that conditions ask for."""
+"""The facts about a model's parameters that conditions of overrides need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
 
 
 def holders_of(model: nn.Module) -> dict[Tensor, list[tuple[str, nn.Module]]]:
-    """Return the modules of each parameter, with their paths; several where it is tied."""
+    """Return the modules of each parameter, with their paths; several if it is tied."""
     holders: dict[Tensor, list[tuple[str, nn.Module]]] = {}
     for path, module, own in modules_of(model):
         for param in own:
@@ -28,17 +28,18 @@ def facts_of(
     tp_size: int = 1,
     experts: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, list[Facts]]:
-    """Return, by name, the facts about ``params`` of ``model`` that ``asked`` may ask for.
+    """Return, by name, the facts about ``params`` of ``model`` that the conditions ``asked`` may
+    need.
 
     Args:
-        tp_size: the number of ranks that tensor parallelism has cut parameters for. A condition
-            means the same parameters however many there are, so sizes are those of whole ones.
-        experts: by name, what the experts are called that go by it on one rank or another; each has
-            facts of its own.
+        tp_size: the number of ranks that tensor parallelism has cut parameters for. Sizes are those
+            of whole parameters, so that a condition means the same parameters for every number.
+        experts: by parameter name, the names of the experts that ranks hold under it. Each expert
+            has facts of its own.
 
     Raises:
-        RoutingError: a condition asks for sizes, and a parameter that is cut does not say along
-            which axis.
+        RoutingError: a condition needs sizes, and it is unknown along which axis a parameter is
+            cut.
     """
     holders = holders_of(model)
     sized = tp_size > 1 and any(conditions.ask_for_sizes for conditions in asked)

@@ -1,37 +1,37 @@
-"""Rules that give each parameter its optimizer, group and overrides; nothing else decides.
+"""The rules that give each parameter its optimizer, group and overrides. Nothing else decides.
 
-The answer is a table of :class:`Route`, one row a parameter, each with its reason. Nothing is
+The result is a table of :class:`Route`, one row per parameter, each with its reason. Nothing is
 written on tensors.
 
-The rules, first match wins:
+The rules, of which the first match wins:
 
 1. an override in ``layerwise.overrides`` that names an optimizer, then the user's own
    ``param.use_muon``, then a parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
-3. what is a vector however it lies, by the class of a norm or by its own name, see
-   :func:`.plan.routes.group_defaults.is_vector`: scalar, and decayed as vectors are;
-4. a table or an output head: scalar (weights that layers of a pipeline share; ``nn.Embedding`` by
-   module type, others by a class name that ends in ``Embedding``; Megatron marks both with
-   ``is_embedding_or_output_parameter``; bare parameters by :data:`EMBEDDING_NAME`). A head
+3. a vector of any shape, by the class of a norm or by its own name, see
+   :func:`.plan.routes.group_defaults.is_vector`: scalar, and with the weight decay of vectors;
+4. a table or an output head: scalar. Tables are weights shared by layers of a pipeline;
+   ``nn.Embedding`` by its type; other modules by a class name that ends in ``Embedding``; tables
+   and heads that Megatron marks with ``is_embedding_or_output_parameter``; and bare parameters by
+   :data:`EMBEDDING_NAME`. A head is one of these:
 
-   * shares an embedding's weight, is what the model returns from ``get_output_embeddings()``, or
-     the weight of a loss;
-   * goes by a name of :data:`.routing.output_heads.HEAD_NAME`, or is the last layer in a module
-     that does and nothing in it follows, unless it lies at an input, in a ``ModuleList`` of other
-     things, or repeats with the layers of the model, as a router's does;
-   * or, where none of these is there, is the model's last linear layer, and has an embedding's
-     shape, or is in no ``ModuleList``, is not the model's only matrix, no later module has
-     parameters, and no module around it a bare matrix; or is the last convolution of a model that
-     begins with one of as many channels. Layers of an adapter, such as LoRA's factors, do not
-     count;
+   * it shares an embedding's weight, is the result of the model's ``get_output_embeddings()``, or
+     is the weight of a loss;
+   * it has a name of :data:`.routing.output_heads.HEAD_NAME`, or is the last layer in a module with
+     such a name. It is not a head if it is at an input, in a ``ModuleList`` of other things, or
+     repeats with the layers of the model, as a router does;
+   * if the model has none of these: its last linear layer, if that has an embedding's shape; or if
+     it is in no ``ModuleList``, is not the model's only matrix, no later module has parameters, and
+     no module around it has a bare matrix; or the last convolution of a model whose first
+     convolution has as many channels. Layers of an adapter, such as LoRA's factors, do not count;
 5. convolutions: a kernel over two or more axes is an (out, rest) matrix, a grouped one a batch of
-   them; depthwise kernels, kernels over one axis and those of one row or column are scalar;
+   matrices; depthwise kernels, kernels over one axis and those of one row or column are scalar;
 6. two axes: a matrix, unless one axis has length 1; three axes: a batch of matrices, unless the
-  first has length 1;
+   first has length 1;
 7. anything else: scalar.
 
-Where tensor parallelism has cut a parameter, all of this holds for the part that a rank has of it;
-:mod:`.routing.tensor_marks` says which axis of which matrix is cut.
+If tensor parallelism has cut a parameter, the rules apply to the part that a rank has.
+:mod:`.routing.tensor_marks` finds which axis of which matrix is cut.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ from ds_layerwise.routing.output_heads import Elsewhere, output_heads
 from ds_layerwise.routing.param_facts import facts_of, holders_of
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
-#: Names of bare parameters that are looked up, or put beside tokens: positions, latents, queries,
-#: prompts.
+#: The names of bare parameters that are looked up, or placed beside tokens: positions, latents,
+#: queries, prompts.
 EMBEDDING_NAME = re.compile(
     r"(?!w_|.*(weight|proj|projection|kernel|mlp|mix|mixing)$)(\w+_)?(embed|embeds|"
     r"embeddings?|emb|pos|ape|encoding|tokens?|latents|query|queries|prompts?|codebooks?|"
@@ -78,10 +78,11 @@ EMBEDDING_NAME = re.compile(
     re.IGNORECASE,
 )
 
-#: Where peft keeps the rows of an embedding, or of a head, that trainable_token_indices name.
+#: The name under which peft keeps the rows of an embedding or a head selected by
+#: trainable_token_indices.
 _ROWS = "token_adapter.trainable_tokens_delta"
 
-#: Keys of overrides about the matrices in a parameter.
+#: The keys of overrides about the matrices in a parameter.
 _CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -89,13 +90,13 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Facts of the model about a parameter: the modules that hold it, and its kind."""
+    """The model's facts about a parameter: the modules that hold it, and its kind."""
 
     modules: tuple[tuple[str, nn.Module], ...]
     vector: str | None
-    """Reason why it is a vector although it has two axes or more."""
+    """The reason why it is a vector although it has two axes or more; else None."""
     table: str | None
-    """Reason why it is an embedding or an output head."""
+    """The reason why it is an embedding or an output head; else None."""
 
     @property
     def module(self) -> nn.Module:
@@ -119,31 +120,28 @@ def route_parameters(
     own_decay: Collection[int] = (),
     by_group: Sequence[Recipe] = (),
 ) -> dict[str, Route]:
-    """Route every trainable parameter of ``param_groups``, in the order of
+    """Return the routes of the trainable parameters of ``param_groups``, in the order of
     ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no
-    route. With ``elsewhere``, ``model`` is a part, and the caller calls
-    :func:`.plan.routes.routes.require_a_matrix` with all routes.
+    route. With ``elsewhere``, ``model`` is one stage of a pipeline, and the caller calls
+    :func:`.plan.routes.routes.require_a_matrix` with the routes of all stages.
 
     Args:
-        auto_split: whether to look for fused matrices that are known; see
-            :mod:`.routing.find_fused_parts`.
-        recipes: what the run does with matrices, and with the rest.
-        tp_size: the number of ranks that tensor parallelism has cut parameters for; its marks count
-            if there are two.
-        tp_rank: the index of this one.
+        auto_split: True to look for known fused matrices; see :mod:`.routing.find_fused_parts`.
+        recipes: the recipes of the run, for matrices and for the rest.
+        tp_size: the number of ranks that tensor parallelism has cut parameters for. Its marks count
+            only if it is at least 2.
+        tp_rank: the index of this rank among them.
         experts: see :func:`.routing.param_facts.facts_of`.
-        own_decay: the parameter groups, by index, that say for themselves what their weight decay
-            is.
-        by_group: the recipes of the groups of a client optimizer, which sees parameters as they
-            are.
+        own_decay: the indices of the parameter groups that set a weight decay themselves.
+        by_group: the recipes of the groups of a client optimizer, which sees parameters unchanged.
 
     Raises:
-        RoutingError: a parameter of a group is not in the model, has a dtype that cannot be trained
-            or gets sparse gradients, an override matches nothing or contradicts another, no
-            parameter at all goes to the matrix optimizer though the user neither took one away nor
-            chose for all, or it is not clear how a matrix is cut.
+        RoutingError: a parameter of a group is not in the model, has a dtype that cannot be
+            trained, or gets sparse gradients; an override matches nothing or contradicts another;
+            no parameter goes to the matrix optimizer, although the user neither moved one away nor
+            chose for all; or it is unclear how a matrix is cut.
     """
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
@@ -194,7 +192,7 @@ def route_parameters(
 def _groups_of(
     names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, int]:
-    """Return, by name, the index of the group that a parameter is in."""
+    """Return the index of each parameter's group, by name."""
     groups: dict[str, int] = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
@@ -210,10 +208,10 @@ def _groups_of(
 def _trained(
     names: Mapping[nn.Parameter, str], given: Collection[str], *, is_part: bool
 ) -> dict[str, nn.Parameter]:
-    """Return the parameters that were given, require a gradient and have elements.
+    """Return the parameters that were passed, require a gradient and have elements.
 
     Args:
-        is_part: whether other stages have more of the model, so that there may be nothing here.
+        is_part: True if other stages have more of the model, so that the result may be empty.
     """
     wanted = {}
     for param, name in names.items():
@@ -226,7 +224,7 @@ def _trained(
 
 
 def _why_none(given: Collection[str], of_model: int) -> str:
-    """Say what there is to do where nothing that was given is trained."""
+    """Return the way out if no parameter that was passed is trained."""
     if not of_model:
         return "the model has no parameters"
     if not given:
@@ -263,7 +261,9 @@ def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
 def _wanted(
     param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None, recipes: Recipes
 ) -> tuple[Recipe, str] | None:
-    """Return the recipe that the user has named for ``param``, if any, and by what."""
+    """Return the recipe that the user has chosen for ``param``, and the source of the choice; None
+    if there is none.
+    """
     if "optimizer" in changes:
         return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
     if hasattr(param, "use_muon"):
@@ -330,7 +330,9 @@ def _of_client(
     recipes: Recipes,
     tp_size: int,
 ) -> Route:
-    """Return the route of a parameter of a client optimizer: whole as it is, or cut by element."""
+    """Return the route of a parameter of a client optimizer: whole and unchanged, or cut by
+    element.
+    """
     check_override(name, changes)
     route = Route(
         name=name,
@@ -361,7 +363,7 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
-    """Return, by name, the facts of the model about its parameters."""
+    """Return the model's facts about its parameters, by name."""
     holders = holders_of(model)
     heads = output_heads(model, elsewhere)
     homes = {}

@@ -1,7 +1,8 @@
-"""Marks of tensor parallelism on parameters: cut or not, and along which axis.
+"""The marks of tensor parallelism on parameters: cut or not, and along which axis.
 
 Megatron sets ``tensor_model_parallel`` (before 2021: ``model_parallel``) and ``partition_dim`` on
-every part. DeepSpeed's AutoTP sets the first, and keeps the shape that a parameter had before.
+every part. DeepSpeed's AutoTP sets the first one, and stores the shape of the parameter before the
+cut.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.routes import Axis
 from ds_layerwise.recipes.base.recipe import Shape
 
-#: The attribute in which AutoTP keeps what it knows of a parameter:
+#: The attribute in which AutoTP stores its information about a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
 AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
 
@@ -27,14 +28,14 @@ def is_cut(param: Tensor) -> bool:
 
 
 def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis | None:
-    """Return the axis of the matrices in ``param`` that is cut; None where each rank has whole ones
-    out of a stack.
+    """Return the axis of the matrices in ``param`` that is cut; None if each rank has whole
+    matrices of a stack.
 
     Args:
-        matrix_shape: how the matrix optimizer sees ``param``.
+        matrix_shape: the shape in which the matrix optimizer sees ``param``.
 
     Raises:
-        RoutingError: ``param`` does not say so, or the parts differ in size or overlap.
+        RoutingError: ``param`` has no such information, or the parts differ in size or overlap.
     """
     dim = _dim_of(name, param, tp_size)
     if len(matrix_shape) == param.dim():
@@ -54,10 +55,10 @@ def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis
 
 
 def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
-    """Return the shape that ``param`` had before it was cut.
+    """Return the shape of ``param`` before it was cut.
 
     Raises:
-        RoutingError: as :func:`axis_of` does.
+        RoutingError: as in :func:`axis_of`.
     """
     dim = _dim_of(name, param, tp_size)
     return tuple(size * tp_size if axis == dim else size for axis, size in enumerate(param.shape))
@@ -91,10 +92,10 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
 
 
 def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
-    """Return the sizes of the runs of an axis, ``length`` in all, of each of which every tensor
-    shard has an equal piece.
+    """Return the lengths of the runs of an axis with ``length`` elements, if every tensor shard has
+    an equal piece of each run.
 
-    None where pieces differ from rank to rank, or lie otherwise.
+    None if pieces differ between ranks, or have another layout.
     """
     meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
     widths = meta.get("sub_param_shard_widths")
@@ -113,7 +114,7 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
 
 
 def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
-    """Return the number of ``num_heads`` equal blocks of rows in this shard of ``param``.
+    """Return how many of ``num_heads`` equal blocks of rows are in this shard of ``param``.
 
     Raises:
         RoutingError: some blocks are cut.

@@ -1,4 +1,4 @@
-"""Content of a checkpoint of any kind, by name and state, whoever wrote it."""
+"""The content of a checkpoint of any kind and from any package, by name and state."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_un
 from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.errors import LayerWiseError
 
-#: The key of the weights beside those of the states, as in the universal format.
+#: The key of the weights beside those of states, as in the universal format.
 WEIGHTS = "fp32"
 
 
 class Contents:
-    """Checkpoint in ``folder``, every file of it open.
+    """The checkpoint in ``folder``, with all of its files open.
 
     Args:
         trust: True to let the model's file run code.
-        mp_rank: the piece of a model that is cut; see :func:`.regular.mp_size`.
+        mp_rank: the number of the piece of a model that is cut; see :func:`.regular.mp_size`.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, or in a newer format; names
@@ -51,7 +51,7 @@ class Contents:
         self.trained: dict[str, tuple[int, ...]] = {}
         for name, shape in header.shapes.items():
             if name in known and from_zero3 and tuple(shape) == (math.prod(known[name]),):
-                # DeepSpeed's converter leaves it flat.
+                # DeepSpeed's converter leaves this parameter flat.
                 self.trained[name] = known[name]
             elif name in header.rules or name in known:
                 self.trained[name] = tuple(shape)
@@ -60,7 +60,7 @@ class Contents:
             if alias not in self.trained:
                 self.aliases[alias] = name
         self.others = self._untrained()
-        """Frozen parameters and buffers, in the dtype that they are saved in."""
+        """Frozen parameters and buffers, in their saved dtype."""
 
     def _untrained(self) -> dict[str, Tensor]:
         others: dict[str, Tensor] = {}
@@ -69,14 +69,14 @@ class Contents:
                 if name not in self.trained and name not in self.aliases:
                     others[name] = self.saved.value(name, WEIGHTS)
         for name, value in self.model.others(self.trained).items() if self.model else ():
-            # A universal folder has them in float32, the model's file has them as they are.
+            # A universal folder has them in float32; the model's file has their own dtype.
             if name not in others or others[name].shape == value.shape:
                 others[name] = value
         return others
 
     @property
     def world_size(self) -> int | None:
-        """The number of ranks that saved the checkpoint, where that is known."""
+        """The number of ranks that saved the checkpoint, if it is known."""
         if isinstance(self.saved, RegularCheckpoint):
             return self.saved.world_size
         if self.model:
@@ -89,10 +89,10 @@ class Contents:
         return WEIGHTS, *(rule.state_keys if rule else ())
 
     def weight(self, name: str) -> Tensor:
-        """Return a trained parameter in float32, or a frozen one or a buffer as it is saved.
+        """Return a trained parameter in float32, or a frozen one or a buffer in its saved dtype.
 
         Raises:
-            LayerWiseError: not every element is there.
+            LayerWiseError: some elements are missing.
         """
         if name in self.others:
             return self.others[name]
@@ -103,7 +103,7 @@ class Contents:
         return list(self.saved.pieces(name, 0, math.prod(self.trained[name])))
 
     def _joined(self, name: str, key: str, values: list[Tensor]) -> Tensor:
-        """Return ``values`` as one, without a copy where it lies in one place."""
+        """Return ``values`` as one tensor, without a copy if they are contiguous in memory."""
         empty = torch.zeros(0, dtype=torch.float32, device="cpu")
         if len(values) == 1:
             whole = values[0]
@@ -118,12 +118,12 @@ class Contents:
         return whole
 
     def values(self, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of ``name`` and, if asked for, its states, with their keys.
+        """Yield the weights of ``name`` and, with ``states``, its states, with their keys.
 
-        States with one element for each of the parameter are 1-D, and so are its weights.
+        The weights are 1-D, and so are states with one element per element of the parameter.
 
         Raises:
-            LayerWiseError: not every element is there, or pieces disagree.
+            LayerWiseError: some elements are missing, or pieces disagree.
         """
         yield WEIGHTS, self.weight(name).reshape(-1)
         if not states or name in self.others:
@@ -140,8 +140,7 @@ class Contents:
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, self._joined(name, key, values)
             elif all(torch.equal(value, values[0]) for value in values):
-                # A parameter without axes has its states without axes in one form and with one in
-                # the other.
+                # The states of a 0-d parameter are 0-d in one form and 1-D in the other.
                 yield key, values[0] if self.trained[name] else values[0].reshape(-1)
             else:
                 raise LayerWiseError(

@@ -1,4 +1,4 @@
-"""Comparison of two checkpoints by parameter and state, of any kinds and numbers of ranks."""
+"""The comparison of two checkpoints by parameter and state, of any kinds and numbers of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ds_layerwise.tools.verify import same_bits
 
 
 class _Difference(NamedTuple):
-    """Two values of one parameter that differ."""
+    """Two different values of one parameter."""
 
     name: str
     num_elements: int
@@ -25,8 +25,8 @@ class _Difference(NamedTuple):
 def _difference(name: str, one: Tensor, other: Tensor) -> _Difference:
     if one.shape != other.shape:
         return _Difference(name, max(one.numel(), other.numel()), math.inf)
-    # Where only one is a NaN, nothing is farther apart. The same infinity, and zeros of two signs,
-    # are not apart at all.
+    # A NaN in only one of them is the largest difference. Equal infinities, and zeros with
+    # different signs, have no difference.
     distance = (one.double() - other.double()).abs().nan_to_num(nan=math.inf)
     distance[one.double() == other.double()] = 0.0
     return _Difference(name, int((one != other).sum()), float(distance.max()))
@@ -35,7 +35,7 @@ def _difference(name: str, one: Tensor, other: Tensor) -> _Difference:
 def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> list[str]:
     """Return a line for each kind of difference; none if two checkpoints are equal bit for bit.
 
-    Memory: one state of one parameter, a few times.
+    It needs memory for a few copies of one state of one parameter.
 
     Args:
         states: False to leave the optimizer states out.
@@ -81,7 +81,7 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
 
 
 def _names(contents: Contents) -> dict[str, int]:
-    """Return every name and its number of elements."""
+    """Return the number of elements of each name."""
     numels = {}
     for name, shape in contents.trained.items():
         numels[name] = math.prod(shape)
@@ -90,6 +90,5 @@ def _names(contents: Contents) -> dict[str, int]:
 
 def _values(contents: Contents, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:
     for key, value in contents.values(name, states=states):
-        # The universal format has everything that is not trained in float32; as numbers they are
-        # the same.
+        # The universal format stores everything untrained in float32, so compare numbers.
         yield key, value.double() if name in contents.others else value

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint as safetensors files, as Hugging Face lays them out."""
+"""The weights of a checkpoint as safetensors files, in the layout of Hugging Face."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import Contents
 from ds_layerwise.tools.hf_files import CONFIG, find_companions, lay_beside
 
-#: Values of ``dtype``.
+#: The values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 
-#: Names of Hugging Face's files of weights, which would be taken for a part of the new ones.
+#: The names of Hugging Face's files of weights. Existing ones would count as part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
@@ -44,19 +44,19 @@ def consolidate(
     bars: Bars,
     config: Path | None = None,
 ) -> list[str]:
-    """Write the float32 weights at ``path``, frozen parameters and buffers too, to ``out``.
+    """Write the float32 weights at ``path``, frozen parameters and buffers to ``out``.
 
-    Memory: the parameters of one file that do not lie in one piece, or that ``dtype`` is not their
-    own; else none.
+    It needs memory for the parameters of one file that have several pieces, or another dtype than
+    ``dtype``; else none.
 
     Args:
-        out: one file, if its name says so; else a folder of files of at most ``max_shard_bytes``,
-            or of one tensor.
-        dtype: a key of :data:`DTYPES`, for everything that has a floating point.
+        out: one file, if it has the name of one; else a folder of files with at most
+            ``max_shard_bytes``, or one tensor, each.
+        dtype: a key of :data:`DTYPES`, for all floating-point tensors.
         trust: True to let the model's file run code.
-        overwrite: True to replace the weights of an earlier result, or a Hugging Face model, at
+        overwrite: True to replace the weights of an earlier result, or of a Hugging Face model, at
             ``out``. Other files there stay.
-        config: see :func:`.hf_files.find_companions`; a file of its own has nothing beside it.
+        config: see :func:`.hf_files.find_companions`; a single file has no companions.
 
     Returns:
         Lines about what was written.
@@ -121,7 +121,9 @@ def consolidate(
 
 
 def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
-    """Find what to lay beside the weights, without the files in ``out`` that are the user's."""
+    """Find the files to copy beside the weights, except those in ``out`` that belong to the
+    user.
+    """
     found = find_companions(source, config)
     if config is None and out.is_dir():
         kept = others_in(out, replaces=WEIGHTS)
@@ -131,7 +133,7 @@ def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
 
 
 def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes in the result by name, in the order of the model if that is known."""
+    """Return the bytes of each name in the result, in model order if it is known."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in contents.trained.items()}
     for name, value in contents.others.items():
         if value.is_floating_point():
@@ -165,7 +167,7 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
     storages: set[int] = set()
     for name in names:
         value = _cast(name, contents.weight(name), dtype).contiguous()
-        # Two names of one buffer. safetensors refuses memory that belongs to two tensors.
+        # Copy it: it shares a buffer with another name, and safetensors refuses shared memory.
         if value.untyped_storage().data_ptr() in storages:
             tensors[name] = value.clone()
         else:
@@ -175,7 +177,7 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
         "format": "pt",
         **{alias: name for alias, name in contents.aliases.items() if name in tensors},
     }
-    # safetensors gives the file to its owner alone, whatever the umask says.
+    # safetensors makes its files readable only for their owner, whatever the umask.
     path.touch()
     mode = path.stat().st_mode
     try:

@@ -1,4 +1,4 @@
-"""Dry runs: a model and a config from files, and the plans that training would make of them."""
+"""Dry runs: the plans that training would make for a model and a config from files."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ from ds_layerwise.tools.hf_model import HfShapes
 
 @dataclass(frozen=True, slots=True)
 class DryRun:
-    """Start-up tables' content, for each number of ranks."""
+    """The content of the start-up tables for each number of ranks."""
 
     run: RunConfig
     routes: Mapping[str, Route]
     specs: Sequence[ParamSpec]
     forecasts: Sequence[Forecast]
     assumed: Sequence[str]
-    """Lines that say what was taken for granted."""
+    """Lines with the assumptions."""
     predictions: Sequence[Prediction]
     """A prediction for each of the forecasts."""
     tp_size: int
-    """The number of ranks that the model is cut for; forecasts speak of one of them."""
+    """The number of ranks that the model is cut for. Forecasts are for one of its parts."""
 
     @classmethod
     def of(
@@ -64,27 +64,27 @@ class DryRun:
         tp_size: int | None = None,
         memory_bytes: int | None = None,
     ) -> DryRun:
-        """Plan ``model``, a file or a name, as the DeepSpeed config in a file would train it on
-        each of ``ranks``.
+        """Plan ``model``, a file or a name, for training with the DeepSpeed config in a file on
+        each number of ``ranks``.
 
         Args:
-            links: a name or a file, see :func:`.plan.network.links.find_links`; what the config
-                says if None, where "auto" stands for devices that talk.
-            reduction: what the config says if None.
-            ranks_per_node: as the links have it if None.
-            ep_size: how many ranks share the experts of a layer; each of them then plans with its
-                own.
-            tp_size: how many ranks tensor parallelism cuts the model for, beside ``ranks``; as the
-                config says if None.
-            memory_bytes: what one device has; if None, nothing is asked whether it fits.
+            links: a name or a file, see :func:`.plan.network.links.find_links`; None for the value
+                of the config, where "auto" assumes that devices communicate.
+            reduction: None for the value of the config.
+            ranks_per_node: None for the value of the links.
+            ep_size: the number of ranks that share the experts of a layer; each plans with its own
+                experts.
+            tp_size: the number of tensor-parallel ranks in addition to ``ranks``; None for the
+                value of the config.
+            memory_bytes: the memory of one device; None to not check whether it suffices.
 
         Raises:
-            ConfigError: a file cannot be read, or says what training would refuse.
-            RoutingError: a parameter cannot go where it was sent.
+            ConfigError: a file cannot be read, or has settings that training would refuse.
+            RoutingError: a parameter cannot be trained by its chosen optimizer.
         """
         given = read_config(config)
         path = find_model(model)
-        _read(fill_in(given)[0])  # its mistakes come before building anything
+        _read(fill_in(given)[0])  # find mistakes before building anything
         if is_hf_config(path):
             hf = HfShapes(path)
         else:
@@ -156,7 +156,7 @@ class DryRun:
         return cls(run, routes, specs, forecasts, assumed, predictions, tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
-        """List every route of ``plan``; see :func:`.plan.forecast.param_list.listed`."""
+        """Return every route of ``plan``; see :func:`.plan.forecast.param_list.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
@@ -171,11 +171,13 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
 
 
 def _checked(run: RunConfig, routes: Mapping[str, Route], scheduler: Any) -> RunConfig:
-    """Check what only ``routes`` tell of ``run``, and note which of its keys are idle."""
+    """Check the settings of ``run`` that depend on ``routes``, and record which of its keys have no
+    effect.
+    """
     group = run.optimizer.group()
     in_use = {route.recipe for route in routes.values()}
     if any(recipe != type(recipe)() for recipe in in_use):
-        # What only the rules know of their settings takes torch to find out.
+        # Some settings can only be checked by the rules, which need torch.
         from ds_layerwise.optimizers.rule_registry import check_recipes
 
         check_recipes(in_use)
@@ -208,10 +210,10 @@ def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[st
 def _tensor_parallel(
     given: Mapping[str, Any], tp_size: int | None, ep_size: int
 ) -> tuple[int, Cutter]:
-    """Return the number of ranks that the model is cut for, and who cuts it.
+    """Return the number of ranks that the model is cut for, and what cuts it.
 
     Raises:
-        ConfigError: shapes do not tell the outcome of the config, or it differs from ``tp_size``,
+        ConfigError: shapes do not determine the result of the config, it differs from ``tp_size``,
             or experts are shared as well.
     """
     section = given.get("tensor_parallel") or {}
@@ -251,11 +253,11 @@ def _links(
     tp_size: int,
 ) -> tuple[list[Links], list[str]]:
     """Return the links between ranks with the same part of the model, for each of ``ranks``, as a
-    run plans with them, and lines about nodes.
+    run would use them, and lines about nodes.
 
     Raises:
-        ConfigError: as :func:`.plan.network.links.find_links`; or tensor-parallel ranks would lie
-            unevenly on nodes.
+        ConfigError: as in :func:`.plan.network.links.find_links`; or tensor-parallel ranks would be
+            spread unevenly over nodes.
     """
     if links:
         where = "links"

@@ -1,4 +1,4 @@
-"""Files of Hugging Face beside the weights, which ``from_pretrained`` needs to read them."""
+"""The Hugging Face files beside the weights that ``from_pretrained`` needs to read them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ds_layerwise.errors import LayerWiseError
 
 CONFIG = "config.json"
 
-#: Files of the model, its tokenizer and its processor.
+#: The files of the model, its tokenizer and its processor.
 _NAMES = (
     "generation_config.json",
     "tokenizer.json",
@@ -31,15 +31,15 @@ _NAMES = (
 
 
 def find_companions(source: Path, asked: Path | None) -> list[Path]:
-    """Find files to lay beside the weights of the checkpoint ``source``.
+    """Find the files to copy beside the weights of the checkpoint ``source``.
 
-    They come from its own folder, else from the one above, where a Trainer writes them.
+    They come from its own folder, else from its parent, where a Trainer writes them.
 
     Args:
-        asked: a ``config.json``, or a folder with one, to take instead.
+        asked: a ``config.json``, or a folder with one, to use instead.
 
     Raises:
-        LayerWiseError: there is none at ``asked``.
+        LayerWiseError: ``asked`` has none.
     """
     config = source / CONFIG
     if asked is not None:
@@ -60,7 +60,7 @@ def find_companions(source: Path, asked: Path | None) -> list[Path]:
 
 
 def lay_beside(files: list[Path], folder: Path) -> None:
-    """Copy ``files``, of which the first is the model's config whatever its name, to ``folder``."""
+    """Copy ``files`` to ``folder``. The first one is the model's config, whatever its name."""
     config, *others = files
     for path in others:
         shutil.copyfile(path, folder / path.name)

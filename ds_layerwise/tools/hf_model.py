@@ -1,4 +1,4 @@
-"""Parameters of a model of Hugging Face's, from its ``config.json``, built without memory."""
+"""The parameters of a Hugging Face model, built from its ``config.json`` without memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
 
-#: Errors of models' constructors at values that they do not expect.
+#: The errors that constructors of models raise for unexpected values.
 _FROM_CONSTRUCTORS = (
     ValueError,
     LookupError,
@@ -31,7 +31,9 @@ _FROM_CONSTRUCTORS = (
 
 
 def _hidden_size(config: Any) -> int | None:
-    """Return what a Trainer takes: the largest of several sizes; None if ``config`` has none."""
+    """Return the hidden size that a Trainer would use: the largest of several; None if ``config``
+    has none.
+    """
     from ds_layerwise.routing.module_of import config_value
 
     sizes = config_value(config, "hidden_size") or config_value(config, "hidden_sizes")
@@ -49,7 +51,8 @@ def _validation_error() -> type[Exception]:
 
 
 class HfShapes:
-    """Names and shapes of all parameters of a model, tied ones once, from its ``config.json``.
+    """The names and shapes of all parameters of a model from its ``config.json``; tied ones appear
+    once.
 
     Raises:
         ConfigError: transformers is not installed, does not know the model, or cannot build it
@@ -57,7 +60,7 @@ class HfShapes:
     """
 
     def __init__(self, path: Path) -> None:
-        # A plan must not look for anything elsewhere, whatever the file names.
+        # A plan must not download anything, whatever the file names.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
             torch = import_module("torch")
@@ -91,7 +94,7 @@ class HfShapes:
         self._text = text
 
     def check_heads(self, tp_size: int) -> None:
-        """Refuse a ``tp_size`` for which heads of attention would have to be cut, or copied.
+        """Refuse a ``tp_size`` that would cut or copy attention heads.
 
         Raises:
             ConfigError: it does not divide a number of heads.
@@ -118,8 +121,8 @@ class HfShapes:
         """Route each parameter, as in training with all of them in one group.
 
         Raises:
-            RoutingError: as :func:`.routing.routing_rules.route_parameters` does.
-            ConfigError: an override asks for an attribute, which a script sets on parameters.
+            RoutingError: as in :func:`.routing.routing_rules.route_parameters`.
+            ConfigError: an override tests an attribute, which only a script sets on parameters.
         """
         refuse_conditions(
             overrides,

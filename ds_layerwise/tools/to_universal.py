@@ -1,4 +1,4 @@
-"""Conversion of a regular checkpoint to a universal one, without an engine."""
+"""The conversion of a regular checkpoint to a universal one, without an engine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from ds_layerwise.errors import LayerWiseError
 def to_universal(
     path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
 ) -> str:
-    """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears whole.
+    """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears
+    atomically.
 
-    Memory: the states of one parameter for each of ``workers``, where they lie in more than one
-    piece; else none.
+    It needs memory for the states of one parameter for each of ``workers``, if these have several
+    pieces; else none.
 
     Args:
         trust: True to let the model's file run code.
@@ -73,7 +74,7 @@ def _write(
         try:
             return Manifest.of(folder, universal.write_parameters(saved, folder, [name]))
         except RuntimeError as e:
-            # What torch.save raises on a full disk.
+            # torch.save raises this on a full disk.
             raise LayerWiseError(
                 f"{folder / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
             ) from e

@@ -1,4 +1,4 @@
-"""Checks that a checkpoint is whole and agrees with itself."""
+"""Checks that a checkpoint is complete and consistent."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(slots=True)
 class Report:
-    """Findings in one checkpoint."""
+    """The findings about one checkpoint."""
 
     folder: Path
     summary: str
     problems: list[str] = field(default_factory=list)
-    """Lines; none where the checkpoint is good."""
+    """The problems, one line each; empty if the checkpoint is good."""
     warnings: list[str] = field(default_factory=list)
     contents: list[Contents] = field(default_factory=list)
-    """Contents of each part of the model; none where it could not be opened."""
+    """The contents of each part of the model; empty if it could not be opened."""
 
 
 def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -> Report:
     """Check the checkpoint at ``path``: every byte, then every tensor.
 
     Args:
-        states: False to leave the optimizer states out. Bytes are checked in any case.
+        states: False to leave the optimizer states out. Bytes are always checked.
         trust: True to let the model's file run code.
 
     Raises:
@@ -69,13 +69,14 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     if kind == "universal" or (folder / FILE_NAME).exists() or not names:
         _check_bytes(report, names, workers=workers, bars=bars)
     else:
-        # Of another optimizer, it is refused; of ours, its list is lost.
+        # Raises an error for a checkpoint of another optimizer. For one of this package, its list
+        # is lost.
         RegularCheckpoint(folder)
         report.problems.append(
             f"{folder / FILE_NAME} is missing: the save was never finished, or files were lost"
         )
     if report.problems:
-        # Mapping a damaged file may end the process.
+        # Mapping a damaged file may crash the process.
         return report
     try:
         report.contents = [
@@ -167,7 +168,9 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
 
 
 def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield name and a line of parameters whose elements are not in exactly one rank's file."""
+    """Yield the name of each parameter whose elements are not in exactly one rank's file, with a
+    line about it.
+    """
     found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in saved.header.shapes}
     broken: set[str] = set()
     for rank in range(saved.world_size):
@@ -201,8 +204,10 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
 def _of_other_size(
     state_dict: Mapping[str, Any], index: int, numel: int
 ) -> Iterator[tuple[str, int | str]]:
-    """Yield key and size of the tensors of a parameter that are not 1-D with ``numel`` elements."""
-    # DeepSpeed's scripts go by what is there, whether or not it is listed.
+    """Yield the key and size of each tensor of a parameter that is not 1-D with ``numel``
+    elements.
+    """
+    # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
     tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
     states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
     tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
@@ -228,8 +233,8 @@ def _gaps(name: str, intervals: list[tuple[int, int, int]], numel: int) -> str:
 
 
 def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield name and a line of parameters that lack a file of the universal format, or have one of
-    another shape.
+    """Yield the name of each parameter that lacks a file of the universal format, or has one of
+    another shape, with a line about it.
     """
     for name, shape in contents.trained.items():
         keys = contents.keys(name)
@@ -256,7 +261,7 @@ def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple
 
 
 def _against_model_file(contents: Contents) -> Iterator[str]:
-    """Yield a line for each difference from the model's file, or inside it."""
+    """Yield a line for each difference from the model's file, or inside of it."""
     model = contents.model
     if model is None:
         yield f"{contents.folder} has no model file to compare the weights with"
@@ -279,10 +284,10 @@ def _against_model_file(contents: Contents) -> Iterator[str]:
 
 
 def _unlike_model(contents: Contents, name: str, master: Tensor) -> Iterator[str]:
-    """Yield a line where the model's weights are not ``master`` rounded to their dtype."""
+    """Yield a line if the model's weights are not ``master`` rounded to their dtype."""
     model = contents.model
     if model is None or model.module.keys().isdisjoint(contents.trained):
-        # Of ZeRO-3, or none at all, which has a line of its own.
+        # The file is of ZeRO-3, or is missing, which has a line of its own.
         return
     if name not in model.module:
         # Only a regular checkpoint has files of experts.
@@ -305,7 +310,7 @@ def _unlike_model(contents: Contents, name: str, master: Tensor) -> Iterator[str
 def same_bits(one: Tensor, other: Tensor) -> bool:
     """Tell whether dtype, shape and every bit are equal.
 
-    Zeros of either sign differ, and a NaN equals itself.
+    Zeros of different signs differ, and a NaN equals itself.
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

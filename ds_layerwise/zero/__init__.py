@@ -1,1 +1,1 @@
-"""The ZeRO optimizer that the engine talks to."""
+"""The ZeRO optimizer that DeepSpeed's engine calls."""

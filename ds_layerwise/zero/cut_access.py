@@ -1,5 +1,5 @@
 """The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to parameters at
-ZeRO stage 3, where they ask one object for all parameters.
+ZeRO stage 3. There, the functions ask one object for all parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class CutAccess:
         self.by_param = {access.param: access for access in accesses}
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return nothing: a copy of the model has no optimizer."""
+        """Return None: a copy of the model has no optimizer."""
 
     def get_full_hp_param(
         self, param: nn.Parameter, optim_state_key: str | None = None
@@ -67,7 +67,7 @@ class CutAccess:
     def update_fp32_grad_for_param_vectorized(
         self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]
     ) -> None:
-        """Replace the gradient of each of ``params`` by what ``update`` makes of it."""
+        """Replace the gradient of each of ``params`` by the return value of ``update``."""
         for param in params:
             if access := self.by_param.get(param):
                 access.set_full_hp_grad(update(access.get_full_hp_grad(), param))

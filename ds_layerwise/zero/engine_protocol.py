@@ -1,5 +1,5 @@
-"""The protocol of DeepSpeed's engine and its users with any ZeRO optimizer, apart from the path of
-a gradient.
+"""The interface that DeepSpeed's engine and its users expect of any ZeRO optimizer, except the path
+of a gradient.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
-    """Loss scaling, the boundary protocol and the aliases that the engine, Accelerate and
-    schedulers look for.
+    """Loss scaling, the boundary protocol, and the aliases that the engine, Accelerate and
+    schedulers use.
 
-    Subclasses set ``optimizer``, the ``torch.optim.Optimizer`` with the user's parameter groups,
-    and ``attention``.
+    Subclasses set ``attention`` and ``optimizer``, the ``torch.optim.Optimizer`` with the user's
+    parameter groups.
     """
 
     optimizer: torch.optim.Optimizer
@@ -36,7 +36,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         super().__init__()
         self.scaling = scaling
 
-    # --- what users and schedulers look at
+    # --- attributes for users and schedulers
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -45,24 +45,24 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def state(self) -> Any:
-        """The states of what this rank owns, by parameter."""
+        """The states of the parameters that this rank owns, by parameter."""
         return self.optimizer.state
 
     @property
     def overflow(self) -> bool:
-        """True if the last step was skipped: a gradient was not finite, or their norm above a
+        """True if the last step was skipped: a gradient was not finite, or the norm exceeded a
         threshold.
         """
         return self.scaling.overflow
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """True if the loss scale follows what overflows."""
+        """True if the loss scale adapts to overflows."""
         return self.scaling.is_dynamic
 
     @property
     def loss_scaler(self) -> Any:
-        """DeepSpeed's scaler, which a checkpoint has in it."""
+        """DeepSpeed's loss scaler, which checkpoints contain."""
         return self.scaling.scaler
 
     @loss_scaler.setter
@@ -71,7 +71,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the loss; 1 except in fp16."""
+        """The factor of the loss; 1 except in float16."""
         return float(self.loss_scaler.loss_scale)
 
     @property
@@ -80,7 +80,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return self.loss_scale
 
     def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """Refuse: the engine's ``load_checkpoint`` reads the files of all ranks that it needs.
+        """Raise an error: only the engine's ``load_checkpoint`` can read the files of all ranks
+        that a load needs.
 
         Raises:
             StepError: always.
@@ -92,21 +93,23 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         return float(self.param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every group; both optimizers follow in their ratio to it."""
+        """Set the learning rate of every group. The rates of both optimizers keep their ratio to
+        it.
+        """
         for group in self.param_groups:
             group["lr"] = lr
 
     # --- attention logits
 
     def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
-        """Take note, in a forward pass, of the largest logits by head; see
+        """Record the largest attention logits of each head in a forward pass; see
         :meth:`.AttentionLogits.note`.
         """
         self.attention.note(attention, largest)
 
     @property
     def max_attention_logits(self) -> dict[str, float]:
-        """The largest logits of the last step that was not skipped, over all ranks, by attention
+        """The largest logits over all ranks in the last step that was not skipped, by attention
         module.
         """
         return dict(self.attention.largest)
@@ -114,20 +117,21 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     # --- the engine's backward protocol
 
     only_asked = False
-    """True if the backward pass that was entered last is one of torch.autograd.grad, which leaves
+    """True if the last backward pass to be entered is a call of torch.autograd.grad, which leaves
     no gradients.
     """
 
     def enter_backward(self) -> None:
-        """Enter a backward pass, and note whether it is one that accumulates gradients."""
+        """Enter a backward pass, and note whether it accumulates gradients."""
         super().enter_backward()
-        # Autograd's name for it: a checkpoint may be recomputed in a pass that goes to all leaves.
+        # Autograd's name for it: activation checkpoints are valid only in a pass that goes to all
+        # leaves.
         self.only_asked = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
 
     def exit_backward(self) -> None:
-        """Leave a backward pass, and let the next one queue its own callback.
+        """Leave a backward pass, and allow the next one to queue its own callback.
 
-        The base class only does so in ``engine.forward``, so a second backward pass after one
+        The base class allows this only in ``engine.forward``. A second backward pass after one
         forward pass would never be finished.
         """
         super().exit_backward()
@@ -138,42 +142,44 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             state.hooks_fired_this_backward = 0
 
     def clear_backward_seen_flag(self) -> None:
-        """Start a forward pass; a backward pass that an exception ended is over."""
+        """Start a forward pass. A backward pass that an exception interrupted counts as over."""
         super().clear_backward_seen_flag()
         if torch._C._current_graph_task_id() == -1:
             self._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Do nothing. The engine calls it at stage 2, where the user says when a step is over;
-        ``step`` does what there is to do.
+        """Do nothing. The engine calls this at stage 2 when the user marks the end of a step;
+        ``step`` does all the work.
         """
 
     def checkpoint_event_epilogue(self) -> None:
-        """Do nothing: after a save or a load nothing is left to do."""
+        """Do nothing: no work is left after a save or a load."""
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Finish the reduction at ZeRO stage 2, after every backward pass, and after
-        ``coalesce_grad_reduction``.
+        """Finish the reduction at ZeRO stage 2. The engine calls this after every backward pass and
+        after ``coalesce_grad_reduction``.
         """
         self.reduce_gradients()
 
     def setup_buckets(self) -> None:
-        """Do nothing in the engine's flush after ``coalesce_grad_reduction``: the epilogue that
-        follows does it all.
+        """Do nothing. The engine calls this in its flush after ``coalesce_grad_reduction``; the
+        epilogue that follows does all the work.
         """
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
-        """Return the gradient that was left on ``param``, for the same flush."""
+        """Return the gradient left on ``param``, for the flush after
+        ``coalesce_grad_reduction``.
+        """
         return param.grad
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int = 0) -> None:
-        """Do nothing in the same flush."""
+        """Do nothing in the flush after ``coalesce_grad_reduction``."""
 
     # --- ZeRO stage 3
 
     parameter_offload: Any = None
-    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, under the name that its users reach
-    for; else None.
+    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, under the name that DeepSpeed's code
+    uses; else None.
     """
 
     @property
@@ -186,7 +192,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         self.reduce_gradients()
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
-        """End a backward pass; parameters that it has left whole are released."""
+        """End a backward pass, and release the parameters that it left whole."""
         super().backward_epilogue(*args, **kwargs)
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()

@@ -1,11 +1,11 @@
-"""The trace of an update that an exception ended: what had it is a step further than what had not,
-and no step leads on from there.
+"""The record of an update that an exception ended. Some parameters are then one step ahead of the
+others, and the run cannot continue from that.
 
-Note: how all ranks end up alike
-    The rank that failed still sends what the others wait for, then raises what it met. Whoever
-    survives that, and goes on to the next step, tells the others in what all ranks agree on before
-    anything is updated, or in the save that comes before. A checkpoint, loaded with its optimizer
-    states, makes all of it whole again.
+Note: how all ranks reach the same state
+    The rank that failed still sends what the other ranks wait for, then raises its exception. If it
+    survives and goes on to the next step, it tells the other ranks when they agree on that step,
+    before any update, or in a save before that. Loading a checkpoint with its optimizer states
+    repairs everything.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from ds_layerwise.errors import StepError
 
 
 class Interrupted:
-    """A note of the exception that ended an update. ``with`` it around what may not end there.
+    """A record of the exception that ended an update. Use it as a context manager around the
+    update.
 
-    An ``Exception`` is kept for :meth:`raise_original`, as others wait for what comes behind the
-    block; what is none, such as Ctrl-C, goes on at once.
+    It keeps an ``Exception`` for :meth:`raise_original`, because other ranks wait for the code
+    after the block. Any other ``BaseException``, such as Ctrl-C, propagates at once.
     """
 
     def __init__(self) -> None:
@@ -33,23 +34,23 @@ class Interrupted:
         return bool(self._what)
 
     def at(self, step: int) -> Interrupted:
-        """Note the number of the step for the error, and return this."""
+        """Record the number of the step for the error message, and return self."""
         self._step = step
         return self
 
     def __enter__(self) -> None:
-        """Enter; nothing has gone wrong yet."""
+        """Enter; nothing has failed yet."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Remember ``error``."""
+        """Record ``error``."""
         if error is not None:
             self._what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
         self._error = error if isinstance(error, Exception) else None
         return self._error is not None
 
     def raise_original(self) -> None:
-        """Raise what has ended the update, and let go of it: its traceback holds what took the
-        memory.
+        """Raise the exception that ended the update, and drop the reference to it: its traceback
+        keeps tensors alive.
         """
         error = self._error
         self._error = None
@@ -57,10 +58,10 @@ class Interrupted:
             raise error
 
     def check(self) -> None:
-        """Refuse to go on from half an update.
+        """Raise an error if an update was interrupted.
 
         Raises:
-            StepError: it was ended.
+            StepError: an exception ended the update, and no checkpoint was loaded since.
         """
         if self._what:
             raise StepError(
@@ -76,8 +77,9 @@ class Interrupted:
 
 @contextmanager
 def survivable(engine: Any) -> Iterator[None]:
-    """Leave ``engine`` so that an exception in its step can be survived: it would else take the
-    step to be still on, and its timers refuse to start again."""
+    """Restore ``engine`` if its step raises, so that the script can catch the exception. Otherwise
+    the engine believes that it is still inside the step, and its timers refuse to start again.
+    """
     done = False
     try:
         yield

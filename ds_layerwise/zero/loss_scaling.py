@@ -1,4 +1,4 @@
-"""The scale of the loss, and the overflow that may come of it."""
+"""The scale of the loss, and the overflow that it may cause."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from ds_layerwise.checkpoint.plain_values import check_kind
 from ds_layerwise.zero.setup.run_settings import Settings
 
-#: The scale of ``torch_autocast`` in float16, in the words of DeepSpeed's scaler: what
-#: ``torch.amp.GradScaler`` does. The section has no keys for it.
+#: The loss scale of ``torch_autocast`` in float16, in the keys of DeepSpeed's scaler. The values
+#: are those of ``torch.amp.GradScaler``; the config section has no keys for them.
 AUTOCAST_SCALE = {
     "init_scale": 2.0**16,
     "scale_window": 2000,
@@ -30,18 +30,18 @@ class LossScaling:
             dynamic_scaling=settings.dynamic_loss_scale,
             dynamic_loss_args=settings.loss_scale_args,
         )
-        # The engine's own flag is true for every dtype by default; with it, a plain loss.backward()
-        # would be refused.
+        # The engine's own flag defaults to true for every dtype, and then a plain loss.backward()
+        # is refused.
         self.is_dynamic: bool = self.scaler.dynamic
         self.overflow = False
         """True if the last step was skipped."""
 
     def check(self, scaler: Any) -> None:
-        """Refuse a ``scaler`` of a checkpoint that lacks what this one has, or has something else
-        in its place.
+        """Refuse a ``scaler`` of a checkpoint if an attribute of this one is missing or of another
+        kind.
 
         Raises:
-            Exception: of the kinds that :func:`.safe_load.naming` names a file for.
+            Exception: of the kinds for which :func:`.safe_load.naming` adds the name of the file.
         """
         if scaler is None:
             return
@@ -53,11 +53,11 @@ class LossScaling:
                 raise ValueError(f"loss_scaler.cur_scale is {saved['cur_scale']!r:.100}")
 
     def take_over(self, scaler: Any, *, is_half: bool) -> None:
-        """Go on with the ``scaler`` of a checkpoint, if it says something about this run.
+        """Continue with the ``scaler`` of a checkpoint, if it applies to this run.
 
         Args:
-            is_half: whether both runs have float16 weights. A scale that another dtype needed says
-                nothing about this one.
+            is_half: True if both runs have float16 weights. A scale that another dtype needed does
+                not apply to this run.
         """
         if scaler is None or scaler.dynamic != self.scaler.dynamic:
             return

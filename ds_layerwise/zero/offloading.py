@@ -1,6 +1,4 @@
-"""The move of what an engine has on its device to the host for a while, as
-``engine.offload_states`` asks for, and back.
-"""
+"""Moves states of an engine between its device and the host, for ``engine.offload_states``."""
 
 from __future__ import annotations
 
@@ -19,15 +17,15 @@ from ds_layerwise.zero.run_state import RunState
 
 
 class Offloading:
-    """Moves parameters, gradients, masters and states to the host, kind by kind, and brings them
-    back. The model's ``state_dict()`` is refused while parameters are away.
+    """Moves parameters, gradients, masters and states to the host, kind by kind, and back. While
+    parameters are on the host, the model's ``state_dict()`` raises an error.
     """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
         self.parking = Parking()
         trained = set(run.params.values())
-        # Nothing can be hooked to a scripted module.
+        # A scripted module takes no hooks.
         self._holders = [
             module
             for module in run.model.modules()
@@ -37,12 +35,12 @@ class Offloading:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def offload(self, include: Container[Any] | None = None, *, pin_memory: bool = True) -> None:
-        """Move what ``include`` names to the host; see
+        """Move the kinds in ``include`` to the host; see
         :meth:`.LayerWiseZeroOptimizer.offload_states`.
 
         Raises:
-            LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
-                has moved then.
+            LayerWiseError: on every rank, if the host of any rank lacks the memory; nothing has
+                moved then.
         """
         self._run.param_sync.finish()
         with comm.errors_on_all_ranks(None):
@@ -61,10 +59,10 @@ class Offloading:
         get_accelerator().empty_cache()
 
     def reload(self) -> None:
-        """Bring back what :meth:`offload` has moved.
+        """Bring back everything that :meth:`offload` has moved.
 
         Raises:
-            LayerWiseError: on every rank, if the device of any rank has no memory for it.
+            LayerWiseError: on every rank, if the device of any rank lacks the memory.
         """
         with comm.errors_on_all_ranks(None):
             self.parking.unpark()
@@ -73,10 +71,10 @@ class Offloading:
             self._hooks.pop().remove()
 
     def check_not_offloaded(self) -> None:
-        """Refuse to go on without what is away.
+        """Raise an error if anything is on the host.
 
         Raises:
-            StepError: something is.
+            StepError: something is offloaded.
         """
         if self.parking.kinds:
             raise StepError(
@@ -84,7 +82,7 @@ class Offloading:
             )
 
     def memory(self) -> dict[OffloadStateTypeEnum, list[Tensor]]:
-        """Return every tensor on the device by its kind; memory that two kinds share belongs to the
+        """Return all tensors on the device by kind. Memory that two kinds share counts for the
         first.
         """
         kind = OffloadStateTypeEnum
@@ -112,7 +110,9 @@ def _storage(tensor: Tensor) -> object:
 
 
 def _refuse(*_: object) -> None:
-    """Refuse the state of a module of which parameters are away: it would have none of them."""
+    """Raise an error instead of saving a module whose parameters are offloaded: its state would
+    lack them.
+    """
     raise StepError(
         "parameters are offloaded, so state_dict() would have none of them, nor what "
         "save_16bit_model() writes; call engine.reload_states() first"

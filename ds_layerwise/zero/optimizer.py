@@ -1,4 +1,6 @@
-"""The optimizer that DeepSpeed's engine talks to, in place of its own for ZeRO stages 1 to 3."""
+"""The optimizer that DeepSpeed's engine talks to. It replaces DeepSpeed's own for ZeRO stages 1 to
+3.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,14 @@ from ds_layerwise.zero.verify.first_step import FirstStep
 
 
 class LayerWiseZeroOptimizer(EngineOptimizer):
-    """Muon on whole owned matrices, an element-wise optimizer on evenly cut pieces of the rest.
+    """A ZeRO optimizer: whole matrices under one owner each, all other parameters cut by element.
 
-    Model parameters become views into one buffer per dtype. ``param.grad`` is taken over as soon as
-    it exists and is None afterwards. See :mod:`ds_layerwise.ranks.sync.grad_sync` for the life of a
-    step.
+    Model parameters become views into one buffer per dtype. The optimizer takes over ``param.grad``
+    as soon as it exists; afterwards it is None. See :mod:`ds_layerwise.ranks.sync.grad_sync` for
+    the life of a step.
 
     Raises:
-        RoutingError, ConfigError, LayoutError: on every rank alike.
+        RoutingError, ConfigError, LayoutError: on every rank.
     """
 
     optimizer: LayerWiseOptimizer
@@ -76,7 +78,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.clip_grad = settings.clip_grad
         self.parameter_offload = settings.fetcher
 
-        # Collectives from here on: the order is the same on every rank.
+        # Collectives start here. Every rank must call them in the same order.
         planned = plan(model, optimizer, config, settings)
         self.routes = planned.routes
         self.specs = planned.specs
@@ -95,7 +97,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.offloading = Offloading(run)
         self._before_update = BeforeUpdate(run, self.offloading)
 
-        # In the order in which they listen.
+        # Observers are called in this order.
         self.reports = Reports(run, self._before_update.agreement)
         skipped = SkippedSteps(run)
         self._observers: list[StepObserver] = [self.reports, skipped]
@@ -117,7 +119,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         )
         if config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
-        # The nodes of autograd's graph last as long as somebody keeps them.
+        # Keep these: the nodes of autograd's graph live only as long as something refers to them.
         self._divided = divide_once(engine, run.params.values())
         self._hooks = [*self._divided.values()]
         for name, param in run.params.items():
@@ -130,7 +132,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             for access in self._access:
                 access.attach()
         start_report.warn_of_zeros(run)
-        # One checkpoint group a parameter; see checkpoint.formats.regular.
+        # One checkpoint group per parameter; see checkpoint.formats.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
         ]
@@ -139,21 +141,21 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def _make_hook(self, name: str, param: nn.Parameter) -> Any:
         def gradient_is_ready(*_: Any) -> None:
-            # Re-entering changes the depth that the question depends on.
+            # Ask before re-entering: re-entering changes the depth that the answer depends on.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
             for observer in self._observers:
                 if observer.looks and param.grad is not None:
                     observer.saw_gradient(name, param.grad)
             if not self._coalesce_grad_reduction:
-                # DeepSpeed's tiled layers have a backward pass for each tile, and say so until the
-                # last.
+                # DeepSpeed's tiled layers run one backward pass per tile, and set ds_grad_is_ready
+                # at the last one.
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
                 self.progress.gradient_came(name, inside=self._backward_active_depth > 0)
             if self.queue_post_backward_callback():
-                # Autograd says when the pass is over, and counting its hooks beforehand is an
-                # operation a parameter.
+                # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
+                # Counting costs an operation per parameter.
                 expected = self._hooks_fired_this_backward + 1
             elif refresh:
                 expected = count_used_parameters_in_backward(list(self._params.values()))
@@ -166,8 +168,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def _may_launch(self) -> bool:
         """Tell whether buckets may be reduced from inside this backward pass.
 
-        Asks the engine rather than the flags that it mirrors: those are not set for every form of
-        backward, and not at all inside ``no_sync``.
+        This asks the engine and not the flags that mirror its state: some forms of backward do not
+        set those flags, and inside ``no_sync`` they are never set.
         """
         engine = self._engine()
         return bool(
@@ -180,19 +182,21 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         )
 
     def exit_backward(self) -> None:
-        """Leave a backward pass, which counts if it had gradients; see
+        """Leave a backward pass. It counts as a pass of this step if it had gradients; see
         :mod:`.zero.step_progress`.
         """
         engine = self._engine()
-        # A rank whose loss reaches no parameter of ours has a part in the pass of the others.
+        # If the loss of this rank reaches none of its parameters, the pass still counts: the rank
+        # takes part in the reductions of the other ranks.
         counts = self._hooks_fired_this_backward or engine._running_engine_backward
         super().exit_backward()
         if counts and not self._backward_active_depth:
             self.progress.pass_ended()
 
     def reduce_gradients(self, pipeline_parallel: bool = False) -> None:
-        """Finish the reduction after a backward pass. The engine calls it at the boundary; see the
-        next one.
+        """Finish the reduction after a backward pass. The engine calls this at the boundary.
+
+        It does nothing in a pass that is not one of this model; see :meth:`_passes_through`.
         """
         run = self._run
         grad_sync = run.grad_sync
@@ -201,7 +205,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 copies = run.planned.saved_elsewhere - dict(run.tied).keys()
                 pipeline.check_copies(copies, grad_sync.accumulated())
                 self._copies_are_checked = True
-            # The engine has done so for gradients that stay on the parameters, and ours do not.
+            # The engine sums tied gradients that are still on their parameters. Ours are in
+            # buffers, so they are summed here.
             for name, group in run.tied:
                 grad_sync.sum_over(name, group=group)
         elif (
@@ -216,10 +221,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     _copies_are_checked = False
 
     def _passes_through(self) -> bool:
-        """Tell whether the backward pass at hand is not one of this model.
+        """Tell whether the current backward pass belongs to something other than this model.
 
-        It is torch.autograd.grad then, which leaves no gradient and which any rank may call alone,
-        or a pass of another engine through a model that is frozen for it.
+        It is then a call of torch.autograd.grad, which leaves no gradient and which a single rank
+        may make, or the pass of another engine through this model while it is frozen.
         """
         engine = self._engine()
         if engine is not None and engine._running_engine_backward:
@@ -229,11 +234,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     # --- one step
 
     def step(self) -> None:
-        """Make one step: skip, clip, update, send. Called by the engine at the boundary.
+        """Make one step: skip, clip, update, send. The engine calls this at the boundary.
 
         Raises:
-            LayerWiseError: on every rank, if on none a backward pass has left gradients, or one has
-                ended in an error on any, or parameters are no longer what they were, see
+            LayerWiseError: on every rank, if no rank has gradients of a backward pass, if an error
+                ended the backward pass of any rank, or if parameters have changed; see
                 :class:`~ds_layerwise.zero.step.param_guard.Guard`.
         """
         with numerics_context.set_aside(self._run.device), survivable(self._engine()):
@@ -241,8 +246,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def _step(self) -> None:
         timers = self.settings.timers
-        # A forward pass that left out a module left its bucket under way, and an update writes to
-        # that memory.
+        # If the forward pass left out a module, the gather of its bucket is still pending, and an
+        # update writes to that memory.
         self._run.param_sync.finish()
         with timed(timers, "optimizer_gradients"):
             decision = self._before_update.decide(
@@ -253,7 +258,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None
         if decision.norm is not None:
-            # As DeepSpeed's own optimizers have it; nothing waits for it.
+            # A tensor on the device, as in DeepSpeed's own optimizers, so that nothing waits for
+            # it.
             self._global_grad_norm = torch.full(
                 (), decision.norm, dtype=torch.float32, device=self._run.device
             )
@@ -271,7 +277,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of this step, reduced or not."""
+        """Drop the gradients of this step, reduced or not."""
         self._run.grad_sync.reset()
         for observer in self._observers:
             observer.forget()
@@ -281,15 +287,19 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     @property
     def step_count(self) -> int:
-        """Number of updates so far, before a load as well; a step that is skipped makes none."""
+        """The number of updates so far, including those before a load. A skipped step makes no
+        update.
+        """
         return self.progress.updates
 
     # --- parameters and states
 
     def wait_for_params(self) -> None:
-        """Wait until every parameter has its new value: with ``layerwise.overlap_param_gather``,
-        before a script itself reads weights outside of a forward pass; see
-        :class:`~ds_layerwise.ranks.sync.param_sync.ParamSync`."""
+        """Wait until every parameter has its new value.
+
+        With ``layerwise.overlap_param_gather``, a script must call this before it reads weights
+        outside of a forward pass; see :class:`~ds_layerwise.ranks.sync.param_sync.ParamSync`.
+        """
         self._run.param_sync.finish()
 
     def offload_states(
@@ -299,24 +309,26 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Move what ``include`` names to the host: members of DeepSpeed's ``OffloadStateTypeEnum``;
-        None for all.
+        """Move the states that ``include`` names to the host.
 
-        Where masters are the model's parameters, and averaged gradients the gradient buffer, they
-        go with those. Saving brings everything back by itself; for anything else,
-        :meth:`reload_states` comes first.
+        If the masters are the model's parameters, they move with those; if the averaged gradients
+        are in the gradient buffer, they move with it. A save brings everything back by itself.
+        Before anything else, call :meth:`reload_states`.
+
+        Args:
+            include: members of DeepSpeed's ``OffloadStateTypeEnum``; None for all.
 
         Raises:
-            LayerWiseError: on every rank, if the host of any rank has no such memory left; nothing
-                has moved then.
+            LayerWiseError: on every rank, if the host of any rank lacks the memory; nothing has
+                moved then.
         """
         self.offloading.offload(include, pin_memory=pin_memory)
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Bring back what :meth:`offload_states` has moved.
+        """Bring back everything that :meth:`offload_states` has moved.
 
         Raises:
-            LayerWiseError: on every rank, if the device of any rank has no memory for it.
+            LayerWiseError: on every rank, if the device of any rank lacks the memory.
         """
         self.offloading.reload()
 
@@ -335,31 +347,33 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
         :mod:`.checkpoint.formats.regular`.
 
-        Tensors are views into live memory: save or copy them before the next step.
+        Its tensors are views into live memory: save or copy them before the next step.
         """
         return self.checkpointing.state_dict(clip_grad=self.clip_grad)
 
     @property
     def fresh_states(self) -> dict[str, str]:
-        """After a load, by parameter, why its optimizer state is not the checkpoint's."""
+        """The parameters whose optimizer state did not come from the loaded checkpoint, each with
+        the reason.
+        """
         return self.checkpointing.fresh_states
 
     def refresh_fp32_params(self) -> None:
-        """Make masters from the model's weights, after only those were loaded."""
+        """Set the masters from the model's weights, after a load of the weights alone."""
         self.checkpointing.masters_from_weights()
 
     _restore_from_bit16_weights = refresh_fp32_params
 
     def update_lp_params(self) -> None:
-        """Make the model's weights from the masters, on every rank."""
+        """Set the model's weights from the masters, on every rank."""
         self.checkpointing.weights_from_masters()
 
     def save_state_dict_to_file(self, path: str | os.PathLike[str]) -> None:
-        """Write masters and states of all parameters, whole, to one file of safetensors; see
+        """Write the masters and states of all parameters, whole, to one safetensors file; see
         :mod:`.whole_states`.
 
-        Every rank must call it; rank 0 writes. The model's frozen parameters, the scheduler, the
-        engine's counts, and the gradients of a step that is not over are not in it.
+        Every rank must call this; rank 0 writes. The file does not contain frozen parameters, the
+        scheduler, the engine's counters or the gradients of an unfinished step.
         """
         self.checkpoint_event_prologue()
         self.checkpointing.save_file(Path(path))
@@ -367,17 +381,25 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def load_state_dict_from_file(
         self, path: str | os.PathLike[str], *, states: bool = True, strict: bool = True
     ) -> None:
-        """Take over what :meth:`save_state_dict_to_file` wrote, in a run of any size;
-        ``states=False``: weights alone; ``strict=False``: what both have. All ranks raise
-        LayerWiseError if one lacks the file, or it is damaged, or does not fit."""
+        """Load a file of :meth:`save_state_dict_to_file`. The world size may differ.
+
+        Args:
+            states: False to load the weights alone.
+            strict: False to load only what both the file and this run have.
+
+        Raises:
+            LayerWiseError: on every rank, if any rank lacks the file, or the file is damaged or
+                does not fit.
+        """
         self.checkpoint_event_prologue()
         self.checkpointing.load_file(Path(path), states=states, strict=strict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return what ``torch.distributed.checkpoint.save`` takes: {"model", "optim"} as for FSDP2,
-        masters for weights; see :mod:`.checkpoint.formats.dcp`. Every rank must call it, between
-        two steps, and save before the next: it has views. The gradients of a step that is not over
-        are not in it.
+        """Return a dict for ``torch.distributed.checkpoint.save``: {"model", "optim"} as for FSDP2,
+        with masters as weights; see :mod:`.checkpoint.formats.dcp`.
+
+        Every rank must call this between two steps. The tensors are views: save them before the
+        next step. The gradients of an unfinished step are not included.
         """
         self.checkpoint_event_prologue()
         return self.checkpointing.sharded_state_dict()
@@ -385,17 +407,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     def load_sharded_state_dict(
         self, checkpoint: Any, *, states: bool = True, strict: bool = True
     ) -> None:
-        """Take over such a checkpoint, or FSDP2's, from its folder or a torch ``StorageReader``, in
-        a run of any size; ``states=False``: weights alone; ``strict=False``: what both have. All
-        ranks raise LayerWiseError if it is damaged, or does not fit one."""
+        """Load a checkpoint of :meth:`sharded_state_dict` or of FSDP2. The world size may differ.
+
+        Args:
+            checkpoint: its folder or a torch ``StorageReader``.
+            states: False to load the weights alone.
+            strict: False to load only what both the checkpoint and this run have.
+
+        Raises:
+            LayerWiseError: on every rank, if the checkpoint is damaged or does not fit any rank.
+        """
         self.checkpoint_event_prologue()
         self.checkpointing.load_sharded(checkpoint, states=states, strict=strict)
 
     # --- reports and the end
 
     def report(self) -> dict[str, float]:
-        """Return the values that DeepSpeed's monitor gets, by name, on every rank: the last value
-        of each; see docs/training.md.
+        """Return the last value of everything that DeepSpeed's monitor gets, by name, on every
+        rank; see docs/training.md.
         """
         return self.reports.last(self._engine())
 
@@ -404,7 +433,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         return start_report.forecast(self._run)
 
     def describe(self) -> str:
-        """Return the start-up table: who trains what and why, and what it costs each rank."""
+        """Return the start-up table: which optimizer trains each parameter and why, and the cost
+        per rank.
+        """
         return start_report.table(self._run, self.attention)
 
     def listed(self) -> list[dict[str, Any]]:
@@ -412,11 +443,11 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         return start_report.routes(self._run)
 
     def write_param_map(self) -> None:
-        """Write the file of ``layerwise.dump_param_map``, if there is one."""
+        """Write the file of ``layerwise.dump_param_map``, if the config names one."""
         start_report.write_param_map(self._run)
 
     def destroy(self) -> None:
-        """Remove every hook. May be called twice, and after the process group is gone."""
+        """Remove every hook. May be called twice, and after the process group is destroyed."""
         hooks = self.__dict__.pop("_hooks", None)
         if hooks is None:
             return
@@ -426,7 +457,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         param_owner.release(self._params.values())
         param_owner.unhook(self._engine())
         for param in self._params.values():
-            # The next engine may have another section for autocast, or none.
+            # The next engine may have another ``torch_autocast`` section, or none.
             param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
         for access in self._access:
             access.detach()

@@ -36,24 +36,27 @@ from ds_layerwise.zero.step_progress import Progress
 
 
 class RunState:
-    """Parameters, buffers, states and process groups of this rank, which all parts of the optimizer
-    read.
+    """The parameters, buffers, states and process groups of this rank, shared by all parts of the
+    optimizer.
 
-    :meth:`allocate` and then :meth:`connect` make what has memory and what has process groups.
+    :meth:`allocate` makes everything that needs memory. :meth:`connect`, called after it, makes
+    everything that needs process groups.
 
     Args:
-        engine: returns the engine, while there is one.
+        engine: returns the engine, or None once it is gone.
     """
 
     products: Products
     values: FlatBuffer | OwnShards
-    """The memory of parameters; at ZeRO stage 3 that of this rank's shards."""
+    """The memory of the parameters; at ZeRO stage 3, of this rank's shards."""
     grads: FlatBuffer | None
-    """The memory of gradients; None from ZeRO stage 2 on, where they are at their owners alone."""
+    """The memory of the gradients; None from ZeRO stage 2 on, where only owners have them."""
     owned: Owned
     """The masters, the states and the averaged gradients of this rank."""
     groups: comm.Groups
-    """The ranks that hold the same experts, by the number of ranks in a row that hold others."""
+    """The groups of ranks that hold the same experts, by the number of consecutive ranks that hold
+    different ones.
+    """
     grad_sync: GradSync | EagerGradSync
     param_sync: ParamSync | CutSync
 
@@ -80,7 +83,9 @@ class RunState:
         self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
         """The pieces of parameters that this rank owns, by name, in memory order."""
         self.ep_sizes = {spec.name: spec.ep_size for spec in planned.specs}
-        """The number of ranks in a row with other experts under a name; in model order."""
+        """The number of consecutive ranks that hold different experts under a name, by parameter in
+        model order.
+        """
         self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
         """The trained parameters by name."""
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
@@ -89,15 +94,18 @@ class RunState:
         self._cuts: ParamCuts | None = None
         self.device = next(iter(self.params.values())).device
         self.tied: list[tuple[str, comm.Group]] = []
-        """The parameters that other stages of a pipeline hold, too, and the ranks of those."""
+        """The parameters that other pipeline stages hold as well, each with the group of the ranks
+        that hold it.
+        """
         for weight, group in pipeline.tied_weights(model):
             self.tied += [(name, group) for name, param in self.params.items() if param is weight]
 
     def allocate(self) -> None:
-        """Make the buffers, and move the parameters into theirs.
+        """Allocate the buffers and move the parameters into them.
 
         Raises:
-            LayerWiseError: on every rank, if one has no memory, on the device or page-locked.
+            LayerWiseError: on every rank, if any rank lacks the memory, on its device or
+                page-locked.
         """
         recipes = self.planned.recipes
         self.products = Products.agree(recipes, self.device)
@@ -115,7 +123,7 @@ class RunState:
             )
 
     def _move_in_cuts(self) -> None:
-        """Make this rank's shards, and fetch what it owns into them."""
+        """Allocate this rank's shards, and copy the values that it owns into them."""
         layout = self.planned.layout
         with comm.errors_on_all_ranks(None):
             values = OwnShards(layout, self.rank, self.device)
@@ -148,13 +156,15 @@ class RunState:
             self._cuts.release()
 
     def _move_in(self, name: str, place: Tensor) -> None:
-        """Let a parameter live in ``place``, which gives back the memory that it had."""
+        """Move a parameter to ``place`` and free the memory that it had."""
         param = self.params[name]
         self._places[name] = place.view(param.shape).copy_(param.data)
         param.data = self._places[name]
 
     def misplaced(self) -> str | None:
-        """Return the first parameter that does not lie in its place any more; None if all do."""
+        """Return the name of the first parameter that is no longer in its place; None if
+        all are.
+        """
         if self._cuts is not None:
             return self._cuts.misplaced()
         for name, param in self.params.items():
@@ -213,8 +223,8 @@ class RunState:
         return Owned(self.rank, planned.routes, self.values, self.grads, rules, owned)
 
     def connect(self) -> None:
-        """Make what reduces gradients and gathers parameters. All ranks must call this at the same
-        point.
+        """Set up the reduction of gradients and the gathering of parameters. All ranks must call
+        this at the same point.
         """
         settings = self.settings
         planned = self.planned
@@ -260,8 +270,8 @@ class RunState:
 
     @torch.no_grad()
     def write(self, name: str, value: Tensor) -> None:
-        """Write a parameter, or this rank's part of it where it has no more; the same ``value`` on
-        every rank.
+        """Set a parameter, or this rank's part of it if the rank has no more. Every rank must pass
+        the same ``value``.
         """
         if self._cuts is None:
             self.params[name].data.copy_(value.reshape(self.shapes[name]))
@@ -273,14 +283,15 @@ class RunState:
             self.owned.set_weight(name, flat.narrow(0, piece.param_start, piece.numel))
 
     def group_of(self, name: str) -> comm.Group:
-        """Return the ranks over which the parameter ``name`` is dealt out."""
+        """Return the group of ranks that share the parameter ``name``."""
         return self.groups[self.ep_sizes[name]]
 
     def whole(self, name: str, own: Callable[[str], Tensor]) -> Tensor:
-        """Return what the ranks have of the parameter ``name``, 1-D and float32, on all of them.
+        """Gather the parts of the parameter ``name`` from its ranks. Return the whole on all of
+        them, 1-D and float32.
 
         Args:
-            own: returns what this rank has of it, 1-D.
+            own: returns this rank's part of a parameter, 1-D.
         """
         whole = torch.zeros(math.prod(self.shapes[name]), dtype=torch.float32, device=self.device)
         piece = self.pieces.get(name)
@@ -301,5 +312,5 @@ class RunState:
         return whole[: math.prod(self.shapes[name])]
 
     def release(self) -> None:
-        """Let others have the process groups of this run."""
+        """Release the process groups of this run."""
         group_pool.release(self)

@@ -1,5 +1,5 @@
-"""The report of an engine when it starts: its start-up table, the file of its parameters, and
-warnings of its weights.
+"""The start-up report of an engine: its table, the file of its parameters, and warnings about
+weights.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ds_layerwise.zero.run_state import RunState
 
 
 def warn_of_zeros(run: RunState) -> None:
-    """Warn of matrices of zeros that a hook keeps at their own norm. Every rank of the group must
-    call it.
+    """Warn of all-zero matrices under a hook that keeps each matrix at its own norm. Every rank of
+    the group must call this.
 
-    No error: a checkpoint may be loaded next.
+    It is no error, because a checkpoint may be loaded next.
     """
     kept = set()
     for name, route in run.planned.routes.items():
@@ -47,7 +47,7 @@ def warn_of_zeros(run: RunState) -> None:
 
 
 def forecast(run: RunState) -> Forecast:
-    """Forecast what the layout costs each rank."""
+    """Forecast the cost of the layout for each rank."""
     planned = run.planned
     stored_as = {}
     for dtype in planned.layout.dtypes:
@@ -76,11 +76,11 @@ def routes(run: RunState) -> list[dict[str, Any]]:
 
 
 def write_param_map(run: RunState) -> None:
-    """Write the file of ``layerwise.dump_param_map``, if the config names one: a list as
-    ``ds-layerwise plan --list --json`` prints it, without seconds, of one element, or of one for
-    each stage of a pipeline.
+    """Write the file of ``layerwise.dump_param_map``, if the config names one.
 
-    Rank 0 writes, and whoever reads finds all of it or what was there before.
+    The file has the list that ``ds-layerwise plan --list --json`` prints, without times. The list
+    has one element per pipeline stage, one if there is no pipeline. Rank 0 writes, and the
+    replacement is atomic: a reader finds the old file or the whole new one.
 
     Raises:
         ConfigError: on every rank, if rank 0 cannot write.
@@ -104,7 +104,9 @@ def write_param_map(run: RunState) -> None:
 
 
 def table(run: RunState, attention: AttentionLogits) -> str:
-    """Return the start-up table: who trains what and why, and what it costs each rank."""
+    """Return the start-up table: which optimizer trains each parameter and why, and the cost per
+    rank.
+    """
     planned = run.planned
     optimizer = run.optimizer
     products = {}

@@ -1,10 +1,12 @@
 """The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to a parameter.
 
-Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers; what is
-not there is an error on all of them. One thing is each rank's own: at stage 1, between the
-micro-batches of a step and inside ``no_sync``, a gradient is what this rank has added up so far, as
-in DeepSpeed, where it is on ``param.grad`` then. And at stage 2, where sums are in cuts until the
-step, a gradient takes all ranks of the world, also that of an expert.
+Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers. If the
+requested value does not exist, all of them raise an error. There are two special cases:
+
+* At stage 1, between the micro-batches of a step and inside ``no_sync``, a gradient is the sum of
+  this rank alone. In DeepSpeed, ``param.grad`` has it then.
+* At stage 2, while sums are in cuts until the step, all ranks of the world must ask for a gradient,
+  also for that of an expert.
 """
 
 from __future__ import annotations
@@ -21,14 +23,16 @@ from ds_layerwise.ranks.owned.owned import MASTER
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 
-#: Methods that DeepSpeed calls on the parameter itself.
+#: The methods that DeepSpeed calls on the parameter itself.
 _METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
 
 
 class StateAccess:
-    """The master, the states and the averaged gradient of one parameter, whole, whoever owns them.
+    """The master, the states and the averaged gradient of one parameter, whole, whichever rank owns
+    them.
 
-    Every method waits until no value of the parameter is under way, and refuses if some are away.
+    Every method waits for pending collectives of the parameter, and raises an error if its values
+    are offloaded.
     """
 
     def __init__(self, name: str, run: RunState, offloading: Offloading) -> None:
@@ -42,7 +46,7 @@ class StateAccess:
         self._piece = run.pieces.get(name)
 
     def attach(self) -> None:
-        """Let DeepSpeed's functions find this on the parameter."""
+        """Attach this object to the parameter, where DeepSpeed's functions look for it."""
         self.param.__dict__.update(
             _hp_mapping=self,
             _dp_group=self._group,
@@ -55,16 +59,16 @@ class StateAccess:
             self.param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:
-        """Return nothing: a copy of the model has no optimizer."""
+        """Return None: a copy of the model has no optimizer."""
 
     def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
         """Return a copy of the float32 master, or of the state ``optim_state_key``, in the shape of
         the parameter. ``step`` is 0-d.
 
-        Muon's momentum also answers to ``exp_avg``.
+        ``exp_avg`` also names Muon's momentum.
 
         Raises:
-            StepError: the parameter's optimizer keeps no such state; on every rank.
+            StepError: on every rank, if the parameter's optimizer keeps no such state.
         """
         self._wait()
         if optim_state_key is None:
@@ -80,14 +84,14 @@ class StateAccess:
 
     @torch.no_grad()
     def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
-        """Set the master, and with it this rank's copy of the parameter, or the state
-        ``optim_state_key``.
+        """Set the state ``optim_state_key``, or the master and with it this rank's copy of the
+        parameter.
 
-        Called with the same value on every rank, all copies of the parameter are the same again at
-        once.
+        If every rank passes the same value, all copies of the parameter agree again at once.
 
         Raises:
-            StepError: no such state, or ``value`` has another number of elements; on every rank.
+            StepError: on every rank, if there is no such state, or ``value`` has another number of
+                elements.
         """
         self._wait()
         key = MASTER if optim_state_key is None else self._key(optim_state_key)
@@ -96,7 +100,7 @@ class StateAccess:
                 self._owned.states[self.name][key].copy_(value)
             return
         if key == MASTER:
-            # Rounded once, as the master will be when it is compared with the parameter.
+            # Round once, as the master is rounded when it is compared with the parameter.
             value = value.float()
         part = self._part(value)
         if key == MASTER:
@@ -108,18 +112,18 @@ class StateAccess:
         """Return a copy of the gradient of the step so far, averaged over ranks, float32, in the
         shape of the parameter.
 
-        At stage 1, before the step is reduced, it is this rank's own sum in the dtype that it adds
-        up in; nothing is sent. In fp16 it still has the loss scale in it.
+        At stage 1, before the reduction of the step, it is the sum of this rank in the accumulation
+        dtype, and nothing is sent. In fp16 it still includes the loss scale.
 
         Raises:
-            StepError: it has not been reduced, or the step is over; on every rank.
+            StepError: on every rank, if it has not been reduced, or the step is over.
         """
         self._wait()
         own = self._run.grad_sync.local_sum(self.name)
         if own is not None:
             return own.view(self._shape).clone()
         divisor = self._run.grad_sync.divisor()
-        # Of ranks that have refused a step some may have averages already.
+        # After a refused step, some ranks may have averages already, and others not.
         return self._whole(lambda name: self._owned.reduced.piece(name) / divisor)
 
     @torch.no_grad()
@@ -127,8 +131,8 @@ class StateAccess:
         """Replace the gradient that :meth:`get_full_hp_grad` returns.
 
         Raises:
-            StepError: there is no gradient now, or ``value`` has another number of elements; on
-                every rank.
+            StepError: on every rank, if there is no gradient now, or ``value`` has another number
+                of elements.
         """
         self._wait()
         own = self._run.grad_sync.local_sum(self.name, to_write=True)
@@ -154,7 +158,7 @@ class StateAccess:
         )
 
     def _part(self, value: Tensor) -> Tensor | None:
-        """Return the part of the whole parameter ``value`` that is of this rank; 1-D."""
+        """Return this rank's part of the whole parameter ``value``, 1-D; None if it has none."""
         if value.numel() != math.prod(self._shape):
             raise StepError(
                 f"{self.name} has {math.prod(self._shape)} elements, got a value of {value.numel()}"

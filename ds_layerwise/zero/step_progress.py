@@ -1,10 +1,10 @@
-"""The step at hand: how many of its backward passes are over, and which reductions of gradients it
-has had.
+"""The progress of the current step: how many backward passes are over, and which reductions were
+made.
 
 Note: a save within a step
-    A checkpoint holds what the last update has left, and no gradient. A run resumed from one that
-    was saved within a step repeats that step from its first micro-batch, which is number
-    ``global_steps * gas`` of the whole run.
+    A checkpoint holds the result of the last update, and no gradient. After a save within a step,
+    the resumed run repeats that step from its first micro-batch, which has the number
+    ``global_steps * gas`` in the whole run.
 """
 
 from __future__ import annotations
@@ -16,25 +16,26 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.sync.bucket_scheduler import Gradients
 from ds_layerwise.zero.unused_calls import warn_once
 
-#: A script that has had so many times the backward passes of a step, and no step, may not mean to.
+#: After this many times the backward passes of one step without any step, the script gets a
+#: warning.
 _PASSES_IN_VAIN = 16
 
 
 class Progress:
-    """The updates that were made, and the backward passes and reductions of the step at hand.
+    """The number of updates, and the backward passes and reductions of the current step.
 
     Args:
-        engine: returns the engine, which counts micro-batches, while there is one.
+        engine: returns the engine, which counts micro-batches, or None once it is gone.
     """
 
     def __init__(self, engine: Callable[[], Any]) -> None:
         self._engine = engine
         self.updates = 0
-        """Number of updates; a step that is skipped makes none."""
+        """The number of updates; a skipped step makes none."""
         self.updating = False
-        """True while an update is made, and after one that has failed between two steps."""
-        # The reductions of the step of that number, and the micro-batch of the last: also of
-        # gradients that were dropped since.
+        """True during engine.step(), and after one that failed when its update had begun."""
+        # The number of the step that the reductions belong to, their count, and the micro-batch of
+        # the last one. Reductions whose gradients were dropped since also count.
         self._step = -1
         self._reductions = 0
         self._last_reduced = -1
@@ -43,23 +44,25 @@ class Progress:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the step at hand."""
+        """Reset the progress of the current step."""
         self.passes = 0
         self.in_pass = False
-        """True if a backward pass has left gradients and has not ended, as where an exception has
-        ended it.
+        """True if a backward pass has left gradients and has not ended; it stays True if an
+        exception ended the pass.
         """
         self.outside = False
-        """True if the engine knew of no backward pass when the last gradient came."""
+        """True if the engine was in no backward pass when the last gradient came."""
 
     def gradient_came(self, name: str, *, inside: bool) -> None:
-        """Take note of a gradient, ``inside`` a pass that the engine knows of; warn a script that
-        makes passes, and no step.
+        """Record the gradient of parameter ``name``, and warn if a script makes passes but no step.
+
+        Args:
+            inside: True in a pass that the engine knows of.
         """
         engine = self._engine()
         self.in_pass = True
-        # A model that is called directly has a pass inside engine.backward(), which tells its
-        # optimizer of none.
+        # If the script calls the model directly, the pass runs inside engine.backward(), which does
+        # not notify the optimizer.
         self.outside = not (inside or engine and engine._running_engine_backward)
         self._first_name = self._first_name or name
         if name != self._first_name or self.updates:
@@ -75,30 +78,30 @@ class Progress:
             )
 
     def pass_ended(self) -> None:
-        """Take note of the end of a backward pass."""
+        """Record the end of a backward pass."""
         self.passes += 1
         self.in_pass = False
 
     def reduces(self) -> None:
-        """Take note of a reduction, in which all ranks have a part."""
+        """Record a reduction, which all ranks take part in."""
         if self._step != self._first_of_step():
             self.forget_reductions()
         self._reductions += 1
         self._last_reduced = self._engine().micro_steps
 
     def forget_reductions(self) -> None:
-        """Take no reduction for one of the step at hand."""
+        """Reset the reductions of the current step."""
         self._step = self._first_of_step()
         self._reductions = 0
         self._last_reduced = -1
 
     def missed(self, *, stage: int) -> int:
-        """Return in how many reductions of the step at hand, which is to end now, this rank has had
-        no part.
+        """Return the number of reductions of the current step that this rank has missed. Call it at
+        the end of the step.
 
-        The others count on it in each of their backward passes, and where its own loss reached none
-        of the parameters, and engine.backward() was not what was called, there was no pass here
-        that anybody could have noticed. At stage 2 they have one a micro-batch.
+        The other ranks need this rank in the reductions of all their backward passes. If its own
+        loss reached no parameter, and the script did not call engine.backward(), there was no pass
+        on this rank to notice. At stage 2 there is one reduction per micro-batch.
         """
         micro_steps = int(self._engine().micro_steps)
         if stage == 1:
@@ -108,10 +111,10 @@ class Progress:
         return max(0, micro_steps - first + 1 - done)
 
     def is_within_step(self, gradients: Gradients) -> bool:
-        """Tell whether some of the step at hand is done, and its update is not.
+        """Tell whether the current step has begun and its update is not made.
 
         Args:
-            gradients: what there is of them.
+            gradients: the state of the gradients.
 
         Raises:
             StepError: inside an update.
@@ -125,24 +128,24 @@ class Progress:
         engine = self._engine()
         if self.passes or self.in_pass or engine._running_engine_backward:
             return True
-        # Where a script says itself where a step ends, the engine's count says nothing of it.
+        # If the script itself marks the end of a step, the engine's count does not matter.
         counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
         some_counted = engine.micro_steps % engine.gradient_accumulation_steps()
         return bool(counts and some_counted) or gradients is not Gradients.NONE
 
     def resume(self) -> None:
-        """Begin the step at hand with its first micro-batch; its gradients have been forgotten
-        before.
+        """Restart the current step at its first micro-batch. Its gradients must be dropped
+        already.
         """
         engine = self._engine()
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
-        # The engine's count of passes where it does not say where a step ends.
+        # The engine's count of passes if the script marks the end of a step.
         engine._unmanaged_backward_count = 0
         self.updating = False
         self.forget_reductions()
 
     def _first_of_step(self) -> int:
-        """Return the number of the first micro-batch of the step at hand."""
+        """Return the number of the first micro-batch of the current step."""
         engine = self._engine()
         first = int(engine.micro_steps)
         if is_managed(engine):
@@ -151,5 +154,5 @@ class Progress:
 
 
 def is_managed(engine: Any) -> bool:
-    """Tell whether the engine says where a step ends; 0.18.9 knows no other way."""
+    """Tell whether the engine decides where a step ends. DeepSpeed 0.18.9 knows no other way."""
     return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())

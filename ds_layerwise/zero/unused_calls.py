@@ -1,4 +1,6 @@
-"""Warnings of calls beside the engine that have no effect, once each, on rank 0."""
+"""Warnings about calls that bypass the engine and have no effect; each is printed once, on
+rank 0.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,6 @@ from ds_layerwise.ranks.comm import comm
 
 @lru_cache(maxsize=None)
 def warn_once(message: str) -> None:
-    """Warn on rank 0, once a process."""
+    """Warn on rank 0, once per process."""
     if comm.rank_of(None) == 0:
         logger.warning(f"ds_layerwise: {message}")

@@ -1,1 +1,1 @@
-"""Files of checkpoints: atomic writes, lists with checksums, safe reading."""
+"""The files of checkpoints: atomic writes, lists with checksums, safe reading."""

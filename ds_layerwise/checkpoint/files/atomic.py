@@ -1,5 +1,5 @@
-"""Folders and files that become visible whole or not at all: written beside their place, listed,
-and moved there by one rename.
+"""Folders and files that become visible as a whole or not at all. They are written under another
+name, listed, and moved into place by one rename.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME, SIGNATURE, Manifes
 from ds_layerwise.checkpoint.files.user_files import carry_over, is_a_saves, others_in, remove
 from ds_layerwise.errors import LayerWiseError
 
-#: The ending of the folder that a save writes into, until it is whole.
+#: The suffix of the folder that a save writes, until it is complete.
 INCOMPLETE = ".incomplete"
 
-#: The ending of the folder that makes room, where the file system cannot exchange two folders.
+#: The suffix of the old folder during a replacement, if the file system cannot exchange two
+#: folders.
 REPLACED = ".replaced"
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
-#: Errors of a file system that knows no fsync, for folders or at all.
+#: The errors of a file system without fsync, for folders or at all.
 _NO_FSYNC = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF)
 
-#: The disks that a warning has named.
+#: The disks that a warning has already named.
 _without_fsync: set[int] = set()
 
 
 def claim(folder: Path, save_id: str) -> bool:
-    """Tell whether this process is the first on this disk that asks to write ``folder`` for
-    ``save_id``.
+    """Tell whether this process is the first on this disk to claim ``folder`` for ``save_id``.
 
     Raises:
-        LayerWiseError: ``folder`` can be none.
+        LayerWiseError: ``folder`` cannot be a folder.
     """
     _check_free(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,7 @@ def claim(folder: Path, save_id: str) -> bool:
 
 
 def _check_free(folder: Path) -> None:
-    """Refuse a file that would be in the way, or be moved out of it.
+    """Refuse a file that would block the save, or be moved by it.
 
     Raises:
         LayerWiseError: ``folder``, or a parent of it, is a file, or a link that leads to no folder.
@@ -66,11 +66,11 @@ def _check_free(folder: Path) -> None:
 
 
 def begin(folder: Path) -> None:
-    """Make an empty place to write ``folder`` into, and put right what an earlier save left of it.
+    """Make an empty incomplete folder for ``folder``, and clean up after an earlier save.
 
     Raises:
-        LayerWiseError: a file, or a folder that no save made, has a name that this one needs; or
-            the disk renames no folders.
+        LayerWiseError: a file, or a folder that no save made, has a name that the save needs; or
+            the disk cannot rename folders.
     """
     _check_free(folder)
     new = incomplete_folder(folder)
@@ -96,10 +96,11 @@ def begin(folder: Path) -> None:
 
 
 def _check_renames(place: Path) -> None:
-    """Rename a folder in ``place``, before anything is written that would need it at the end.
+    """Rename a folder in ``place`` as a test, before anything is written that needs a rename at the
+    end.
 
     Raises:
-        LayerWiseError: the disk cannot.
+        LayerWiseError: the disk cannot do it.
     """
     old = place / "old"
     new = place / "new"
@@ -117,18 +118,20 @@ def _check_renames(place: Path) -> None:
 
 
 def sign(folder: Path, save_id: str, rank: int) -> None:
-    """Write into the place for ``folder`` the name of its save, and the rank that has made it."""
+    """Write the identifier of the save, and the rank that has made it, into the incomplete folder
+    for ``folder``.
+    """
     (incomplete_folder(folder) / SIGNATURE).write_text(f"{save_id} {rank}")
     claims = re.compile(re.escape(folder.name) + "[.][0-9a-f]{16}" + re.escape(INCOMPLETE))
     for path in folder.parent.iterdir():
-        # Claims of this save, and of those that died here.
+        # The claims of this save, and of interrupted saves.
         if claims.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def signed_by(folder: Path, save_id: str) -> int | None:
-    """Return the rank that made the place for ``folder`` for the save ``save_id``; None if the
-    place is not there, or another save's.
+    """Return the rank that made the incomplete folder for ``folder`` for the save ``save_id``; None
+    if it does not exist, or belongs to another save.
     """
     try:
         signer, _, rank = (incomplete_folder(folder) / SIGNATURE).read_text().partition(" ")
@@ -140,18 +143,20 @@ def signed_by(folder: Path, save_id: str) -> int | None:
 
 
 def incomplete_folder(folder: Path) -> Path:
-    """Return the place to write ``folder`` into."""
+    """Return the incomplete folder for ``folder``."""
     return folder.with_name(folder.name + INCOMPLETE)
 
 
 def commit(folder: Path, manifest: Manifest, *, replaces: Sequence[str] = ()) -> None:
-    """Add the list of what was written, and move it to ``folder``. See :func:`publish`."""
+    """Add the list of written files, and move the save to ``folder``. See :func:`publish`."""
     seal(folder, manifest)
     publish(folder, replaces=replaces)
 
 
 def seal(folder: Path, manifest: Manifest) -> None:
-    """Add the list of what was written for ``folder``. It is whole now, and not visible yet."""
+    """Add the list of files written for ``folder``. The save is then complete, and not
+    visible yet.
+    """
     new = incomplete_folder(folder)
     (new / SIGNATURE).unlink(missing_ok=True)
     manifest.write(new)
@@ -160,16 +165,16 @@ def seal(folder: Path, manifest: Manifest) -> None:
 
 
 def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
-    """Move to ``folder`` what was sealed. Files that a save wrote there before are removed at the
-    end, and nothing else.
+    """Move the sealed save to ``folder``. Files of an earlier save there are removed at the end,
+    and nothing else.
 
     Args:
-        replaces: globs over the names of more files that may be removed.
+        replaces: globs over the names of further files that may be removed.
     """
     new = incomplete_folder(folder)
     before = folder.with_name(folder.name + REPLACED)
     if folder.is_dir():
-        # Before the swap, so that at no moment anything is away.
+        # Before the exchange, so that no file is missing at any moment.
         carry_over(folder, new, replaces=replaces)
     if folder.exists() and _exchange(new, folder):
         before = new
@@ -184,21 +189,21 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
                 before.rename(folder)
             raise
     if before.is_dir():
-        # What somebody has put there in between.
+        # Again, for files that were added in the meantime.
         carry_over(before, folder, replaces=replaces)
     remove(before)
     flush(folder.parent)
 
 
 def abandon(folder: Path) -> None:
-    """Clear away what was written of ``folder``."""
+    """Remove the files written for ``folder``."""
     if is_a_saves(incomplete_folder(folder)):
         remove(incomplete_folder(folder))
 
 
 def save_ids(folder: Path) -> tuple[str, str]:
-    """Return the name of the save in ``folder``, and of the one that is whole beside it; empty
-    where there is none.
+    """Return the identifier of the save in ``folder``, and that of the complete save beside it;
+    each is empty if there is none.
     """
     return _save_id(folder), _save_id(incomplete_folder(folder))
 
@@ -208,30 +213,32 @@ def _save_id(place: Path) -> str:
         return Manifest.read(place).save_id
     except LayerWiseError as e:
         if isinstance(e.__cause__, OSError):
-            # What a disk does not give may be there.
+            # A disk error does not mean that the file is missing.
             raise
         return ""
 
 
 def recover(folder: Path) -> None:
-    """Put a checkpoint back if the commit that took its place died between its two renames."""
+    """Restore a checkpoint if the commit that replaces it was interrupted between its two
+    renames.
+    """
     before = folder.with_name(folder.name + REPLACED)
     if not folder.exists() and is_a_saves(before):
         before.rename(folder)
 
 
 def point(pointer: Path, tag: str) -> None:
-    """Write ``tag`` into the file ``pointer``, such as ``latest``, which holds the old text or the
-    new one at any moment.
+    """Write ``tag`` into the file ``pointer``, such as ``latest``. The file always has the old text
+    or the new one.
     """
     write_whole(pointer, lambda new: new.write_text(tag, encoding="utf-8"))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
-    """Let ``write`` make a file, which then takes the place of ``path`` in one go.
+    """Write a file with ``write``, and then replace ``path`` by it atomically.
 
     Raises:
-        LayerWiseError: a folder or a link has the name that is needed for it.
+        LayerWiseError: the name that it needs is that of a folder or a link.
     """
     new = path.with_name(path.name + INCOMPLETE)
     if new.is_dir() or new.is_symlink():
@@ -248,15 +255,15 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def pointed(pointer: Path) -> str:
-    """Return the tag in the file ``pointer``, whoever wrote it: editors put marks and line ends
-    around it. Bytes that are no UTF-8 become characters that no tag has.
+    """Return the tag in the file ``pointer``, which may come from anywhere: editors add byte order
+    marks and line ends. Bytes that are not UTF-8 become characters that no tag has.
     """
     text = pointer.read_bytes().removeprefix(codecs.BOM_UTF8).strip()
     return text.decode(errors="surrogateescape")
 
 
 def _exchange(first: Path, second: Path) -> bool:
-    """Swap two folders at once, where the system can."""
+    """Exchange two folders atomically, if the system can. Return True if it did."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
@@ -265,7 +272,9 @@ def _exchange(first: Path, second: Path) -> bool:
 
 
 def flush(path: Path) -> None:
-    """Make a file's bytes, or the names in a folder, last through a loss of power."""
+    """Flush a file's bytes, or the names in a folder, to the disk, so that they survive a loss of
+    power.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

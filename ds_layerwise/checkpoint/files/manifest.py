@@ -1,10 +1,10 @@
 """The list of a checkpoint's files and checksums: written last and checked first.
 
-Note: where the checksums come from
-    ``torch.save`` writes a zip archive, and a zip archive has the CRC-32 of every record in its
-    directory. Taking them over makes the list without reading the tensors again; only what lies
-    between the large records is read. A file of another kind is read as a whole. Every byte of
-    every file is in exactly one range of the list.
+Note: the source of the checksums
+    ``torch.save`` writes a zip archive, whose directory has the CRC-32 of every record. The list
+    takes these over, so that tensors are not read again; only the bytes between the large records
+    are read. A file of another kind is read as a whole. Every byte of every file is in exactly one
+    range of the list.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError
 
-#: The name of the list in a checkpoint folder. DeepSpeed's tools look for other endings and leave
-#: it alone.
+#: The name of the list in a checkpoint folder. DeepSpeed's tools look for other suffixes and ignore
+#: it.
 FILE_NAME = "layerwise_manifest.json"
 
-#: The file in the folder of a save that names the save, until the folder is whole.
+#: The file that identifies the save in its folder, until the folder is complete.
 SIGNATURE = "layerwise_save"
 
-#: Files of this package that no list names.
+#: The files of this package that are in no list.
 MARKS = (FILE_NAME, SIGNATURE)
 
 FORMAT = 1
 
-#: Records from this many bytes on have a range of their own.
+#: Records of at least this many bytes have a range of their own.
 _LARGE = 1 << 16
 
-#: How much is read at a time: what fits into a processor's cache.
+#: The number of bytes to read at a time; it fits into a processor's cache.
 _READ = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ByteRange:
-    """``size`` bytes of a file from ``start`` on, and their CRC-32."""
+    """``size`` bytes of a file from offset ``start``, and their CRC-32."""
 
     start: int
     size: int
@@ -52,17 +52,15 @@ class ByteRange:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The files of a checkpoint by path within its folder, each cut into ranges that follow on each
-    other.
-    """
+    """The files of a checkpoint by path within its folder, each divided into consecutive ranges."""
 
     files: Mapping[str, tuple[ByteRange, ...]]
     save_id: str = ""
-    """The name of the save, the same on all disks that it wrote to; empty where nobody gave one."""
+    """The identifier of the save, the same on all disks that it wrote to; empty if it has none."""
 
     @classmethod
     def of(cls, folder: Path, names: Iterable[str] | None = None) -> Manifest:
-        """Make the manifest of the files ``names`` in ``folder``, or of all that are there now."""
+        """Return the manifest of the files ``names`` in ``folder``, or of all files in it."""
         if names is None:
             names = names_in(folder)
         else:
@@ -78,7 +76,7 @@ class Manifest:
         return cls(files)
 
     def write(self, folder: Path) -> None:
-        """Put the list into ``folder``."""
+        """Write the list into ``folder``."""
         files = {}
         for name, ranges in self.files.items():
             files[name] = [[r.size, r.crc32] for r in ranges]
@@ -119,11 +117,11 @@ class Manifest:
             raise LayerWiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
     def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
-        """Compare a part of the list with the files; all ranks together compare all of it, each
-        byte once.
+        """Compare a part of the list with the files. All ranks together check all of it, each byte
+        once.
 
         Raises:
-            LayerWiseError: a file is missing, has another length, or other bytes; names it.
+            LayerWiseError: a file is missing, or has another length or other bytes; names it.
         """
         total = sum(map(self.size_of, self.files))
         first = total * rank // world_size
@@ -132,7 +130,7 @@ class Manifest:
         for name, ranges in self.files.items():
             mine = []
             for byte_range in ranges:
-                # What is empty and last starts where all bytes end.
+                # An empty range at the end starts where all bytes end.
                 if first <= seen < last or (seen == total and rank == world_size - 1):
                     mine.append(byte_range)
                 seen += byte_range.size
@@ -140,9 +138,9 @@ class Manifest:
                 _check_file(folder / name, self.size_of(name), mine)
 
     def differing(self, folder: Path) -> list[str]:
-        """Return a line for each file that ``folder`` lacks, or has otherwise. Large ranges are
-        compared by the rest of the file, which ``torch.save`` gives their checksums, so that little
-        is read.
+        """Return a line for each file that is missing in ``folder`` or differs. To read little,
+        large ranges are compared through the rest of the file, in which ``torch.save`` stores their
+        checksums.
         """
         lines = []
         for name, ranges in self.files.items():
@@ -161,12 +159,12 @@ class Manifest:
         return self.files[name][-1].start + self.files[name][-1].size
 
     def only(self, names: Iterable[str]) -> Manifest:
-        """Return the manifest of some of its files. Names that it does not list are left out."""
+        """Return the manifest of the files ``names``. Names that are not listed are ignored."""
         return Manifest({name: self.files[name] for name in names if name in self.files})
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the paths within ``folder`` of everything that a manifest lists."""
+    """Return the paths within ``folder`` of all files that a manifest lists."""
     return sorted(
         path.relative_to(folder).as_posix()
         for path in folder.rglob("*")
@@ -175,18 +173,18 @@ def names_in(folder: Path) -> list[str]:
 
 
 def leads_out(name: str) -> bool:
-    """Tell whether ``name`` leads out of a folder: is absolute, or has a part that is empty, ``.``
-    or ``..``.
+    """Tell whether ``name`` leads out of a folder: it is absolute, or has a part that is empty,
+    ``.`` or ``..``.
     """
     return "\0" in name or any(part in ("", ".", "..") for part in name.split("/"))
 
 
 def _save_id(content: Mapping[str, Any]) -> str:
-    """Return the name of the save that wrote ``content``; version 0.1, which writes the same
-    format, gave saves none.
+    """Return the identifier of the save that wrote ``content``. Version 0.1 writes the same format
+    without identifiers.
 
     Raises:
-        ValueError: it is not what was written.
+        ValueError: it is not valid.
     """
     if unknown := content.keys() - {"format", "digest", "save", "files"}:
         raise ValueError(f"it has an entry {min(unknown)!r}, which no save writes")
@@ -223,10 +221,8 @@ def _ranges(path: Path) -> Iterator[ByteRange]:
 
 
 def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]:
-    """Yield ``(start, size, crc32)`` of the large records of a zip archive, in the order of the
-    file.
-    """
-    # torch may be told to leave checksums out; what it writes in their place are none.
+    """Yield ``(start, size, crc32)`` of the large records of a zip archive, in file order."""
+    # torch may be set to leave checksums out; the values in their place are not valid.
     if not torch.serialization.get_crc32_options():
         return
     try:
@@ -244,7 +240,7 @@ def _large_records(path: Path, file: BinaryIO) -> Iterator[tuple[int, int, int]]
 
 
 def _crc32(file: BinaryIO, start: int, size: int) -> int:
-    """Return the checksum of ``size`` bytes from ``start`` on; -1 where there are not so many."""
+    """Return the checksum of ``size`` bytes from offset ``start``; -1 if the file is too short."""
     file.seek(start)
     value = 0
     block = memoryview(bytearray(min(size, _READ)))

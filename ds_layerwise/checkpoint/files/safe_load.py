@@ -1,4 +1,4 @@
-"""Reading of files of ``torch.save`` without running anything that is in them."""
+"""Reading files of ``torch.save`` without executing anything in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from ds_layerwise.checkpoint.plain_values import stand_ins
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 
-#: Errors of reading a dict that is not what it should be.
+#: The errors from reading a dict with unexpected content.
 _MALFORMED = (
     LookupError,
     TypeError,
@@ -31,7 +31,7 @@ _MALFORMED = (
     RecursionError,
 )
 
-#: Errors of torch's readers at files that are missing or damaged.
+#: The errors of torch's readers for files that are missing or damaged.
 UNREADABLE = (
     RuntimeError,
     EOFError,
@@ -42,16 +42,16 @@ UNREADABLE = (
     *_MALFORMED,
 )
 
-#: Records of DeepSpeed that have no code to run.
+#: DeepSpeed's classes in checkpoints that have no code to run.
 _KNOWN: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Name ``path`` where its content is of another kind than what this package writes.
+    """Name ``path`` in the error if its content is not what this package writes.
 
     Raises:
-        LayerWiseError: instead of what that led to.
+        LayerWiseError: in place of the original error.
     """
     try:
         yield
@@ -68,17 +68,17 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def load_safely(path: Path, *, with_objects: bool = False) -> Any:
-    """Read what ``torch.save`` wrote to ``path``: builtins, tensors mapped from the file and
+    """Read a file that ``torch.save`` wrote: builtins, tensors mapped from the file, and
     DeepSpeed's own records.
 
     Nothing in the file is executed.
 
     Args:
-        with_objects: whether it may hold other objects. Numbers of numpy are read as builtins, and
-            the rest as :class:`.plain_values.Unreadable`.
+        with_objects: True if it may contain other objects. numpy's numbers are read as builtins,
+            and the rest as :class:`.plain_values.Unreadable`.
 
     Raises:
-        LayerWiseError: the file is missing, damaged, or holds something else.
+        LayerWiseError: the file is missing, damaged, or contains something else.
     """
     if not path.is_file():
         raise LayerWiseError(
@@ -98,7 +98,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
 
 
 def load_bytes_safely(content: bytes, path: Path) -> Any:
-    """Read what ``torch.save`` wrote into ``content``, a part of the file ``path``; as
+    """Read the output of ``torch.save`` in ``content``, a part of the file ``path``, as in
     :func:`load_safely`.
     """
     try:
@@ -108,7 +108,7 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
 
 
 def _refused(path: Path, error: BaseException) -> LayerWiseError:
-    """Return the error for ``path``, without what torch advises: to run what is in it."""
+    """Return the error for ``path``, without torch's advice to run the code in it."""
     text = str(error)
     if isinstance(error, UnpicklingError):
         found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)

@@ -1,6 +1,4 @@
-"""Files of somebody else in the folder of a checkpoint, which stay when another save takes its
-place.
-"""
+"""The user's files in the folder of a checkpoint. They stay when another save replaces it."""
 
 from __future__ import annotations
 
@@ -16,12 +14,13 @@ from ds_layerwise.errors import LayerWiseError
 
 
 def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
-    """Return the paths within ``folder`` of what no save wrote: files, links, and empty folders.
+    """Return the paths within ``folder`` of everything that no save wrote: files, links, and empty
+    folders.
 
-    A save wrote what its list names, and what DeepSpeed calls files of a checkpoint.
+    A save writes the files in its list, and those with DeepSpeed's names for files of a checkpoint.
 
     Args:
-        replaces: globs over the names of more files that are no one else's.
+        replaces: globs over the names of further files that do not belong to the user.
     """
     is_ours = _known(folder, replaces)
     found = []
@@ -32,8 +31,8 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
 
 
 def is_a_saves(folder: Path) -> bool:
-    """Tell whether ``folder`` is left of a save, or was to be replaced: nothing else may be
-    removed.
+    """Tell whether ``folder`` is left over from a save, or was being replaced. Other folders must
+    not be removed.
     """
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -41,13 +40,15 @@ def is_a_saves(folder: Path) -> bool:
 
 
 def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
-    """Let ``new`` have, too, what in ``old`` no save wrote, by links where the disk knows them."""
+    """Add to ``new`` everything in ``old`` that no save wrote, as links if the disk
+    supports them.
+    """
     for name in others_in(old, replaces=replaces):
         here = old / name
         there = new / name
         if os.path.lexists(there):
             continue
-        # Whoever wrote it may take it away at any time.
+        # Its owner may remove it at any time.
         with suppress(FileNotFoundError):
             if here.is_dir() and not here.is_symlink():
                 there.mkdir(parents=True)
@@ -60,7 +61,9 @@ def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove what is left of a save. A part that stays, where this dies, says whose it is."""
+    """Remove the rest of a save. If this is interrupted, the remaining part still identifies its
+    save.
+    """
     if folder.is_symlink():
         folder.unlink()
     if not folder.is_dir():
@@ -96,7 +99,7 @@ def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
 
 
 def _entries(folder: Path) -> Iterator[str]:
-    """Yield files, links and empty folders, by their paths within ``folder``."""
+    """Yield files, links and empty folders, by path within ``folder``."""
     for place, folders, files in os.walk(folder):
         links = [name for name in folders if os.path.islink(os.path.join(place, name))]
         here = Path(place).relative_to(folder)

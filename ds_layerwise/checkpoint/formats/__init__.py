@@ -1,1 +1,1 @@
-"""Formats of checkpoints."""
+"""The formats of checkpoints."""

@@ -1,4 +1,4 @@
-"""A checkpoint's folder from outside an engine: its place, its bytes, the model's file."""
+"""Access to a checkpoint's folder without an engine: its place, its bytes, the model's file."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from ds_layerwise.errors import LayerWiseError
 #: The name of DeepSpeed's file with the module.
 MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
 
-#: The name of that file of ZeRO-3, whose parameters are elsewhere.
+#: The name of that file for ZeRO-3, whose parameters are in other files.
 ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
-#: Files are checked in parts of about this many bytes.
+#: The approximate number of bytes of the parts in which files are checked.
 _PART = 1 << 26
 
 Item = TypeVar("Item")
@@ -37,12 +37,14 @@ Result = TypeVar("Result")
 
 
 class Bars(Protocol):
-    """Progress bars: what the context gives is called with the bytes that were done since."""
+    """Progress bars. The context returns a function to call with the number of bytes done since the
+    last call.
+    """
 
     def __call__(
         self, what: str, total_bytes: int
     ) -> AbstractContextManager[Callable[[int], object]]:
-        """Show a bar for ``what``, as long as the context lasts."""
+        """Show a bar for ``what`` inside of the context."""
 
 
 def in_parallel(
@@ -53,10 +55,9 @@ def in_parallel(
     workers: int,
     bars: Bars,
 ) -> list[Result]:
-    """Do ``work`` on every item, which comes with its bytes, in ``workers`` threads.
+    """Call ``work`` on every item, given with its bytes, in ``workers`` threads.
 
-    Threads, because reading, checksums and ``torch.save`` leave the interpreter alone while they
-    work.
+    Threads suffice, because reading, checksums and ``torch.save`` release the interpreter lock.
     """
     sized = list(items)
     pool = ThreadPoolExecutor(workers)
@@ -77,7 +78,7 @@ def find(path: Path) -> Path:
     """Return the folder of one checkpoint: ``path`` itself, or the one that ``latest`` names.
 
     Raises:
-        LayerWiseError: there is none, or it is of a kind that only an engine reads.
+        LayerWiseError: there is none, or only an engine can read its kind.
     """
     folder = _find(path)
     if any(folder.glob("layer_*-model_states.pt")):
@@ -112,21 +113,21 @@ def _find(path: Path) -> Path:
 
 
 def manifest_of(folder: Path) -> Manifest | None:
-    """Return the list of files; None where DeepSpeed's converter wrote, which leaves none.
+    """Return the list of files; None for the output of DeepSpeed's converter, which writes none.
 
     Raises:
-        LayerWiseError: it is missing or damaged, or somebody else wrote a regular checkpoint.
+        LayerWiseError: it is missing or damaged, or another package wrote a regular checkpoint.
     """
     if not (folder / FILE_NAME).exists():
         if is_universal(folder):
             return None
-        # Says so if somebody else wrote it.
+        # Raises the error for a checkpoint of another package.
         RegularCheckpoint(folder)
     return Manifest.read(folder)
 
 
 def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
-    """Return a line for each file that is missing or holds other bytes than ``manifest`` says."""
+    """Return a line for each file that is missing or differs from ``manifest``."""
 
     def check(part: tuple[str, int, int]) -> tuple[str, str]:
         name, index, count = part
@@ -140,7 +141,7 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
     for name in manifest.files:
         size = manifest.size_of(name)
         path = folder / name
-        # A list may say anything, and a file is no longer than it is.
+        # A list may contain any size, so the length of the file is a bound.
         count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
         for index in range(count):
             part = size * (index + 1) // count - size * index // count
@@ -153,10 +154,10 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
 
 
 def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
-    """Compare every file with the list that was saved with it, where there is one.
+    """Compare every file with the list that was saved with it, if there is one.
 
     Raises:
-        LayerWiseError: one is missing or damaged; names it.
+        LayerWiseError: a file is missing or damaged; names it.
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
@@ -168,8 +169,10 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
-    """Check that ``out`` may be written; ``replaceable`` tells whether it is of the kind that it
-    becomes.
+    """Check that ``out`` may be written.
+
+    Args:
+        replaceable: True if it is of the kind that will be written.
 
     Raises:
         LayerWiseError: it exists and must stay.
@@ -189,29 +192,31 @@ def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool)
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """Parameters and buffers in DeepSpeed's model file. Tensors are mapped from it."""
+    """The parameters and buffers in DeepSpeed's model file. Tensors are mapped from it."""
 
     path: Path
     module: Mapping[str, Tensor]
-    """The part of the module's ``state_dict`` that is whole here, or in the files of experts."""
+    """The part of the module's ``state_dict`` that is whole in this file or in the files of
+    experts.
+    """
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the trained parameters; of experts, those that the first rank held."""
+    """The shapes of the trained parameters; for experts, those that the first rank held."""
     frozen: Mapping[str, Tensor]
-    """The values that DeepSpeed's scripts take for frozen and empty parameters."""
+    """The values that DeepSpeed's scripts use for frozen and empty parameters."""
     aliases: Mapping[str, str]
-    """The tied parameters that are stored, by a name that is not."""
+    """The stored name of each tied parameter that is not stored itself."""
     world_size: int
 
     @classmethod
     def read(cls, folder: Path, *, trust: bool, mp_rank: int = 0) -> ModelFile | None:
-        """Read the one in ``folder``; None if there is none.
+        """Read the model file in ``folder``; None if there is none.
 
         Args:
-            trust: whether code in it may run.
+            trust: True if code in it may run.
             mp_rank: the number of the piece of a model that is cut.
 
         Raises:
-            LayerWiseError: it is damaged, or holds objects of a kind that only code can restore.
+            LayerWiseError: it is damaged, or contains objects that only code can restore.
         """
         path = folder / MODEL_FILE.format(mp_rank=mp_rank)
         is_zero3 = not path.exists()
@@ -244,7 +249,7 @@ class ModelFile:
         return cls(path, module, shapes, frozen, aliases, world_size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a trained parameter; None if the file knows none of that name."""
+        """Return the shape of a trained parameter; None if the file has none of that name."""
         return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
@@ -265,7 +270,7 @@ def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tuple[int, ...]]:
-    """Read the shapes in the files of the other stages of a pipeline."""
+    """Read the shapes in the files of the other pipeline stages."""
     shapes = {}
     for stage in sorted(path.parent.glob("mp_rank_*_model_states.pt"), reverse=True):
         if stage != path:
@@ -276,14 +281,14 @@ def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tupl
 def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[str, str]:
     aliases = dict(content.get("shared_params") or {})
     for alias in aliases.keys() & module.keys():
-        # DeepSpeed goes by addresses, and all tensors without elements have the same one.
+        # DeepSpeed finds ties by address, and all tensors without elements have the same address.
         if not module[alias].numel():
             del aliases[alias]
     return aliases
 
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
-    """Read the weights of experts, each of which DeepSpeed writes a file of."""
+    """Read the weights of experts; DeepSpeed writes one file per expert."""
     found: dict[str, Tensor] = {}
     for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
         found.update(load(path))

@@ -1,13 +1,14 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: masters and states by name, whole in the file.
+"""Checkpoints of ``torch.distributed.checkpoint``: masters and states by name, each whole in the
+file.
 
-Under ``model``, a master by the name of its parameter, float32; under ``optim.state``, a state by
-that and its own. Both as torch's ``get_state_dict`` lays them out for FSDP2.
-``ds_layerwise.header`` is what only this package asks for.
+Under ``model`` there are the float32 masters by parameter name; under ``optim.state``, the states
+by parameter name and state name. Both have the layout of torch's ``get_state_dict`` for FSDP2.
+``ds_layerwise.header`` has the values that only this package reads.
 
-Note: who writes what
-    Each rank hands over what it has. Of a tensor of the whole shape those are some boxes, into
-    which :func:`boxes` cuts a range of elements. torch asks a tensor for its boxes by three methods
-    of its ``_Checkpointable``, and nothing is sent between ranks.
+Note: which rank writes what
+    Each rank passes its own elements. In a tensor of the whole shape these are some boxes, into
+    which :func:`boxes` cuts a range of elements. torch asks a tensor for its boxes through three
+    methods of its ``_Checkpointable``, and nothing is sent between ranks.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ from ds_layerwise.errors import LayerWiseError
 
 T = TypeVar("T")
 
-#: The names in the file of weights, states, and the header beside them.
+#: The names of weights, states, and the header in the file.
 MODEL = "model"
 STATE = "optim.state"
 HEADER = "ds_layerwise.header"
 
-#: The beginning of :data:`HEADER` in the paths that torch keeps.
+#: The beginning of :data:`HEADER` in the paths that torch stores.
 _OWN = ("ds_layerwise",)
 
-#: Parts of names that come from wrappers of modules.
+#: The parts of names that come from wrappers of modules.
 _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 #: The state that counts steps.
@@ -63,8 +64,8 @@ _UNKNOWN = RuleRecord("unknown", (), None)
 
 
 def unwrapped(name: str) -> str:
-    """Return ``name`` as torch's ``get_state_dict`` has it, without the parts that compiling and
-    recomputing put into it.
+    """Return ``name`` as in torch's ``get_state_dict``, without the parts that torch.compile and
+    activation checkpointing add.
     """
     return _WRAPPERS.sub("", name)
 
@@ -76,8 +77,8 @@ def boxes(
     elements.
 
     Yields:
-        The start and the length of each box along every axis. A box is a range of elements in
-        memory; of n axes there are at most 2n - 1.
+        The start and the length of each box along every axis. A box is a contiguous range in
+        memory; with n axes there are at most 2n - 1 boxes.
     """
     if start >= stop:
         return
@@ -102,12 +103,12 @@ def boxes(
 
 
 class Piece(Tensor):
-    """A tensor of the shape of a whole parameter, of which this rank has some elements; for
-    checkpoints alone.
+    """A tensor with the shape of a whole parameter, of which this rank has some elements. It is
+    only for checkpoints.
 
     Args:
         held: 1-D, the elements of the flattened whole from ``start`` on. Not copied.
-        may_be_read_into: whether torch may fill it from a file.
+        may_be_read_into: True if torch may fill it from a file.
     """
 
     held: Tensor
@@ -118,7 +119,7 @@ class Piece(Tensor):
     def __new__(
         cls, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
     ) -> Piece:
-        """A tensor without memory of its own."""
+        """Make a tensor without memory of its own."""
         made: Piece = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=held.dtype, device=held.device
         )
@@ -130,17 +131,17 @@ class Piece(Tensor):
     def __init__(
         self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
     ) -> None:
-        """Do nothing: ``__new__`` has set all."""
+        """Do nothing: ``__new__`` has set everything."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Say how much of a tensor it is."""
+        """Return a text with the range of elements that it holds."""
         return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Refuse to compute with a part.
+        """Raise an error: a part cannot be computed with.
 
         Raises:
             LayerWiseError: always.
@@ -158,7 +159,7 @@ class Piece(Tensor):
         return found
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
-        """Return the boxes that torch is to write."""
+        """Return the boxes that torch writes."""
         properties = TensorProperties(dtype=self.dtype)
         items = []
         for chunk in self._chunks():
@@ -168,10 +169,10 @@ class Piece(Tensor):
         return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the boxes that torch is to read.
+        """Return the boxes that torch reads.
 
         Raises:
-            LayerWiseError: it is live memory, which a read that fails would leave half new.
+            LayerWiseError: it is live memory; a read that fails half-way would leave it half new.
         """
         if not self.may_be_read_into:
             raise LayerWiseError(
@@ -195,13 +196,13 @@ def _listed_in(folder: Path) -> Metadata:
     """Return the list of tensors in ``folder``.
 
     Raises:
-        Exception: there is none, or it is damaged.
+        Exception: it is missing or damaged.
     """
     path = folder / ".metadata"
     if not path.is_file():
         raise FileNotFoundError(f"{path} is no file")
     with path.open("rb") as file:
-        # The one in C makes room for as many objects as a file says that it has.
+        # The C version allocates as many objects as a file claims to have.
         found: Metadata = pickle._Unpickler(file).load()
     for name in {info.relative_path for info in found.storage_data.values()}:
         if leads_out(name) or not (folder / name).is_file():
@@ -222,7 +223,7 @@ def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a list.
 
     Raises:
-        ValueError: the list has lost our own.
+        ValueError: the list lacks the tensor of this package.
     """
     sizes = {}
     for key, entry in metadata.state_dict_metadata.items():
@@ -235,24 +236,23 @@ def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 class ShardedCheckpoint:
-    """A checkpoint of ``torch.distributed.checkpoint``, of this package or of FSDP2; see
+    """A checkpoint of ``torch.distributed.checkpoint``, from this package or FSDP2; see
     :class:`.record.Saved`.
 
-    Values that are no tensors are not read, as torch would run code for them; its list of tensors
-    is a pickle.
+    Values that are not tensors are not read, because torch would run code for them; its list of
+    tensors is a pickle.
 
     Args:
-        checkpoint: its folder, or what reads it from elsewhere.
-        rules: the optimizers of this run's parameters, whose states those in the file are taken
-            for.
-        others: by name, what is not trained: frozen parameters and buffers.
-        second: further names of parameters to train.
-        rename: by names in the file, those of this run, as ``layerwise.rename`` has them.
-        strict: whether all of ``others`` must be there.
+        checkpoint: its folder, or a reader for another storage.
+        rules: the optimizers of this run's parameters; states in the file are assumed to be theirs.
+        others: frozen parameters and buffers, by name.
+        second: the other names of tied parameters that are trained.
+        rename: the names of this run by names in the file, as in ``layerwise.rename``.
+        strict: True if all of ``others`` must be there.
 
     Raises:
         LayerWiseError: it is missing or damaged, or has no weights under ``model``; or one of
-            ``others`` has another shape, or is not there and must be.
+            ``others`` has another shape, or is missing with ``strict``.
     """
 
     def __init__(
@@ -290,7 +290,7 @@ class ShardedCheckpoint:
         self._keys = self._states_of(shapes)
         names = (*rules, *others, *second)
         self.wrapped = {unwrapped(name): name for name in names if unwrapped(name) != name}
-        """The names of this run, by names without wrappers, as torch has them."""
+        """The names in this run, by their names without wrappers, which torch uses."""
         old = {}
         for name, new in new_names(shapes, rename or {}).items():
             old[self.wrapped.get(new, new)] = name
@@ -303,7 +303,8 @@ class ShardedCheckpoint:
             self.header = self._header_of(own_rules, trained)
         else:
             own = self.beside.header
-            # It says what was trained. What was not is under model alone, and may be trained now.
+            # The header lists the parameters that were trained. Others are only under model, and
+            # may be trained now.
             self.header = replace(
                 own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept)
             )
@@ -321,7 +322,7 @@ class ShardedCheckpoint:
         *,
         strict: bool,
     ) -> dict[str, tuple[str, torch.dtype]]:
-        """Return the names in the file of those of ``others`` that it has, and their dtypes."""
+        """Return those of ``others`` that the file has, with their names and dtypes in it."""
         for name, value in others.items():
             if name in old and shapes[old[name]] != tuple(value.shape):
                 raise LayerWiseError(
@@ -336,7 +337,7 @@ class ShardedCheckpoint:
         return {name: (old[name], value.dtype) for name, value in others.items() if name in old}
 
     def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-        """Return the states of parameters by name; one name may be the beginning of another."""
+        """Return the states of parameters by name. One name may be a prefix of another."""
         found: dict[str, list[str]] = {}
         for key in self._sizes:
             if not key.startswith(f"{STATE}."):
@@ -370,14 +371,14 @@ class ShardedCheckpoint:
 
     @contextmanager
     def _naming(self, what: str) -> Iterator[None]:
-        """Say ``what`` of the checkpoint where reading it leads to an error of torch's."""
+        """Replace an error of torch from reading by one that names ``what`` in the checkpoint."""
         try:
             yield
         except (*UNREADABLE, ImportError) as e:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
-        """Return the header of a checkpoint that another package wrote."""
+        """Return the header of a checkpoint of another package."""
         step: int | None = None
         found = {}
         for name, keys in sorted(self._keys.items()):
@@ -391,17 +392,17 @@ class ShardedCheckpoint:
                     step = int(count)
             rule = rules.get(name, _UNKNOWN)
             if {*rule.state_keys} - {*keys} == {_COUNT}:
-                # A count that is missing says no more than that there was a step.
+                # A missing count only means that at least one step was made.
                 keys = (*keys, _COUNT)
             found[name] = RuleRecord(rule.family, keys, rule.gradient_average)
         shapes = self._shapes
         return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=found)
 
     def _read(self, targets: dict[str, Any]) -> None:
-        """Fill ``targets``, by their names in the file, by this rank alone.
+        """Fill ``targets``, by their names in the file, on this rank alone.
 
         Raises:
-            LayerWiseError: the file is damaged, or has something of another size, or of other
+            LayerWiseError: the file is damaged, or has a tensor of another size or with other
                 values than were saved.
         """
         planner = DefaultLoadPlanner(flatten_state_dict=False)
@@ -422,7 +423,7 @@ class ShardedCheckpoint:
                     self.beside.check(path, target)
 
     def identity(self) -> list[str]:
-        """Return lines that are the same for all ranks that read the same save."""
+        """Return lines that are equal for all ranks that read the same save."""
         save = getattr(self._metadata.storage_meta, "save_id", None)
         return [f"save {save}", f"{len(self._sizes)} tensors"]
 
@@ -436,8 +437,8 @@ class ShardedCheckpoint:
         return {name: read[old].to(dtype) for name, (old, dtype) in self._others.items()}
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """Return one piece, the elements ``[start, stop)`` and those in the same blocks of
-        checksums, read into memory of the host.
+        """Return one piece: the elements ``[start, stop)`` and the rest of their checksum blocks,
+        read into host memory.
         """
         shape = self._shapes[name]
         rule = self.header.rules.get(name)
@@ -462,7 +463,7 @@ class ShardedCheckpoint:
         return [PieceRecord(name, start, master, held)]
 
     def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
-        """Return memory of the host for a tensor of the file, or for ``size`` of it."""
+        """Return host memory for a tensor of the file, or for ``size`` of it."""
         with self._naming(f"cannot be read at {path}"):
             if size is None:
                 size = self._sizes[path]

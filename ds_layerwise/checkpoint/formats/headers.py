@@ -1,8 +1,8 @@
-"""The header and the checksums that lie beside the tensors in one file and in a sharded checkpoint.
+"""The header and the checksums of a single file and of a sharded checkpoint.
 
 Note: how much is checked
     Neither format has checksums of its own. Tensors are checked in blocks, so that a rank reads
-    little more than what it loads. What holds the checksums ends with a digest of itself.
+    little more than it loads. The tensor with the checksums ends with a digest of itself.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
 from ds_layerwise.checkpoint.formats.regular import KEY, describe, header_of
 from ds_layerwise.checkpoint.record import Header
 
-#: The end and the checksum of blocks, by the name of a tensor in the file and the first element.
+#: The end and the checksum of blocks, by the name of a tensor in the file and the block's first
+#: element.
 Sums = Mapping[str, Mapping[int, tuple[int, int]]]
 
-#: In elements; the last block of what a rank hands over may be shorter.
+#: The number of elements of a block; the last block of a rank may be shorter.
 _BLOCK = 1 << 20
 
 _SUMS = "checksums"
 _DIGEST = hashlib.sha256().digest_size
 
-#: The key of the name of the save, so that ranks notice if theirs are of several.
+#: The key of the save's identifier, with which ranks notice that they read different saves.
 _SAVE = "save"
 
 
 def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
-    """Return an entry of :data:`Sums`, of the elements of a tensor from ``start`` on."""
+    """Return an entry of :data:`Sums`, for the elements of a tensor from ``start`` on."""
     blocks = torch.split(values.detach().reshape(-1), _BLOCK)
     firsts = range(start, start + values.numel(), _BLOCK)
     found = {}
@@ -46,10 +47,10 @@ def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
 
 
 def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
-    """Make a tensor of bytes that holds the header, the loss scaler and the checksums.
+    """Return a tensor of bytes with the header, the loss scaler and the checksums.
 
     Args:
-        scaler: the loss scaler, and the key that DeepSpeed has it under.
+        scaler: the loss scaler, with DeepSpeed's key for it.
     """
     content = io.BytesIO()
     torch.save(
@@ -60,7 +61,7 @@ def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
 
 
 class Beside:
-    """The header and the checksums in ``content``, which :func:`write_beside` has made, of the file
+    """The header and the checksums in ``content``, the result of :func:`write_beside`, of the file
     or folder ``path``.
 
     Raises:
@@ -78,10 +79,10 @@ class Beside:
             self.header = header_of(found)
             self.save = str(found.get(_SAVE, ""))
             self.sums: Sums | None = found.get(_SUMS)
-            """None in what an earlier version wrote."""
+            """None in a checkpoint of an earlier version."""
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
-        """Return the range of the blocks of ``name`` that hold any of ``[start, stop)``."""
+        """Return the range of the blocks of ``name`` that contain any of ``[start, stop)``."""
         begin = start
         end = stop
         with naming(self._path):
@@ -92,11 +93,11 @@ class Beside:
         return begin, end
 
     def check(self, name: str, values: Tensor, start: int = 0) -> None:
-        """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with what was
-        saved.
+        """Compare ``values``, the elements of the tensor ``name`` from ``start`` on, with the
+        checksums.
 
         Raises:
-            LayerWiseError: they are others, or more or fewer.
+            LayerWiseError: the values or their number differ.
         """
         if self.sums is None:
             return
@@ -119,7 +120,7 @@ class Beside:
 
 
 def raw_bytes(values: Tensor) -> Any:
-    """Return the elements of ``values`` as bytes, in an array of numpy."""
+    """Return the elements of ``values`` as bytes, in a numpy array."""
     return values.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
 
 

@@ -1,4 +1,4 @@
-"""The files of all stages of a pipeline as one checkpoint, by parameter name."""
+"""The files of all pipeline stages as one checkpoint, by parameter name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ds_layerwise.errors import LayerWiseError
 class PipelineCheckpoint:
     """A checkpoint of any number of pipeline stages; see :class:`.record.Saved`.
 
-    A parameter is in the files of one stage: of a tied one, of the first that holds it.
+    A parameter is in the files of one stage; a tied one, in those of the first stage that holds it.
 
     Args:
         rank: the rank whose file of each stage is opened first.
-        pipeline_stage: the stage whose parameter groups and loss scale count, where the checkpoint
-            has that many.
+        pipeline_stage: the stage whose parameter groups and loss scale are used, if the checkpoint
+            has that many stages.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
@@ -53,7 +53,7 @@ class PipelineCheckpoint:
         return sum((saved.identity() for saved in self._stages), [])
 
     def state_dict(self, rank: int) -> Mapping[str, Any]:
-        """Return the ``optimizer_state_dict`` of ``rank`` of the first stage, with the header of
+        """Return the ``optimizer_state_dict`` of ``rank`` in the first stage, with the header of
         all stages.
         """
         held = self._stages[0].state_dict(rank)

@@ -1,17 +1,17 @@
 """A rank's record as the ``optimizer_state_dict`` of DeepSpeed's ``*_optim_states.pt``, and back.
 
-Note: one checkpoint group a parameter
+Note: one checkpoint group per parameter
     DeepSpeed's ``zero_to_fp32.py`` concatenates the partitions of all ranks, group by group, and
-    cuts them in the order of ``param_shapes``; its ``ds_to_universal.py`` reads the fragments that
-    ``param_slice_mappings`` names. Both are right when partitions hold no padding and the
-    parameters of a group are listed in rank-major order. With one group a parameter both hold by
-    themselves, and every tensor is saved where it lies, without a copy. The converter knows the
-    states ``exp_avg`` and ``exp_avg_sq`` only, so a first moment travels under the first name, a
-    missing second one as zeros that take one element on disk, and everything else under our own
-    key.
+    cuts them in the order of ``param_shapes``. Its ``ds_to_universal.py`` reads the fragments that
+    ``param_slice_mappings`` names. Both are right if partitions have no padding and the parameters
+    of a group are listed in rank-major order. With one group per parameter both conditions always
+    hold, and every tensor is saved in place, without a copy. The converter only knows the states
+    ``exp_avg`` and ``exp_avg_sq``. So a first moment is saved under the first name, a missing
+    second one as zeros that take one element on disk, and everything else under a key of this
+    package.
 
-Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled: those scripts run
-without this package.
+Only tensors, builtins and DeepSpeed's own ``fragment_address`` are pickled, because those scripts
+run without this package.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, Rul
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import Layout
 
-#: Our own key beside DeepSpeed's, and the version of what is under it.
+#: The key of this package beside DeepSpeed's, and the version of its content.
 KEY = "layerwise"
 FORMAT = 2
 
 _RULES = TypeAdapter(dict[str, RuleRecord])
 _HEADER = TypeAdapter(Header)
 
-#: The entries of a header that are written as they are.
+#: The entries of a header that are written unchanged.
 _DESCRIBED = frozenset(
     ("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept", "has_weights")
 )
 
-#: More than there are anywhere.
+#: A bound that no run reaches.
 _MOST_RANKS = 1 << 20
 
-#: The states that DeepSpeed's converter carries along.
+#: The states that DeepSpeed's converter keeps.
 CONVERTED = ("exp_avg", "exp_avg_sq", "step")
 
 
 def travels_as(keys: Iterable[str]) -> dict[str, str]:
-    """Return the names under which DeepSpeed's converter carries those of ``keys`` that it can."""
+    """Return those of ``keys`` that DeepSpeed's converter can keep, each with its name there."""
     keys = {*keys}
     names = {}
     for key in CONVERTED:
@@ -75,11 +75,11 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
 
 
 def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
-    """Return the part of ``optimizer_state_dict`` that describes masters and states. Tensors share
-    the record's memory.
+    """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
+    record's memory.
 
     Args:
-        mp_size: the number of parts of the model, of which the record is one.
+        mp_size: the number of parts of the model; the record is one of them.
     """
     pieces = {piece.name: piece for piece in record.pieces}
     step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
@@ -125,7 +125,7 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
-            # Version 0.1 looks for the gradients of a step that is not over.
+            # Version 0.1 reads this key, the gradients of an unfinished step.
             "accumulated": None,
         },
     }
@@ -160,24 +160,23 @@ def describe(header: Header) -> dict[str, Any]:
 
 
 def header_of(state_dict: Mapping[str, Any]) -> Header:
-    """Read what :func:`describe` wrote into ``state_dict``, with the loss scaler that the optimizer
-    put beside it.
+    """Read the header of ``state_dict`` that :func:`describe` wrote, with the loss scaler that the
+    optimizer added.
 
     Raises:
-        ValueError: an entry is of another kind than what was written; names it. What is missing is
-            a ``KeyError``.
+        ValueError: an entry is of another kind than was written; names it. A missing entry is a
+            ``KeyError``.
     """
     ours = state_dict[KEY]
-    # Earlier versions saved the gradients of a step that was not over, which are left where they
-    # are.
+    # Earlier versions saved the gradients of an unfinished step. They are ignored.
     if ours.get("accumulated") is None:
         within_step = ""
     else:
         within_step = WITHIN_STEP
     scaler = state_dict.get(LOSS_SCALER)
     try:
-        # Version 0.1 calls a rule as its family, and does not repeat that, nor say what states
-        # mean; and it did not write all that is described.
+        # Version 0.1 names a rule like its family, and stores neither the family nor the meaning of
+        # states, nor all other entries.
         rules = _RULES.validate_python(
             {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
         )
@@ -200,7 +199,7 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
 
 
 def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the groups as builtins, and the names of what cannot be read."""
+    """Return the groups as builtins, and the names of values that cannot be read."""
     groups: list[dict[str, Any]] = []
     unreadable = []
     for index, group in enumerate(saved):
@@ -215,8 +214,8 @@ def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], t
 
 
 def alone(tensor: Tensor) -> Tensor:
-    """Return ``tensor`` over no more of its storage than it covers, so that only its elements are
-    pickled. Shares memory.
+    """Return ``tensor`` on a storage that covers only its own elements, so that only these are
+    pickled. It shares memory.
     """
     tensor = tensor.detach()
     storage = tensor.untyped_storage()
@@ -234,11 +233,11 @@ def alone(tensor: Tensor) -> Tensor:
 class RegularCheckpoint:
     """A checkpoint of this package under DeepSpeed's file names; see :class:`.record.Saved`.
 
-    Files are opened when something in them is asked for.
+    Files are opened at their first use.
 
     Args:
-        rank: the rank whose file is opened first: where every node has its own disk, and the layout
-            is the same, this rank needs no other.
+        rank: the rank whose file is opened first. If every node has its own disk and the layout is
+            the same, this rank needs no other file.
         mp_rank: the number of the piece of a model that is cut over ranks; see
             :class:`ds_layerwise.zero.setup.run_settings.Settings`.
 
@@ -269,7 +268,7 @@ class RegularCheckpoint:
                     "layout"
                 )
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
-        # Version 0.1 of this package, which writes the same format, knew no experts.
+        # Version 0.1 of this package writes the same format, and has no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
@@ -279,7 +278,7 @@ class RegularCheckpoint:
                 )
 
     def identity(self) -> list[str]:
-        """Return lines that are the same for all ranks that read the same save."""
+        """Return lines that are equal for all ranks that read the same save."""
         return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
 
     def path(self, rank: int) -> Path:
@@ -287,7 +286,7 @@ class RegularCheckpoint:
         return self._folder / f"{self._prefix}zero_pp_rank_{rank}{self._ending}"
 
     def state_dict(self, rank: int) -> dict[str, Any]:
-        """Return the ``optimizer_state_dict`` of ``rank``, tensors mapped from its file."""
+        """Return the ``optimizer_state_dict`` of ``rank``, with tensors mapped from its file."""
         if rank not in self._dicts:
             self._dicts[rank] = read(self.path(rank))
             with naming(self.path(rank)):
@@ -306,7 +305,9 @@ class RegularCheckpoint:
                 )
 
     def holders(self, name: str) -> list[tuple[int, int, int]]:
-        """Return ``(rank, first element, one past the last)`` of every piece of ``name``."""
+        """Return ``(rank, first element, end)`` of every piece of ``name``; the end is
+        exclusive.
+        """
         return self._holders.get(name, [])
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
@@ -321,7 +322,7 @@ class RegularCheckpoint:
         """Read the part of ``name`` in the file of ``rank``.
 
         Raises:
-            LayerWiseError: it is not the part that the layout says.
+            LayerWiseError: it does not match the layout.
         """
         state_dict = self.state_dict(rank)
         with naming(self.path(rank)):
@@ -362,8 +363,8 @@ class RegularCheckpoint:
 
 
 def mp_size(folder: Path) -> int:
-    """Return the number of parts of the model in ``folder``; 1 also where it is unknown, or they
-    are put together.
+    """Return the number of parts of the model in ``folder``; 1 if it is unknown, or the parts are
+    merged.
     """
     if (folder / "zero").is_dir():
         return 1
@@ -372,10 +373,10 @@ def mp_size(folder: Path) -> int:
 
 
 def refuse_parts(folder: Path) -> None:
-    """Refuse a model that is cut: the axes of the cuts are not in its files.
+    """Refuse a model that is cut: its files do not tell the axes of the cuts.
 
     Raises:
-        LayerWiseError: ``folder`` holds one.
+        LayerWiseError: ``folder`` has such a model.
     """
     if (pieces := mp_size(folder)) > 1:
         raise LayerWiseError(
@@ -386,7 +387,7 @@ def refuse_parts(folder: Path) -> None:
 
 
 def _prefix(folder: Path, ending: str) -> str:
-    """Return the beginning of DeepSpeed's names of files in ``folder``: ``bf16_`` or nothing."""
+    """Return the prefix of DeepSpeed's file names in ``folder``: ``bf16_`` or nothing."""
     files = folder.glob(f"*zero_pp_rank_*{ending}")
     found = {path.name.partition("zero_pp_rank_")[0] for path in files}
     if len(found) != 1:
@@ -417,10 +418,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
-    """Check that a run could go on from ``state_dict``, which was just read from ``path``.
+    """Check that a run can continue from ``state_dict``, which was just read from ``path``.
 
     Raises:
-        LayerWiseError: something in it is an object that only code could restore.
+        LayerWiseError: it contains an object that only code could restore.
     """
     ours_of(state_dict, path)
     with naming(path):
@@ -437,10 +438,10 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
 def ours_of(
     state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
 ) -> dict[str, Any]:
-    """Return what this package wrote beside DeepSpeed's own keys.
+    """Return the values that this package wrote beside DeepSpeed's own keys.
 
     Raises:
-        LayerWiseError: nothing, or in another format.
+        LayerWiseError: there are none, or they have another format.
     """
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:

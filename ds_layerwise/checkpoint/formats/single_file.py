@@ -1,9 +1,9 @@
-"""Masters and states of all parameters, whole, in one file of safetensors: outside of the engine's
-checkpoints.
+"""The masters and states of all parameters, whole, in one safetensors file. It is no checkpoint of
+the engine.
 
-``master.NAME`` is the float32 weights of a parameter, in its shape, and ``state.NAME.KEY`` a state;
-a state that has one element for each of the parameter has its shape. ``ds_layerwise`` is the header
-and the checksums, as a sharded checkpoint has them.
+``master.NAME`` has the float32 weights of a parameter, in its shape, and ``state.NAME.KEY`` a
+state. A state with one element per element of the parameter has its shape. ``ds_layerwise`` has the
+header and the checksums, as in a sharded checkpoint.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ def name_in_file(name: str, key: str) -> str:
 def write(
     path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], values: Iterable[Tensor]
 ) -> None:
-    """Write a file, tensor by tensor. ``path`` is replaced in one go.
+    """Write a file, tensor by tensor. It replaces ``path`` atomically.
 
     Args:
-        tensors: dtype and shape of each, the longest dtypes first, so that readers find them
-            aligned.
+        tensors: the dtype and shape of each, the longest dtypes first, so that tensors are aligned
+            in the file.
         values: all elements in the order of ``tensors``, in parts of any size.
 
     Raises:
-        LayerWiseError: the file cannot be written; what was there is as before.
+        LayerWiseError: the file cannot be written; an earlier file is unchanged.
     """
     entries = {}
     stop = 0
@@ -72,7 +72,7 @@ def write(
 
 
 def _code(dtype: torch.dtype) -> str:
-    """Return the name that safetensors has for ``dtype``, such as BF16."""
+    """Return safetensors' name of ``dtype``, such as BF16."""
     if dtype is torch.complex64:
         return "C64"
     name = str(dtype).removeprefix("torch.").removesuffix("fn")
@@ -82,8 +82,8 @@ def _code(dtype: torch.dtype) -> str:
 
 
 class OneFile:
-    """A file of whole parameters, open for reading; see :class:`.record.Saved`. Tensors are mapped
-    from it.
+    """A single file of whole parameters, open for reading; see :class:`.record.Saved`. Tensors are
+    mapped from it.
 
     Raises:
         LayerWiseError: the file is missing, damaged, or of another kind.
@@ -118,12 +118,12 @@ class OneFile:
         return ("", *self.header.rules[name].state_keys)
 
     def identity(self) -> list[str]:
-        """Return lines that are the same for all ranks that read the same save."""
+        """Return lines that are equal for all ranks that read the same save."""
         return [f"save {self.beside.save}"]
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """Return one piece, the whole parameter, of which the elements ``[start, stop)`` are
-        compared with their checksums.
+        """Return one piece, the whole parameter. The elements ``[start, stop)`` are compared with
+        their checksums.
         """
         shape = tuple(self.header.shapes[name])
         state: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Tags of checkpoints: names of folders that a pointer can hold."""
+"""The tags of checkpoints: names of folders that fit in a pointer file."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from ds_layerwise.checkpoint.files.manifest import leads_out
 from ds_layerwise.checkpoint.formats.universal import LATEST
 from ds_layerwise.errors import LayerWiseError
 
-#: Names of files beside checkpoints.
+#: The names of files beside checkpoints.
 _TAKEN = ("latest", LATEST, "zero_to_fp32.py", "zero_to_torch.py")
 
-#: The most bytes of one part of a path, less the endings that are appended to it.
+#: The most bytes of one part of a path, without the suffixes that are added to it.
 _LONGEST = 255 - len("_universal") - len(atomic.INCOMPLETE) - 17
 
 
 def check_tag(tag: object) -> str:
-    """Return ``tag`` as text.
+    """Return ``tag`` as text, if it is valid.
 
     Raises:
         LayerWiseError: no checkpoint can have it.

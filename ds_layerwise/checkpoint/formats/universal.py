@@ -1,12 +1,12 @@
-"""DeepSpeed's universal format: a folder a parameter, a file a state, whole and independent of the
-world size.
+"""DeepSpeed's universal format: one folder per parameter, one file per state, whole and independent
+of the world size.
 
-Note: what travels under another name
+Note: states under another name
     DeepSpeed's own optimizers read ``fp32``, ``exp_avg``, ``exp_avg_sq`` and ``step`` of every
-    parameter and fail on a group where one parameter has a state that another lacks. So a first
-    moment is ``exp_avg.pt`` here, too, a missing second one is zeros that take one element on disk,
-    and ``zero/optimizer_state.pt`` says under our key what each parameter's states really are. What
-    has no place among those four lies in a sub-folder, which DeepSpeed passes by.
+    parameter, and fail on a group in which one parameter has a state that another lacks. So here,
+    too, a first moment is ``exp_avg.pt``, and a missing second one is zeros that take one element
+    on disk. ``zero/optimizer_state.pt`` has, under the key of this package, the real states of each
+    parameter. States that do not fit these four names are in a sub-folder, which DeepSpeed ignores.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from ds_layerwise.checkpoint.formats.regular import (
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved, flat
 from ds_layerwise.errors import LayerWiseError
 
-#: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed has
-#: no place for.
+#: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed does
+#: not know.
 LATEST = "latest_universal"
 OWN_STATES = "layerwise"
 
@@ -57,11 +57,11 @@ _OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_
 
 
 def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
-    """Return the entries that DeepSpeed's converter asks of the model's file, where parameters of
-    ``shapes`` are not cut.
+    """Return the entries that DeepSpeed's converter needs in the model's file, for uncut parameters
+    of ``shapes``.
     """
-    # What has no axis it would put together along one, unless every tensor-parallel rank has all of
-    # it.
+    # The converter would concatenate 0-d parameters, unless it is told that every tensor-parallel
+    # rank has all of them.
     whole = []
     for name, shape in shapes.items():
         if not shape:
@@ -78,11 +78,11 @@ def is_universal(folder: Path) -> bool:
 
 
 class UniversalCheckpoint:
-    """A universal checkpoint, whoever wrote it; see :class:`.record.Saved`.
+    """A universal checkpoint of any package; see :class:`.record.Saved`.
 
     Raises:
-        LayerWiseError: the folder holds none, or a file is missing, unreadable or in a newer
-            format; names it.
+        LayerWiseError: the folder has none, or a file is missing, unreadable or in a newer format;
+            names it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -128,8 +128,8 @@ class UniversalCheckpoint:
                 f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole"
             )
         if ours.get("num_parts") in (None, 1):
-            # Of a model that was cut, the converter puts parts together, and keeps what one rank
-            # said of its own.
+            # The converter merges the parts of a model that was cut, but keeps the header of one
+            # rank.
             shapes = {**shapes, **header.shapes}
         return replace(header, shapes=shapes)
 
@@ -147,8 +147,8 @@ class UniversalCheckpoint:
         return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=rules)
 
     def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
-        """Return the number of updates, which the converter writes for each parameter, or for
-        ZeRO-3 leaves in the dict.
+        """Return the number of updates. The converter writes it for each parameter; for ZeRO-3 it
+        leaves it in the dict.
         """
         for path in self._folders.values():
             if (path / "step.pt").exists():
@@ -162,7 +162,7 @@ class UniversalCheckpoint:
 
     @staticmethod
     def _read(path: Path) -> Tensor:
-        # Not kept: the system limits how many files a process may have mapped.
+        # Not cached: the system limits the number of mapped files per process.
         value = load_safely(path)
         if isinstance(value, dict):
             value = value.get(PARAM)
@@ -175,8 +175,8 @@ class UniversalCheckpoint:
         return torch.as_tensor(value, dtype=dtype, device="cpu")
 
     def value(self, name: str, key: str) -> Tensor:
-        """Return the state ``key`` of ``name``, or its weights for the key ``fp32``, in the shape
-        that it was saved in.
+        """Return the state ``key`` of ``name``, or its weights for the key ``fp32``, in the saved
+        shape.
 
         Raises:
             LayerWiseError: the file is missing or damaged.
@@ -209,10 +209,10 @@ class UniversalCheckpoint:
 
 
 def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[str]:
-    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``; return the files,
-    within ``folder``.
+    """Write ``names`` of ``saved`` into the universal checkpoint ``folder``. Return the paths of
+    the files within ``folder``.
 
-    Memory: one state of one parameter, where it lies in more than one piece; else none.
+    It needs memory for one state of one parameter that has more than one piece; else none.
     """
     written = []
     for name in names:
@@ -256,7 +256,8 @@ def _step(number: int) -> Tensor:
 
 
 def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
-    """Refuse names, which are folders here, and states, which are files, that lead elsewhere.
+    """Refuse names of parameters (folders here) and of states (files here) that lead out of the
+    folder.
 
     Raises:
         LayerWiseError: ``name``, or one of ``keys``, does.
@@ -287,8 +288,8 @@ def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[st
 
 
 def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write what belongs to no parameter, from the ``optimizer_state_dict`` of any rank; return the
-    files, within ``folder``.
+    """Write the values that belong to no parameter, from the ``optimizer_state_dict`` of any rank.
+    Return the paths of the files within ``folder``.
     """
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {}
@@ -297,7 +298,7 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
     ours = state_dict[KEY]
-    # What a file of version 0.1 may hold of objects is not written again.
+    # Objects in a file of version 0.1 are not written again.
     common[LOSS_SCALER] = header_of(state_dict).loss_scaler
     common[KEY] = {
         **ours,
@@ -312,11 +313,11 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) -> list[str]:
-    """Write what is not trained; return the files, within ``folder``.
+    """Write the untrained part. Return the paths of the files within ``folder``.
 
     Args:
-        model_file: DeepSpeed's file with the module, the scheduler and the client's state; linked,
-            or copied.
+        model_file: DeepSpeed's file with the module, the scheduler and the client's state, which is
+            linked or copied.
         others: frozen parameters and buffers, by name in the module's ``state_dict``.
     """
     written = [model_file.name]
@@ -327,7 +328,7 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
     for name, value in others.items():
         _check_paths(name)
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
-        # float32 has every number of the shorter floating-point types, and not all of int64 or
+        # float32 represents every number of shorter floating-point types, but not all of int64 or
         # float64.
         if value.is_floating_point() and value.element_size() < 4:
             exact = value.float()
@@ -339,8 +340,8 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
 
 
 def shares(saved: Saved, count: int) -> list[list[str]]:
-    """Return the parameters of ``saved`` in ``count`` parts of about equal size, each in the order
-    of the files.
+    """Divide the parameters of ``saved`` into ``count`` parts of about equal size, each in file
+    order.
     """
     sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
     total = sum(sizes.values())

@@ -1,1 +1,1 @@
-"""Names of DeepSpeed that are wrapped, or extended."""
+"""The names of DeepSpeed that are wrapped or extended."""

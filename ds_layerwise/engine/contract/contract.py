@@ -1,13 +1,13 @@
-"""Names of DeepSpeed that this package wraps or extends.
+"""The names of DeepSpeed that this package wraps or extends.
 
-:func:`check` looks all of them up before anything is patched, so that a release that has changed
-one of them is refused as a whole, by a list of all that it has changed. Names that are imported,
-read or asked for are listed in tests/support/deepspeed_names.py, and looked up by tests.
+:func:`check` looks up all of them before anything is patched. A release that has changed one is
+refused as a whole, with a list of all changes. Names that are only imported or read are listed in
+tests/support/deepspeed_names.py, and tests look them up.
 
 Note: how to support the next release
-    Run ``python -m tests.contract_releases FOLDER``, with a release that is installed in FOLDER,
-    and mend the entry of what it names. What is wrapped or extended under a new name gets that as
-    its ``path``, and the old one as ``was``.
+    Run ``python -m tests.contract_releases FOLDER`` with the release installed in FOLDER, and fix
+    the entries that it names. If a name was wrapped or extended and has a new path, set ``path`` to
+    it and ``was`` to the old one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ import deepspeed
 
 from ds_layerwise.errors import ConfigError
 
-#: Releases as setup.cfg asks for them: the first that is supported, the newest that was tested, the
-#: first that is not supported.
+#: The releases in setup.cfg: the first supported, the newest tested, and the first unsupported one.
 OLDEST = "0.18.9"
 NEWEST = "0.19.8"
 BELOW = "0.20"
@@ -34,18 +33,19 @@ class Name:
     """A name of DeepSpeed."""
 
     path: str
-    """The module, the class and the name."""
+    """The path: module, class and name."""
 
     parameters: str | None = None
-    """Arguments that DeepSpeed gives the method or function that is wrapped; ``self``, too. It may
-    take more, by default. None: a list, which is extended."""
+    """The arguments, including ``self``, with which DeepSpeed calls the method or function that is
+    wrapped. It may have more with defaults. None for a list, which is extended.
+    """
 
     was: str | None = None
-    """An earlier path, which is looked for where ``path`` is not there."""
+    """An earlier path, used if ``path`` does not exist."""
 
     @property
     def key(self) -> str:
-        """The last part of the first path that it had, by which the package knows it."""
+        """The last part of the first path that it had. The package uses it as the key."""
         return (self.was or self.path).rpartition(".")[2]
 
     def place(self) -> tuple[Any, str]:
@@ -53,7 +53,7 @@ class Name:
         there.
 
         Raises:
-            ConfigError: it is not there.
+            ConfigError: it does not exist.
         """
         for path in filter(None, (self.path, self.was)):
             place, _, name = path.rpartition(".")
@@ -73,7 +73,7 @@ class Name:
         raise ConfigError(f"{self.was or self.path} is not there")
 
     def problem(self) -> str | None:
-        """Say what is wrong with it in the installed DeepSpeed; None if it is as expected."""
+        """Describe the problem with it in the installed DeepSpeed; None if it is as expected."""
         try:
             value = getattr(*self.place())
         except ConfigError as absent:
@@ -87,10 +87,10 @@ class Name:
 
 
 def difference(function: Any, expected: Sequence[str]) -> str | None:
-    """Say how ``function`` differs from one that takes ``expected``, in this order or by name; None
-    if it does not.
+    """Describe how ``function`` differs from one that takes the arguments ``expected``, in this
+    order or by name; None if it does not.
 
-    It may take more, by default.
+    It may have more arguments with defaults.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -100,7 +100,7 @@ def difference(function: Any, expected: Sequence[str]) -> str | None:
     for p in parameters:
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD):
             named.append(p)
-    # A decorator that takes anything does not say what is inside.
+    # The signature of a general decorator does not show that of the function inside.
     takes_anything = not named and len(parameters) == 2
     start = named[: len(expected)]
     more = named[len(expected) :]
@@ -146,7 +146,7 @@ CONTRACT = (
     Name(f"{_ENGINE}.load_module_state_dict", "self checkpoint strict custom_load_fn"),
     Name(f"{_ENGINE}._get_all_ckpt_names", "self checkpoints_path tag"),
     Name("deepspeed.ops.op_builder.builder.OpBuilder.jit_load", "self verbose"),
-    # A script calls it.
+    # Scripts call it.
     Name("torch.nn.utils.clip_grad_norm_", "parameters max_norm"),
     Name(f"{_CONFIG}.DEEPSPEED_OPTIMIZERS"),
     Name("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS"),
@@ -154,15 +154,15 @@ CONTRACT = (
 
 
 def missing() -> list[str]:
-    """Say of each name of the list that the installed DeepSpeed lacks or has changed what it is."""
+    """Describe each name of the list that the installed DeepSpeed lacks or has changed."""
     return [problem for name in CONTRACT if (problem := name.problem())]
 
 
 def check() -> None:
-    """Refuse a DeepSpeed that does not have the whole list.
+    """Raise an error if the installed DeepSpeed does not have all names of the list.
 
     Raises:
-        ConfigError: names all of what is missing or differs.
+        ConfigError: lists everything that is missing or differs.
     """
     if problems := missing():
         raise unknown_release(problems)
@@ -179,7 +179,7 @@ def unknown_release(problems: Sequence[str]) -> ConfigError:
 
 
 def resolve(key: str) -> tuple[Any, str]:
-    """Return the class or module of what is wrapped or extended, and what it is called there.
+    """Return the class or module of a name in the contract, and its name there.
 
     Args:
         key: the last part of its path.

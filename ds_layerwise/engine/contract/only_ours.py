@@ -1,4 +1,4 @@
-"""Hooks that see engines of this backend alone."""
+"""Hooks that act only on engines of this backend."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from deepspeed.runtime.engine import DeepSpeedEngine
 
-#: A hook takes the method that it goes around, the engine, and the arguments of that method. So a
-#: method is bound.
+#: A hook takes the wrapped method, the engine, and the method's arguments. The wrapped method is
+#: bound.
 Method = Callable[..., Any]
 
 
 def only_ours(
     is_ours: Callable[[DeepSpeedEngine], bool], hooks: Mapping[str, Method]
 ) -> dict[str, Method]:
-    """Return ``hooks``, by keys of the contract, for engines that are ours: the others go straight
-    to the method.
+    """Return ``hooks``, by keys of the contract, restricted to our engines: for others, the
+    original method is called.
     """
     return {key: _only_ours(is_ours, hook) for key, hook in hooks.items()}
 

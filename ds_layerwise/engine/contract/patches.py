@@ -1,11 +1,11 @@
 """Patches of DeepSpeed: those of a registered backend, and those that stay as long as an engine
 needs them.
 
-Note: who changes patches
-    One thread at a time, inside :func:`changing`. When Python collects an engine, it calls from
-    within whatever code is running, in any thread, and inside a change, too. What is then to be put
-    back waits for the end of the change: the one who collects must not wait for a lock that it may
-    hold itself.
+Note: how patches change
+    One thread at a time changes patches, inside :func:`changing`. When Python collects an engine,
+    the finalizer runs inside any code and any thread, also inside a change. Patches that can then
+    be removed wait for the end of the change: the finalizer must not wait for a lock that its own
+    thread may hold.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.param_owner import is_trained
 
-#: Engines of this backend.
+#: The engines of this backend.
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
-#: Additions to lists of DeepSpeed, by their names in the contract.
+#: The additions to lists of DeepSpeed, by their keys in the contract.
 _ADDED: dict[str, tuple[object, ...]] = {
     "DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
     "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,),
@@ -39,15 +39,15 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class _Patch:
-    """An attribute of a class or module of DeepSpeed that was replaced."""
+    """A replaced attribute of a class or module of DeepSpeed."""
 
     owner: Any
     name: str
     original: Any
-    """The attribute that the owner had itself; ``_NOTHING`` if that was inherited, or nowhere."""
+    """The owner's own attribute before the patch; ``_NOTHING`` if it had none, or inherited it."""
     ours: Any
     for_life: bool
-    """True if it stays as long as there is an engine that was not destroyed."""
+    """True if the patch stays as long as there is an engine that is not destroyed."""
 
     def now(self) -> Any:
         """Return the present attribute of the owner itself."""
@@ -57,8 +57,8 @@ class _Patch:
         setattr(self.owner, self.name, self.ours)
 
     def undo(self) -> bool:
-        """Put back what was there, unless somebody has replaced it since; tell whether it is
-        there.
+        """Restore the original, unless other code has replaced the attribute since. Return True if
+        the original is in place.
         """
         if self.now() is self.ours:
             if self.original is _NOTHING:
@@ -68,7 +68,7 @@ class _Patch:
         return self.now() is self.original
 
     def is_called(self) -> bool:
-        """Tell whether the present attribute is ours, or says that it goes around ours."""
+        """Tell whether the present attribute is ours, or is marked as a wrapper of ours."""
         within = self.now()
         while within is not self.ours and hasattr(within, "__wrapped__"):
             within = within.__wrapped__
@@ -80,19 +80,21 @@ _patches: dict[str, _Patch] = {}
 
 
 class _Changes:
-    """The state of changes: who makes one now, and whether an engine was collected meanwhile."""
+    """The state of changes: whether one is in progress, and whether an engine was collected
+    meanwhile.
+    """
 
-    # The thread that imports DeepSpeed to look names up may run code that registers, too.
+    # Reentrant: a thread that imports DeepSpeed to look up names may run code that registers.
     lock = threading.RLock()
     depth = 0
-    """The number of changes within each other, all of one thread."""
+    """The number of nested changes, all of one thread."""
     is_due = False
-    """True if there may be something to put back."""
+    """True if a patch may have to be removed."""
 
 
 @contextmanager
 def changing() -> Iterator[None]:
-    """Let other threads wait during a change of patches, and during what decides on one."""
+    """Block other threads during a change of patches and the checks before it."""
     with _Changes.lock:
         _Changes.depth += 1
         try:
@@ -104,7 +106,7 @@ def changing() -> Iterator[None]:
 
 
 def _put_back_soon() -> None:
-    """Put back what no engine needs: now, or once those who change patches have done so."""
+    """Remove the patches that no engine needs: now, or at the end of a change in progress."""
     _Changes.is_due = True
     while _Changes.is_due and _Changes.lock.acquire(blocking=False):
         try:
@@ -121,22 +123,22 @@ def _put_back_soon() -> None:
 
 
 def is_registered() -> bool:
-    """Tell whether DeepSpeed is to know this backend now."""
+    """Tell whether this backend is registered with DeepSpeed now."""
     return any(not patch.for_life for patch in _patches.values())
 
 
 def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -> None:
-    """Let DeepSpeed's methods and functions go through ``wraps``, by their keys in the contract.
+    """Wrap DeepSpeed's methods and functions with ``wraps``, by their keys in the contract.
 
-    Inside :func:`changing`.
+    Call it inside :func:`changing`.
 
     Args:
-        for_life: keys of what stays until no engine is left that was not destroyed.
+        for_life: the keys of patches that stay until every engine is destroyed.
 
     Raises:
-        ConfigError: they went through them before, and somebody has replaced one since.
+        ConfigError: other code has replaced one of them since an earlier call.
     """
-    # What an engine still needs has stayed.
+    # Patches that an engine still needs are in place already.
     targets = {key: contract.resolve(key) for key in wraps if key not in _patches}
     for patch in _patches.values():
         if patch.now() is patch.original:
@@ -161,10 +163,10 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
 
 
 def unwrap() -> None:
-    """Undo :func:`wrap`, except for what is ``for_life``. Inside :func:`changing`.
+    """Undo :func:`wrap`, except for patches that are ``for_life``. Call it inside :func:`changing`.
 
     Raises:
-        ConfigError: somebody else has wrapped the engine since.
+        ConfigError: other code has wrapped the engine since.
     """
     if not is_registered():
         return
@@ -194,7 +196,9 @@ def _refuse_replaced(lost: Sequence[_Patch], way_out: str) -> None:
 
 
 def _put_back() -> None:
-    """Put back what no engine needs, unless somebody has registered again, or wrapped it since."""
+    """Remove the patches that no engine needs, unless this backend was registered again or other
+    code has wrapped them since.
+    """
     if is_registered():
         return
     for engine in engines:

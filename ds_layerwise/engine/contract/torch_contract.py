@@ -1,21 +1,21 @@
-"""Private names of torch that this package uses, and the public function that it replaces.
+"""The private names of torch that this package uses, and the public function that it replaces.
 
-A test finds all of them in the installed torch, and no other private name in the package. Where a
-public name comes to serve, the entry goes.
+A test looks up all of them in the installed torch, and checks that the package uses no other
+private names. If a public name can replace one, remove its entry.
 """
 
 from __future__ import annotations
 
-#: Functions for lists of tensors, a kernel for many: torch.optim is made of them, and the public
-#: ones take one tensor.
+#: Functions for lists of tensors, with one kernel for many. torch.optim is built on them; the
+#: public functions take one tensor.
 FOREACH = (
     "add add_ addcdiv_ addcmul_ copy_ div_ lerp lerp_ mul mul_ neg_ norm sign sign_ sqrt sub_"
 ).split()
 
 _GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"
 
-#: Reasons, by private names. An attribute may be one that only instances have, or that torch asks
-#: objects for.
+#: The reason for each private name. An attribute may exist only on instances, or be one that torch
+#: looks for on objects.
 PRIVATE = {
     **{f"torch._foreach_{name}": "one kernel for many tensors" for name in FOREACH},
     "torch._C._current_graph_task_id": "tells whether a backward pass is running",
@@ -43,7 +43,7 @@ PRIVATE = {
     "torch.utils._python_dispatch": "tells tensors that hold other tensors",
 }
 
-#: Reasons, by public functions that are replaced while this backend is registered.
+#: The reason for each public function that is replaced while this backend is registered.
 REPLACED = {
     "torch.nn.utils.clip_grad_norm_": "a script's own call finds no gradients here, and torch has "
     "no hook that says so",

@@ -1,11 +1,13 @@
 """Hooks into the engine's loading.
 
 Note: what is wrapped, and why there
-    ``load_checkpoint`` decides by the content of a folder how to load it, and refuses what must be
-    refused while nothing has been touched; the engine's own ``_load_zero_checkpoint`` refuses every
-    other world size. ``load_module_state_dict`` is where the model's file has been read and nothing
-    of it has been taken over yet. ``_get_all_ckpt_names`` does not know how files of ZeRO-3 are
-    called, and takes a folder's name for a pattern.
+    * ``load_checkpoint`` chooses the way to load a folder by its content, and refuses bad
+      checkpoints before anything is changed. The engine's own ``_load_zero_checkpoint`` refuses
+      every other world size.
+    * ``load_module_state_dict`` is the point at which the model's file has been read and nothing of
+      it has been loaded yet.
+    * ``_get_all_ckpt_names`` does not know the file names of ZeRO-3, and treats a folder's name as
+      a pattern.
 """
 
 from __future__ import annotations
@@ -64,12 +66,12 @@ def _load_checked(
         load_module_only,
         custom_load_fn,
     )
-    # What is saved beside the training is the newest, and may be what is to be loaded.
+    # A background save is the newest checkpoint, and may be the one to load.
     if engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
     tag = _agreed_tag(engine, Path(load_dir), tag)
     if tag is None:
-        # The engine would look once more, and one rank may see a pointer by now.
+        # The engine would look for the pointer again, and on some rank there may be one by now.
         return _nothing_loaded(engine, load_dir)
     folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
@@ -106,7 +108,7 @@ def _load_checked(
         with _pipeline_loading(engine.module, load), _Alone(load):
             done = original(load_dir, tag, *options)
         if has_no_weights and not states:
-            # The engine looks for no masters.
+            # The engine does not look for masters.
             checkpointing.finish_load()
         if found is None:
             checkpointing.restart_step()
@@ -114,8 +116,8 @@ def _load_checked(
 
 
 def _has_no_weights(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Tell whether the trained weights are in the optimizer's files of ``folder`` alone, as those
-    say; what cannot be read says nothing.
+    """Tell whether only the optimizer's files of ``folder`` have the trained weights, according to
+    those files; False if they cannot be read.
     """
     answer = "yes"
     with comm.errors_on_all_ranks(None), suppress(LayerWiseError):
@@ -128,7 +130,7 @@ def _has_no_weights(engine: DeepSpeedEngine, folder: Path) -> bool:
 def _check_first(
     engine: DeepSpeedEngine, load_dir: str, tag: str, *, universal: bool, strict: bool
 ) -> None:
-    """Check what the engine would find wrong when it has loaded half of the model."""
+    """Check for errors that the engine would find only after it has loaded half of the model."""
     is_stage = pipeline.is_pipeline(engine.module)
     with comm.errors_on_all_ranks(None):
         if is_stage and not universal:
@@ -138,10 +140,10 @@ def _check_first(
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:
-    """Return the engine's answer where no pointer names a tag.
+    """Return the engine's result for a folder in which no pointer names a tag.
 
     Raises:
-        LayerWiseError: a universal checkpoint was asked for.
+        LayerWiseError: a universal checkpoint was requested.
     """
     if engine.load_universal_checkpoint():
         raise LayerWiseError(
@@ -159,10 +161,11 @@ def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]
 def _checked(
     engine: DeepSpeedEngine, folder: Path, *, states: bool, custom_load_fn: object
 ) -> bool:
-    """Finish a save of ``folder`` that has died, and check its files; tell whether it is universal.
+    """Finish an interrupted save of ``folder``, and check its files. Return True if it is
+    universal.
 
     Raises:
-        LayerWiseError: on every rank: a file is missing, or differs from what was saved.
+        LayerWiseError: on every rank, if a file is missing or differs from the saved one.
     """
     own_disks = engine.use_node_local_storage()
     is_first = (engine.local_rank if own_disks else engine.global_rank) == 0
@@ -184,10 +187,10 @@ def _checked(
 
 @contextmanager
 def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
-    """Let the engine read what there is, whatever its config says, and give it its counts, and its
-    scheduler its state, back if a load fails.
+    """Make the engine read the checkpoint that exists, whatever its config says. If the load fails,
+    restore the engine's counts and the scheduler's state.
 
-    This rank may have loaded its own when another one fails.
+    This rank may have loaded its own part when another one fails.
     """
     config = engine._config
     scheduler = engine.lr_scheduler
@@ -213,8 +216,8 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
 
 
 class _Alone:
-    """A block of what the engine does on each rank alone: an error there is raised on all where
-    they next agree.
+    """A block that the engine runs on each rank without collectives. An error in it is raised on
+    all ranks the next time they agree.
     """
 
     def __init__(self, load: Load) -> None:
@@ -230,7 +233,7 @@ class _Alone:
 
 @contextmanager
 def _agreeing(load: Load | None) -> Iterator[None]:
-    """Raise on all ranks if the block, or what a rank has done alone before it, raises on any."""
+    """Raise on all ranks if any rank raises in the block, or has failed on its own before it."""
     if load is not None:
         load.alone = False
     with comm.errors_on_all_ranks(None):
@@ -241,8 +244,10 @@ def _agreeing(load: Load | None) -> Iterator[None]:
 
 @contextmanager
 def _pipeline_loading(module: Any, load: Load) -> Iterator[None]:
-    """Let a pipeline look for its layers in the folder of that name, also where DeepSpeed takes it
-    for a pattern, and agree that they are loaded before it sends those that stages share."""
+    """Make a pipeline look for its layers in the folder of exactly that name, which DeepSpeed may
+    treat as a pattern. All ranks agree that layers are loaded before shared layers are sent between
+    stages.
+    """
     if not pipeline.is_pipeline(module):
         yield
         return
@@ -263,15 +268,15 @@ def _pipeline_loading(module: Any, load: Load) -> Iterator[None]:
 
 
 def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | None:
-    """Return the tag that all ranks are to load: ``tag``, or where it is None that of a pointer in
-    ``load_dir``; None if neither.
+    """Return the tag that all ranks load: ``tag``, or if it is None that of a pointer in
+    ``load_dir``; None if there is neither.
 
-    A node that died before it wrote its pointer has an older one, or none; then it is the newest
-    that all nodes have.
+    If a node died before it wrote its pointer, that pointer is old or missing. The result is then
+    the newest tag that all nodes have.
 
     Raises:
-        LayerWiseError: on all ranks: they would load different checkpoints, or a pointer names no
-            folder.
+        LayerWiseError: on all ranks, if they would load different checkpoints, or a pointer names
+            no folder.
     """
     with comm.errors_on_all_ranks(None):
         if tag is None:
@@ -316,8 +321,8 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
         tag = atomic.pointed(pointer)
     else:
         tag = ""
-    # A tag may be a path; the longest part that a file system takes has 255 bytes. Text that is not
-    # printable may have no bytes.
+    # A tag may be a path. File systems limit each part to 255 bytes. Unprintable text may have no
+    # encoding.
     parts = tag.split("/")
     if not tag or not tag.isprintable() or max(len(part.encode()) for part in parts) > 255:
         raise LayerWiseError(
@@ -327,11 +332,11 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
 
 
 def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool:
-    """Check this rank's part of the files in ``folder`` by their checksums; tell whether it is
-    universal.
+    """Check this rank's part of the files in ``folder`` by their checksums. Return True if the
+    checkpoint is universal.
 
     Raises:
-        LayerWiseError: the folder or a file is missing, or differs from what was saved.
+        LayerWiseError: the folder or a file is missing or differs from the saved one.
     """
     if not folder.is_dir():
         there = "no checkpoint"
@@ -341,7 +346,7 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
         raise LayerWiseError(f"{folder} does not exist; {folder.parent} holds {there}")
     is_universal = universal.is_universal(folder)
     _check_parts(engine, folder, is_universal=is_universal)
-    # DeepSpeed's converter and its other optimizers keep no list.
+    # DeepSpeed's converter and its other optimizers write no list.
     if states or (folder / FILE_NAME).exists():
         manifest = manifest_of(folder)
     else:
@@ -360,14 +365,14 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
 
 
 def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
-    """Refuse a model that is cut in another way than this one.
+    """Refuse a model that is cut differently from this one.
 
     Raises:
         LayerWiseError: it has another number of parts, or a universal checkpoint would have to be
             cut.
     """
     if pipeline.is_pipeline(engine.module):
-        # Its stages are found by name.
+        # Pipeline stages are found by name.
         return
     here = engine.mp_world_size
     if is_universal:
@@ -376,7 +381,7 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
                 f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
                 "tensor-parallel ranks; resume from a regular one"
             )
-    # On a disk of this node alone there are only the parts of its own ranks.
+    # A node-local disk has only the parts of its own ranks.
     elif not engine.use_node_local_storage() and (parts := mp_size(folder)) != here:
         raise LayerWiseError(
             f"{folder} holds a model in {parts} part(s), and this run has it in {here}; resume "
@@ -390,7 +395,7 @@ def _load_zero_checkpoint(
 ) -> Any:
     checkpointing = engine.optimizer.checkpointing
     if checkpointing.load is not None:
-        # From here on ranks send to each other.
+        # From here on, the ranks communicate.
         checkpointing.load.alone = False
         comm.raise_on_all_ranks(None, group=None)
     checkpointing.finish_load()
@@ -420,7 +425,7 @@ def _load_module_state_dict(
                 module = given
                 if has_no_weights:
                     module = with_weights(engine, given)
-                # Frozen parameters are the same once more, by their names in the checkpoint.
+                # Frozen parameters appear again in this key, under their checkpoint names.
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 check_model(engine, checkpoint, strict=strict)
         check_scheduler(engine, checkpoint)
@@ -435,7 +440,7 @@ def _get_all_ckpt_names(
     original: Method, engine: DeepSpeedEngine, checkpoints_path: str, tag: str
 ) -> Any:
     names = original(escape(str(checkpoints_path)), escape(str(tag)))
-    # A universal checkpoint of ZeRO-3 has one file a rank, all the same but for the module.
+    # A universal checkpoint of ZeRO-3 has one file per rank. They differ only in the module.
     of_stage_3 = Path(checkpoints_path, str(tag)).glob("zero_pp_rank_0_mp_rank_*_model_states.pt")
     return names or sorted(map(str, of_stage_3))
 

@@ -22,7 +22,7 @@ from ds_layerwise.zero.checkpoint.load_request import Load
 
 
 def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Find what loading the module would only find when half of it is done.
+    """Check for errors that loading the module would find only half-way.
 
     Raises:
         LayerWiseError: names or shapes differ, or there are two values for one parameter.
@@ -46,7 +46,7 @@ def _check_names_and_shapes(
             which = f"has {few(more)}"
         raise LayerWiseError(
             f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "
-            # A pipeline's layers have numbers.
+            # The layers of a pipeline have numbers, not names.
             f"{'' if where else 'rename it with layerwise.rename, or '}load what fits with "
             "load_module_strict=False"
         )
@@ -59,8 +59,8 @@ def _check_names_and_shapes(
 
 
 def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse two values for one parameter, of which the last would be the weights, and another's
-    master would train.
+    """Refuse two different values for one parameter. The last one would become the weights, while
+    the master of the other would be trained.
     """
     names: dict[int, str] = {}
     for name, value in wanted.items():
@@ -74,10 +74,10 @@ def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None:
-    """Find what loading the layers of this stage would only find when some of them are loaded.
+    """Check for errors that loading the layers of this stage would find only half-way.
 
     Raises:
-        LayerWiseError: a layer has no file, or the checkpoint more layers than the model, or names
+        LayerWiseError: a layer has no file, the checkpoint has more layers than the model, or names
             or shapes differ.
     """
     module = engine.module
@@ -107,19 +107,19 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
         )
 
 
-#: Keys of the model's file that the engine takes when it has loaded the model.
+#: The keys of the model's file that the engine reads after it has loaded the model.
 _COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
 
 
 def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse counts that are no numbers and, if a load wants one, a state that the engine's
-    scheduler cannot take.
+    """Refuse counts that are not numbers, and a scheduler state that the engine's scheduler cannot
+    load, if it is requested.
 
     Raises:
-        ValueError: a count is no number.
-        LayerWiseError: as :func:`.scheduler_state.check_scheduler`.
+        ValueError: a count is not a number.
+        LayerWiseError: as in :func:`.scheduler_state.check_scheduler`.
     """
-    # Who calls load_module_state_dict loads no scheduler.
+    # A direct call of load_module_state_dict loads no scheduler.
     load: Load | None = engine.optimizer.checkpointing.load
     if load is None:
         return
@@ -137,11 +137,10 @@ def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> N
 
 
 def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
-    """Find what is wrong with the model's file of a universal checkpoint, of which the engine loads
-    no weights.
+    """Check the model's file of a universal checkpoint. The engine loads no weights from it.
 
     Raises:
-        LayerWiseError: there is none, or it has no state that the scheduler could go on from.
+        LayerWiseError: there is none, or it lacks the state that the scheduler needs to continue.
     """
     names = engine._get_all_ckpt_names(load_dir, tag)
     if not names:
@@ -152,8 +151,7 @@ def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
     try:
         checkpoint = load_safely(Path(names[0]), with_objects=True)
     except LayerWiseError:
-        # A client may have put anything into it; the engine loads it next, and that is the user's
-        # decision.
+        # A client may have stored anything in it. The engine loads it next, at the user's risk.
         return
     with naming(Path(names[0])):
         check_scheduler(engine, checkpoint)

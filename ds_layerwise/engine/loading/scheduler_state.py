@@ -1,9 +1,9 @@
-"""Comparison of a learning rate scheduler's state with the one in a checkpoint.
+"""The comparison of a learning rate scheduler's state with the one in a checkpoint.
 
 Note: what is compared
-    The keys of the two states. torch's schedulers take whatever a state has, and go on from the
-    rest of their own, so that one of another kind would be restarted without a word; others miss a
-    key when half of a load is done.
+    The keys of the two states. torch's schedulers accept any state and keep their own values for
+    missing keys, so a state of another kind would silently restart the scheduler. Other schedulers
+    fail on a missing key half-way through a load.
 """
 
 from __future__ import annotations
@@ -14,30 +14,28 @@ from typing import Any
 from ds_layerwise.checkpoint.plain_values import check_kind
 from ds_layerwise.errors import LayerWiseError
 
-#: Public names that schedulers of torch have, or have not, by its version and by their options, and
-#: load without. Private names come and go with its versions, too.
+#: The public names that depend on torch's version or on a scheduler's options, and that are not
+#: needed to load. Private names also differ between versions.
 _EITHER_WAY = frozenset(
     ("verbose", "anneal_func", "default_min_lr", "use_beta1", "base_momentums", "max_momentums")
 )
 
-#: Key of the states of schedulers within a scheduler of torch.
+#: The key of the inner schedulers' states in the state of a torch scheduler.
 _INNER = "_schedulers"
 
 
 def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
-    """Refuse the state ``saved`` of a scheduler if it is of another kind than this run's
-    ``scheduler``.
+    """Refuse the state ``saved`` if it belongs to another kind of scheduler than ``scheduler``.
 
-    A scheduler of a script may take an attribute when something happens, such as the end of a
-    warm-up; then the state has that beside all of this run's.
+    A script's scheduler may add an attribute at some event, such as the end of a warm-up. Its state
+    then has that attribute in addition to those of this run.
 
     Returns:
-        Names that the state has, this run's scheduler has not so far, and takes over.
+        The names in the state that this run's scheduler does not have so far and will load.
 
     Raises:
-        LayerWiseError: there is none, or it has what this one lacks, or lacks what this one has;
-            names that.
-        ValueError: something in it is another kind of thing than this one has there; names it.
+        LayerWiseError: there is no state, or the two have different names; names the difference.
+        ValueError: a value in it is of another kind than this run's; names it.
     """
     if saved is None:
         raise LayerWiseError(
@@ -77,7 +75,7 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
 
 
 def _keys(state: Any, where: str = "") -> Iterator[str]:
-    """Yield the names in ``state`` that count, those of schedulers within it, too."""
+    """Yield the names in ``state`` that are compared, including those of inner schedulers."""
     for key, value in state.items() if isinstance(state, Mapping) else ():
         if key == _INNER:
             for index, inner in enumerate(value):

@@ -1,4 +1,4 @@
-"""Parameters as DeepSpeed's broadcast of a model must find them: it views each of them as bytes."""
+"""Parameters in a form that DeepSpeed's broadcast of a model can view as bytes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import nn
 
 @contextmanager
 def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Make ``params`` contiguous, for good, and those without axes 1-D, for as long as this is
-    open.
-    """
+    """Make ``params`` contiguous permanently, and 0-d ones 1-D while this context is open."""
     scalars = []
     for param in params:
         if not param.dim():
@@ -21,7 +19,7 @@ def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
         elif not param.data.is_contiguous():
             param.data = param.data.contiguous()
         elif param.data.stride(-1) != 1:
-            # One column that was a row: contiguous, with the stride of the row.
+            # A single column that was a row is contiguous, but has the stride of the row.
             param.data = param.data.view(-1).view(param.shape)
     try:
         yield

@@ -1,5 +1,5 @@
-"""Commit of saves that go on beside the training at the end of a script, and end of the processes
-that write.
+"""The commit of background saves at the end of a script, and the end of the processes that write
+them.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.process_exit import Attempt, leave
 
-#: Keys of the store under which ranks count that are at the end of their scripts, and of what is
-#: decided there.
+#: The keys of the store with the count of ranks at the end of their scripts, and with the decision
+#: made there.
 _AT_EXIT = "ds_layerwise/at_exit"
 _DECIDED = "ds_layerwise/at_exit/decided"
 
-#: Decision that all may commit.
+#: The decision that all ranks may commit.
 _ALL_THERE = "all are there"
 
-#: All engines. Python waits at its end for processes of theirs that write, if nobody ends these.
+#: All engines. At its end, Python waits for their writer processes unless they are ended.
 _engines: WeakSet[DeepSpeedEngine] = WeakSet()
 
 
 def end_at_exit(engine: DeepSpeedEngine) -> None:
-    """Let what ``engine`` saves beside the training be committed, and its process end, at the end
-    of the script.
+    """Commit the background saves of ``engine`` and end its writer process at the end of the
+    script.
     """
     _engines.add(engine)
-    # What is registered last is called first: before Python waits for processes.
+    # The last function to be registered is called first, before Python waits for processes.
     atexit.register(_end_at_exit)
-    # Processes that multiprocessing has started call nothing of atexit. What a writer starts with
-    # is given back at 0.
+    # Processes started by multiprocessing do not run atexit functions. Resources of a writer are
+    # released at priority 0, so this comes before.
     Finalize(None, _end_at_exit, exitpriority=1)
 
 
 def _end_at_exit() -> None:
-    """Commit what a script has left at its end; a process that cannot ends with another exit code
-    than 0.
+    """Commit the saves left at the end of a script. A process that cannot do so exits with a code
+    other than 0.
     """
     failed = False
     unfinished = list(saving.unfinished)
     engines = list(_engines)
-    # Leaving below calls this once more, and so does Python itself after Ctrl-C in here.
+    # The exit below calls this function again, and so does Python after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()
     if unfinished:
@@ -74,7 +74,7 @@ def _end_at_exit() -> None:
                     sys.stderr,
                 )
     for engine in engines:
-        # One whose construction has failed has none.
+        # An engine whose construction failed has no writer.
         writer = getattr(engine, "checkpoint_engine", None)
         if writer is not None and writer.is_decoupled():
             writer.cleanup()
@@ -83,19 +83,19 @@ def _end_at_exit() -> None:
 
 
 def _alone_at_exit() -> str:
-    """Wait for the other ranks at the end of the script, and say why the last save cannot be
-    committed with them.
+    """Wait for the other ranks at the end of the script. Return why the last save cannot be
+    committed with them; empty if all ranks are there.
 
-    It is empty if all ranks are there. The first rank to know decides for all, so that none begins
-    a commit without another: the last one to arrive, one that an error has ended, or one that has
-    waited as long as a collective may. The others may be in one, and wait for this rank, where
-    ``sys.exit`` has ended it alone.
+    The first rank that knows the outcome decides for all, so that no rank begins a commit without
+    another. This is the last rank to arrive, a rank that an error has ended, or a rank that has
+    waited as long as a collective may. If ``sys.exit`` has ended only this rank, the others may be
+    in a collective and wait for it.
     """
     if not dist.is_initialized():
         return "the process groups are gone; call engine.destroy() before destroy_process_group()"
     try:
         store: Any = distributed.distributed_c10d._get_default_store()
-        # What is there already stays, and is what it returns.
+        # compare_set keeps an existing value and returns it.
         decide = partial(store.compare_set, _DECIDED, "")
         rank = dist.get_rank()
         if has_failed():

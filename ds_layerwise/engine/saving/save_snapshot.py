@@ -1,4 +1,6 @@
-"""Copy of values for a process that writes them beside the training, which changes them."""
+"""A copy of the values for a process that writes them in the background, while training changes the
+originals.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +16,12 @@ Value = TypeVar("Value")
 
 
 def snapshot(value: Value) -> Value:
-    """Copy ``value`` with all tensors in it, in objects too, to the host; what can be saved can be
-    copied.
+    """Copy ``value`` to the host, with all tensors in it, also inside of objects. Everything that
+    can be saved can be copied.
     """
     stream = io.BytesIO()
     copies = list[Tensor]()
-    # Each is held, so that no other gets its place in memory.
+    # Keep each tensor alive, so that no other tensor gets its address.
     known: dict[Hashable, tuple[int, Tensor]] = {}
 
     def number_of(thing: object) -> int | None:
@@ -42,11 +44,11 @@ def snapshot(value: Value) -> Value:
 
 
 def _identity(tensor: Tensor) -> Hashable:
-    """Return the key under which a tensor is copied once: the same for two that stand for the same
-    values, as tied weights do.
+    """Return the key under which a tensor is copied once. Two tensors that share their values, such
+    as tied weights, have the same key.
 
-    A tensor without an address is like no other: one without elements, on no device, or around
-    others, as of torchao.
+    A tensor without an address has a key of its own: one without elements, on no device, or a
+    wrapper around others, as in torchao.
     """
     if tensor.layout != torch.strided or not tensor.data_ptr():
         return id(tensor)
@@ -73,7 +75,7 @@ def _values(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         return tensor
     if tensor.layout == torch.strided and 0 in tensor.stride():
-        # What stands for many elements in the memory of one does so in the copy.
+        # A tensor with stride 0 uses the memory of one element for many, and so does its copy.
         ones = tensor[tuple(slice(1) if stride == 0 else slice(None) for stride in tensor.stride())]
         return ones.to("cpu", copy=True).expand(tensor.shape)
     return tensor.to("cpu", copy=True)

@@ -1,14 +1,16 @@
 """Hooks into the engine's saving.
 
 Note: what is wrapped, and why there
-    ``save_checkpoint`` writes a folder bit by bit under its final name, and ``latest`` at the end;
-    here it writes an incomplete folder, which is moved into place once every rank has written its
-    part, and the rank that moves it sees all of them; the paths are those that the engine gave its
-    checkpoint engine. ``_save_checkpoint``, ``_save_moe_checkpoint`` and ``_save_zero_checkpoint``
-    write the files of one rank: an error in there is raised on all ranks, which would wait for that
-    one for ever otherwise. ``_commit_decoupled_checkpoint`` ends a save that runs beside the
-    training, which has a copy of all that it writes, and ``destroy`` or the end of the script ends
-    the last one. ``_take_model_step`` is when nothing may be saved.
+    * ``save_checkpoint`` writes a folder file by file under its final name, and ``latest`` at the
+      end. With the hook it writes an incomplete folder. This is moved into place once every rank
+      has written its part, and the rank that moves it sees all of them. The paths are those that
+      the engine passed to its checkpoint engine.
+    * ``_save_checkpoint``, ``_save_moe_checkpoint`` and ``_save_zero_checkpoint`` write the files
+      of one rank. An error in there is raised on all ranks, which would otherwise wait for that
+      rank for ever.
+    * ``_commit_decoupled_checkpoint`` ends a background save, which has a copy of all that it
+      writes. ``destroy`` or the end of the script ends the last one.
+    * ``_take_model_step`` marks the time in which nothing may be saved.
 """
 
 from __future__ import annotations
@@ -40,8 +42,8 @@ from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.optimizer import uses_us
 
-#: Engines with a save that goes on beside the training, in the order of their saves. They are not
-#: let go before.
+#: The engines with a background save, in the order of their saves. They are kept alive until it
+#: ends.
 unfinished: list[DeepSpeedEngine] = []
 
 
@@ -60,7 +62,7 @@ def _save_whole(
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         optimizer.interrupted.check()
-        # What goes on beside the training must not depend on where the process is by then.
+        # A background save must not depend on a later change of the working directory.
         place = Path(save_dir).absolute()
         tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
         _check_kind(place / tag, is_universal=False)
@@ -79,7 +81,8 @@ def _save_whole(
         own_disks = engine.use_node_local_storage()
         save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=own_disks))
         if not writer.is_decoupled():
-            # What a process may still write to goes with the next save, which waits for it.
+            # The process of a background save may still write. The next save waits for it and then
+            # removes its files.
             undo.callback(_abandon, save)
         undo.callback(_release, writer)
         with _recorded(writer) as written:
@@ -90,8 +93,7 @@ def _save_whole(
                 done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():
-            # It goes on beside the training, and is committed before the next step, or at the end
-            # of the script.
+            # A background save is committed before the next step, or at the end of the script.
             optimizer.checkpointing.save = save
             unfinished.append(engine)
         else:
@@ -101,7 +103,7 @@ def _save_whole(
 
 
 def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    # The engine of a pipeline has not done so.
+    # The pipeline engine has not committed the save.
     commit_decoupled(engine)
     optimizer = engine.optimizer
     updates = optimizer.step_count
@@ -112,15 +114,15 @@ def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **op
         optimizer.reports.write(engine)
         return result
     finally:
-        # What raised before the update has changed nothing that a checkpoint holds.
+        # An error before the update has not changed anything that a checkpoint contains.
         optimizer.progress.updating = optimizer.step_count != updates
 
 
 def _check_kind(folder: Path, *, is_universal: bool) -> None:
-    """Refuse to replace a checkpoint by one of the other kind, whose tag happens to be the same.
+    """Refuse to replace a checkpoint by one of the other kind that has the same tag.
 
     Raises:
-        LayerWiseError: ``folder`` holds one.
+        LayerWiseError: ``folder`` holds one of the other kind.
     """
     if universal.is_universal(folder) is is_universal:
         return
@@ -137,13 +139,13 @@ def _check_kind(folder: Path, *, is_universal: bool) -> None:
 
 @contextmanager
 def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
-    """Collect the paths of what the engine writes, into folders that are there; what is written
-    later is copied.
+    """Collect the paths of the files that the engine writes into existing folders. Data that is
+    written later is copied.
     """
     original = checkpoint_engine.save
     members = vars(checkpoint_engine)
     is_decoupled = checkpoint_engine.is_decoupled()
-    # A file may be written twice.
+    # A dict, because a file may be written twice.
     paths: dict[Path, None] = {}
 
     def save(state_dict: Any, path: str) -> Any:
@@ -153,10 +155,11 @@ def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
 
     replaced: dict[str, Any] = {"save": save, "makedirs": lambda path, exist_ok=False: None}
     if is_decoupled:
-        # It would have the engine copy what is copied here.
+        # Otherwise the engine would copy what is copied here.
         replaced["preserves_storage_sharing"] = lambda: False
         if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
-            # Looking for it takes collectives, which a rank that cannot write does not come to.
+            # Computing the size takes collectives, and a rank that cannot write does not reach
+            # them.
             size.set_pre_size(0)
             size.set_post_size(0)
     before = {name: members[name] for name in replaced.keys() & members.keys()}
@@ -175,13 +178,14 @@ def _model_file(engine: DeepSpeedEngine) -> str:
 
 
 def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
-    """Let one rank on each disk write each part of the model.
+    """Choose one rank per disk to write each part of the model.
 
-    The engine goes by local ranks on disks of nodes, so that of a model that is cut only a part is
-    written, and with a ``checkpoint.writer`` lets all ranks write one file at a time.
+    On node-local disks the engine goes by local ranks, so that only some parts of a model that is
+    cut are written. With a ``checkpoint.writer``, it lets all ranks write one file at the same
+    time.
     """
     if engine.has_moe_layers:
-        # Then it goes by ranks within groups of experts.
+        # With experts, the engine goes by ranks within expert groups.
         return
     names = comm.gather_objects(_model_file(engine), group=None)
     rank = save.disks.rank
@@ -193,29 +197,29 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
 
 
 def _abandon(save: Save) -> None:
-    """Clear away what a failed save has written, which may be what fills the disk."""
+    """Remove the files of a failed save, which may have filled the disk."""
     if save.disks.is_owner:
         if not (save.disks.are_many and atomic.save_ids(save.folder)[1] == save.disks.save_id):
-            # Else it is whole here, and may be in place elsewhere.
+            # Otherwise the save is complete here, and may be in place on other disks.
             atomic.abandon(save.folder)
         atomic.abandon(save.save_dir / save.universal_tag)
 
 
 def _release(writer: Any) -> None:
-    """Take the file from one of DeepSpeed's fast writers that has failed, and would refuse every
-    other one.
+    """Release the file of a fast writer of DeepSpeed that has failed. It would refuse every later
+    file.
     """
     factory: Any = getattr(writer, "_writer", None)
     if getattr(factory, "_writer", None) is not None:
-        # It may fail once more, as on a full disk.
+        # It may fail again, as on a full disk.
         with Attempt():
             factory._writer.close()
         factory._writer = None
 
 
 def _commit(engine: DeepSpeedEngine, save: Save) -> None:
-    """List what was written, move it into place and point to it. All ranks have written their
-    part.
+    """List the files, move the save into place and point to it. All ranks have written
+    their part.
     """
     folder = atomic.incomplete_folder(save.folder)
     owns = save.disks.is_owner
@@ -250,9 +254,9 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
 
 
 def _publish(engine: DeepSpeedEngine, save: Save) -> None:
-    """Move a save that is whole on every disk into place, and point to it.
+    """Move a save that is complete on every disk into place, and point to it.
 
-    Where this ends before it is in place on all, loading brings it there.
+    If this stops before the save is in place on all disks, a load completes it.
     """
     owns = save.disks.is_owner
     has_twin = engine.optimizer.config.save_universal and engine.global_rank == 0
@@ -269,10 +273,10 @@ def _publish(engine: DeepSpeedEngine, save: Save) -> None:
 
 
 def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest:
-    """Return the list of the files ``names`` that this rank has written.
+    """Return the list of the files ``names``, which this rank has written.
 
     Raises:
-        LayerWiseError: one of them is not there, or cannot be read back.
+        LayerWiseError: one of them is missing or cannot be read back.
     """
     if gone := [name for name in names if not (folder / name).is_file()]:
         raise LayerWiseError(
@@ -291,8 +295,9 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
 
 
 def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
-    """Save in the universal format, too, whole but not in place yet: each rank a part of the
-    parameters, out of the files just written."""
+    """Also save in the universal format, complete but not in place yet. Each rank converts a part
+    of the parameters from the files just written.
+    """
     folder = save.save_dir / save.universal_tag
     regular = atomic.incomplete_folder(save.folder)
     incomplete = atomic.incomplete_folder(folder)
@@ -308,7 +313,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if rank == 0:
             names += universal.write_common(saved.state_dict(0), incomplete)
         if optimizer.rank == 0:
-            # Every stage of a pipeline has its own.
+            # Every pipeline stage has a model file of its own.
             model_file = regular / _model_file(engine)
             others = untrained_in(model_file) if is_cut(engine) else _not_trained(engine)
             names += universal.write_model(model_file, others, incomplete)
@@ -321,22 +326,22 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
 
 
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Return frozen parameters and buffers, by the first name in the module's ``state_dict``."""
+    """Return frozen parameters and buffers by their first name in the module's ``state_dict``."""
     known = {id(param) for param in engine.optimizer._params.values()}
     rest: dict[str, Tensor] = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in known:
             rest[name] = value
             if isinstance(value, nn.Parameter):
-                # Its other names, if it is tied, stand for it.
+                # A tied tensor is listed under one of its names.
                 known.add(id(value))
     return rest
 
 
 @contextmanager
 def _saying_where(save_dir: str | Path) -> Iterator[None]:
-    """Raise as our own what torch's writer raises on a full disk, which says neither where nor
-    why.
+    """Replace the error of torch's writer on a full disk, which names neither file nor reason, by
+    our own.
     """
     try:
         yield
@@ -365,7 +370,7 @@ def _raised_on_all_ranks(
 
 
 def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    # The engine saves what zero_to_fp32.py needs of frozen parameters only where gradients are
+    # The engine saves the frozen parameters that zero_to_fp32.py needs only if gradients are
     # partitioned.
     engine.zero_optimization_partition_gradients = lambda: True
     try:
@@ -394,10 +399,10 @@ def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
 
 
 def _wait_for(writer: Any) -> None:
-    """Wait until everything that ``writer`` was handed is written.
+    """Wait until ``writer`` has written everything.
 
     Raises:
-        LayerWiseError: it could not be.
+        LayerWiseError: it failed.
     """
     try:
         writer.commit(writer.get_commit_info())
@@ -412,10 +417,8 @@ def _wait_for(writer: Any) -> None:
 
 
 def commit_decoupled(engine: DeepSpeedEngine) -> None:
-    """End a save that still goes on beside the training, or one that failed while it was handed
-    over.
-    """
-    # One whose construction has failed has no optimizer yet, and is destroyed all the same.
+    """End a pending background save, or one that failed before its writer had all data."""
+    # An engine whose construction failed is destroyed without an optimizer.
     if hasattr(engine, "optimizer") and uses_us(engine) and engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
 

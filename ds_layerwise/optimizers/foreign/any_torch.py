@@ -1,4 +1,4 @@
-"""Optimizers that nobody here wrote, as rules: one of their class steps for every parameter."""
+"""Foreign optimizer classes as rules: an instance of the class steps for every parameter."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class AnyTorch(UpdateRule):
     """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
     1-D pieces.
 
-    State: what the class keeps, found by :mod:`.optimizers.foreign.probe`, and ``step``. Every
-    parameter has an optimizer of its own, for as long as its state lives, and that works in the
-    memory of the state, as far as the class writes in place; what it makes anew is copied there.
+    State: the states of the class, found by :mod:`.optimizers.foreign.probe`, and ``step``. Every
+    parameter has an optimizer of its own for as long as its state exists. It works in the memory of
+    the state if the class writes in place; tensors that the class makes anew are copied there.
 
-    ``lr`` and, where the class has one, ``weight_decay`` are those of the group. Where it has none,
+    ``lr`` and, if the class has one, ``weight_decay`` are those of the group. If it has none,
     weight decay is decoupled: ``W -= lr * weight_decay * W`` before the step.
     """
 
@@ -39,10 +39,10 @@ class AnyTorch(UpdateRule):
 
     @classmethod
     def of(cls, recipe: recipes.AnyTorch) -> AnyTorch:
-        """The rule that runs ``recipe``.
+        """Return the rule that runs ``recipe``.
 
         Raises:
-            ConfigError: as :func:`.optimizers.foreign.probe_checks.check`.
+            ConfigError: as in :func:`.optimizers.foreign.probe_checks.check`.
         """
         probe_checks.check(recipe, lambda: cls(recipe))
         return cls(recipe)
@@ -54,10 +54,10 @@ class AnyTorch(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Take a step of each parameter.
+        """Make a step of each parameter.
 
         Raises:
-            UpdateError: the class keeps something else than its probe did.
+            UpdateError: the class keeps other states than in its probe.
         """
         for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
             try:
@@ -93,14 +93,14 @@ class AnyTorch(UpdateRule):
             optimizer.state[param] = probe.rebuilt(
                 kept.after(step), lambda _, leaf: _value(leaf, state, step)
             )
-        # A class may write to the gradient, which somebody may look at after the step.
+        # A class may write to the gradient, which may be read after the step.
         param.grad = grad.clone()
         try:
             optimizer.step()
             state[COUNT] += 1
             self._keep(optimizer.state.get(param, {}), param, kept, state)
         finally:
-            # It outlives the step, and what it steps on may be memory that others have next.
+            # The optimizer outlives the step, but its tensors may be in temporary memory.
             param.grad = None
             group["params"] = []
             optimizer.state.clear()
@@ -112,10 +112,10 @@ class AnyTorch(UpdateRule):
         kept: Kept,
         state: State,
     ) -> None:
-        """Take over what the class has made anew.
+        """Copy the tensors that the class has made anew into ``state``.
 
         Raises:
-            StepError: it is not what the probe has found.
+            StepError: they differ from those of the probe.
         """
         step = int(state[COUNT])
         who = f"of a parameter of {tuple(param.shape)}"

@@ -1,5 +1,5 @@
-"""The optimizer object of a script in place of this package's own: its groups are what users and
-schedulers hold.
+"""A script's optimizer object in place of this package's own: users and schedulers hold its
+groups.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from ds_layerwise.recipes.rules.client_recipe import ClientSplit
 
 
 class ClientOptimizer(LayerWiseOptimizer):
-    """The groups of an optimizer object: the same list, and the same dicts, that it and its
+    """The groups of an optimizer object: the same list and the same dicts that it and its
     schedulers have.
 
-    From here on the object's own ``step`` only tells its schedulers, and its hooks, that the engine
-    has stepped; what would make it go its own way, ``step`` by somebody else, ``add_param_group``
-    and ``load_state_dict``, is an error, and so is ``state_dict``, which would have what one rank
-    owns.
+    From now on, the object's own ``step`` only tells its schedulers and hooks that the engine has
+    stepped. Calls that would change it independently raise an error: ``step`` by other code,
+    ``add_param_group`` and ``load_state_dict``; so does ``state_dict``, which would have only the
+    states that one rank owns.
 
     Args:
-        given: the object, or a function that makes it of ``params``.
-        split: for groups that do not say ``split`` themselves.
+        given: the object, or a function that makes it from ``params``.
+        split: for groups that do not set ``split`` themselves.
 
     Raises:
         ConfigError: no optimizers like it can be made, see :func:`.client_object.recipes_of`, or
-            another engine has it.
+            another engine uses it.
     """
 
     def __init__(self, given: Any, params: Any, *, split: ClientSplit) -> None:
@@ -67,9 +67,9 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.own_keys = []
 
     def groups_now(self) -> list[dict[str, Any]]:
-        """Return the settings of groups for the next step: all that they say, under ``of_client``,
-        and, under the names of this package's own, the rate, and the weight decay where the class
-        has one."""
+        """Return the settings of groups for the next step: all of their values under ``of_client``,
+        and, under this package's names, the rate and, if the class has one, the weight decay.
+        """
         settings = []
         for group, known in zip(self.param_groups, self.configured, strict=True):
             now = {
@@ -87,14 +87,14 @@ class ClientOptimizer(LayerWiseOptimizer):
         return settings
 
     def check_groups(self) -> None:
-        """Refuse nothing: keys of groups are the business of the class."""
+        """Do nothing: the class checks the keys of its groups."""
 
     def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
-        """Refuse a bound that is above its rate. The object's rates were all chosen.
+        """Refuse a bound above its rate. All rates of the object were chosen.
 
         Raises:
-            ConfigError: names the parameter; also one with a rate of its own in a group whose rate
-                is 0.
+            ConfigError: a bound is above its rate, or a parameter has a rate of its own in a group
+                with a rate of 0; names the parameter.
         """
         groups = self.groups_now()
         for route in routes.values():
@@ -106,11 +106,11 @@ class ClientOptimizer(LayerWiseOptimizer):
         check_floors(routes, groups)
 
     def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
-        """Nothing is refused: no rate of the object follows another."""
+        """Do nothing: no rate of the object follows another one."""
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
-        """Return the part of ``given`` that a load compares: all of it, by the names of the class,
-        as a checkpoint says it.
+        """Return the part of ``given`` that a load compares: all of it, under the names of the
+        class, in the form of a checkpoint.
         """
         found = {}
         for key, value in given.items():
@@ -118,13 +118,13 @@ class ClientOptimizer(LayerWiseOptimizer):
         return found
 
     def hold(self, held: Iterable[Held]) -> None:
-        """Let the object show the states of what this rank owns."""
+        """Set the states of the object to those that this rank owns."""
         self.client.state.clear()
         super().hold(held)
         self._bind()
 
     def _bind(self) -> None:
-        """Let the object do nothing by itself from here on."""
+        """Replace the methods of the object, so that it does nothing by itself."""
 
         def refuse(*_: Any, **__: Any) -> None:
             raise StepError(
@@ -140,14 +140,14 @@ class ClientOptimizer(LayerWiseOptimizer):
                 refuse()
 
         hooked: Any = Optimizer.profile_hook_step(step)
-        # A scheduler that has looked at its step already warns if this mark is gone.
+        # A scheduler that has already inspected the step warns if this mark is missing.
         hooked._wrapped_by_lr_sched = True
         vars(self.client).update(step=MethodType(hooked, self.client))
         for name in ("add_param_group", "load_state_dict", "state_dict"):
             setattr(self.client, name, refuse)
 
     def mark_step(self) -> None:
-        """Tell the object's schedulers and hooks that an update took place."""
+        """Tell the object's schedulers and hooks that an update was made."""
         self._stepping = True
         try:
             self.client.step()
@@ -156,12 +156,12 @@ class ClientOptimizer(LayerWiseOptimizer):
             self._stepping = False
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Part of the construction: the object has put defaults in already."""
+        """Add a group during construction. The object has already set defaults."""
         self.param_groups.append(param_group)
 
 
 def _before_schedules(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of ``group``, with the rate that it has before any schedule."""
+    """Return the settings of ``group``, with its rate before any scheduler."""
     values = of_class(group)
     values["lr"] = float(values.pop("initial_lr", group["lr"]))
     return values
@@ -169,7 +169,7 @@ def _before_schedules(group: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def pointing_to_ours(client: object) -> Iterator[None]:
-    """Tell who gives a Muon that cannot be taken where there is one."""
+    """Point to this package's Muon in the error for a client Muon that is not supported."""
     try:
         yield
     except ConfigError as error:

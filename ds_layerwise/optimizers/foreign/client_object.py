@@ -1,11 +1,11 @@
-"""An optimizer object of a script: its class and settings, and more optimizers like it.
+"""A script's optimizer object: its class and settings, and further optimizers like it.
 
-Note: what an object is
-    Its class, ``defaults``, the values of its parameter groups, and its states: what
-    torch.optim.Optimizer keeps, and what it is pickled and copied by. An optimizer for one
-    parameter on one rank is such a copy. An object that keeps more has it from a constructor, with
-    arguments that nobody can tell: it is refused, unless a function of the script made it, which
-    then makes those for single parameters, too.
+Note: the content of an object
+    Its class, ``defaults``, the values of its parameter groups, and its states: everything that
+    torch.optim.Optimizer keeps, pickles and copies. An optimizer for one parameter on one rank is
+    such a copy. If an object keeps more, it has got that from a constructor with unknown arguments.
+    It is then refused, unless a function of the script made it; that function also makes the
+    optimizers for single parameters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from ds_layerwise.recipes.base.fields import check, normalised, plain
 from ds_layerwise.recipes.rules import any_torch_recipe
 from ds_layerwise.recipes.rules.client_recipe import SPLIT, ClientSplit, ClientTorch, client_recipe
 
-#: Attributes of objects beside those of torch's base class: of fused kernels, and of schedulers.
+#: The attributes of objects in addition to those of torch's base class: of fused kernels, and of
+#: schedulers.
 _OF_TORCH = (
     "_need_device_dtype_check_for_fused",
     "_step_supports_amp_scaling",
@@ -35,35 +36,36 @@ _OF_TORCH = (
     "_step_count",
 )
 
-#: What of a group is for the whole of it, and not for an optimizer of one of its parameters.
+#: The keys of a group that concern the group as a whole, and not an optimizer of one of its
+#: parameters.
 ABOUT_GROUPS = ("params", "param_names", SPLIT)
 
-#: Keys that a schedule or a script moves, and overrides replace.
+#: The keys that a scheduler or a script changes, and that overrides replace.
 MOVED = ("lr", "weight_decay")
 
-#: What schedulers of torch note in a group.
+#: The keys that schedulers of torch store in a group.
 _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 
-#: A function of a script that makes an optimizer of parameters or groups.
+#: A script's function that makes an optimizer from parameters or groups.
 Make = Callable[[Any], object]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Prototype:
-    """The maker of optimizers like one group of an object."""
+    """Makes optimizers like one group of an object."""
 
     kind: type[Optimizer]
     defaults: Mapping[str, Any]
     group: Mapping[str, Any]
-    """The group's values when the engine was made, without its parameters."""
+    """The group's values when the engine was built, without its parameters."""
     function: Make | None
-    """The function of the script that makes them; None for copies of the object."""
+    """The script's function that makes them; None for copies of the object."""
 
     def make(self, params: Sequence[Tensor]) -> Optimizer:
-        """A new optimizer for ``params``, without states, of which ``lr`` is 1e-3.
+        """Return a new optimizer for ``params``, without states and with an ``lr`` of 1e-3.
 
         Raises:
-            ConfigError: the function makes none of these parameters alone.
+            ConfigError: the function cannot make one for these parameters alone.
         """
         group = {**copy.deepcopy(dict(self.group)), "params": list(params)}
         set_rate(group, 1e-3)
@@ -88,7 +90,7 @@ class Prototype:
 
 
 def of_class(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what ``group`` says to an optimizer of one of its parameters."""
+    """Return the values of ``group`` for an optimizer of one of its parameters."""
     found = {}
     for key, value in group.items():
         if key not in ABOUT_GROUPS:
@@ -97,10 +99,10 @@ def of_class(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def must_be_optimizer(found: object) -> Optimizer:
-    """``found``, if it is an optimizer.
+    """Return ``found``, if it is an optimizer.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not.
     """
     if not isinstance(found, Optimizer):
         raise ConfigError(
@@ -111,8 +113,8 @@ def must_be_optimizer(found: object) -> Optimizer:
 
 
 def set_rate(group: dict[str, Any], lr: float) -> None:
-    """Let a parameter group have ``lr`` as it has its rate: a number, or a tensor, which its class
-    may insist on.
+    """Set ``lr`` of a parameter group in the form of its present rate: a number, or a tensor, which
+    its class may require.
     """
     rate = group["lr"]
     group["lr"] = lr
@@ -121,8 +123,8 @@ def set_rate(group: dict[str, Any], lr: float) -> None:
 
 
 def path_of(client: Optimizer) -> str:
-    """Return the name of the class in a config: by the outermost package that has it, as states
-    belong to a class by that name.
+    """Return the name of the class for a config: in the outermost package that exports it, because
+    saved states refer to the class by that name.
     """
     return any_torch_recipe.path_of(type(client))
 
@@ -130,16 +132,16 @@ def path_of(client: Optimizer) -> str:
 def recipes_of(
     client: Optimizer, make: Make | None, *, split: ClientSplit
 ) -> tuple[ClientTorch, ...]:
-    """Return, for each parameter group of ``client``, the recipe of its parameters; the same one
-    for groups that differ in their rates and weight decay alone.
+    """Return the recipe of each parameter group of ``client``. Groups that differ only in their
+    rates and weight decay have the same recipe.
 
     Args:
-        make: the function that has made it, if one has.
-        split: for groups that do not say ``split`` themselves.
+        make: the function that has made it, if any.
+        split: for groups that do not set ``split`` themselves.
 
     Raises:
-        LayerWiseError: a group says what no checkpoint could hold.
-        ConfigError: no optimizers like it can be made, or a group says what it cannot be.
+        LayerWiseError: a group has a value that no checkpoint can hold.
+        ConfigError: no optimizers like it can be made, or a value of a group is not valid.
     """
     path = path_of(client)
     function = _function_for(client, make)
@@ -150,7 +152,7 @@ def recipes_of(
         values = of_class(group)
         texts = {}
         for key, value in values.items():
-            # Found at the first save otherwise.
+            # Otherwise the first save would find it.
             text = str(normalised(saved(value, f"{where}.{key}")))
             if key not in (*MOVED, *_OF_SCHEDULERS):
                 texts[key] = text
@@ -175,8 +177,8 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
     """Return ``make`` if ``client`` keeps more than torch.optim.Optimizer does.
 
     Raises:
-        ConfigError: there can be none like it: it needs a closure, has hooks before its step, or
-            states, or keeps more and no function has made it.
+        ConfigError: no optimizer like it can be made: it needs a closure, has hooks before its
+            step, has states, or keeps more and was not made by a function.
     """
     path = path_of(client)
     try:
@@ -213,7 +215,7 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
             "no gradients: those stay in the engine; remove them, and use the engine's "
             "gradient_clipping"
         )
-    # Some classes make states that count from 0 when they are made.
+    # Some classes make states, with a count of 0, in their constructors.
     for state in client.state.values():
         if state and state.get("step", 1) != 0:
             raise ConfigError(

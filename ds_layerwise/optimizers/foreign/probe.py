@@ -1,16 +1,16 @@
-"""The states that a class of ``torch.optim.Optimizer`` keeps, found by a few steps of it.
+"""The states that a class of ``torch.optim.Optimizer`` keeps, found by running a few steps.
 
-Note: how a state is found, without the memory of one
-    A class makes its state when it first steps. So it steps on tensors of the device "meta", which
-    have shapes and no memory. Where that fails, because a class looks into what it has computed, it
-    steps on a small shape whose sides are all different. A side of a state that is one of them, or
-    all of them together, is the same of the real shape; any other stays as it is. Whether that is
-    true shows at the real steps, which raise otherwise.
+Note: how a state is found without its memory
+    A class makes its state at its first step. So it steps on tensors of the device "meta", which
+    have shapes and no memory. If that fails, because the class reads computed values, it steps on a
+    small shape whose sides are all different. If a side of a state equals one of them, or the
+    product of all, it stands for the same of the real shape; any other side is a constant. Real
+    steps raise an error if this was wrong.
 
 Note: numbers
-    Beside tensors, classes keep numbers of Python, in a state or in the parameter group. One that
-    counts steps is ``step`` to this package; another that changes is a state of its own, without
-    axes, in float64. Tensors without axes lie on the host.
+    Classes also keep Python numbers, in a state or in the parameter group. A number that counts
+    steps is ``step`` in this package. Another number that changes is a 0-d float64 state of its
+    own. 0-d tensors are on the host.
 """
 
 from __future__ import annotations
@@ -36,20 +36,21 @@ from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 from ds_layerwise.recipes.rules.client_recipe import ClientTorch
 
-#: The state that counts steps, whatever else there is.
+#: The name of the state that counts steps.
 COUNT = "step"
 
-#: Steps of a probe. What a class keeps must be there, and its numbers must have shown how they
-#: change, by then.
+#: The number of steps in a probe. By then all states must exist, and numbers must have shown how
+#: they change.
 STEPS = 3
 
-#: Up to so many elements, a probe takes the real shape, with memory.
+#: Up to this number of elements, a probe uses the real shape, with memory.
 SMALL = 4096
 
-#: Sides of which no one is another's, nor a product of others, nor what a class has for a constant.
+#: The sides of the sample shape. None is another one, a product of others, or a likely constant in
+#: a class.
 _SAMPLE = (5, 7, 11, 13, 17, 19)
 
-#: What code that nobody here wrote raises when it does not like what it gets.
+#: The errors that foreign code raises for input that it does not support.
 _ERRORS = (
     ArithmeticError,
     AssertionError,
@@ -61,46 +62,47 @@ _ERRORS = (
     ValueError,
 )
 
-#: Numbers of a group that are not the business of its class alone.
+#: The numbers of a group that this package sets as well.
 _OF_ALL_CLASSES = ("lr", "weight_decay")
 
 Path = tuple[str | int, ...]
 
 
 class UnableError(ConfigError):
-    """A class that cannot be made for the tensors of a probe, or cannot step on them."""
+    """The class cannot be constructed for the tensors of a probe, or cannot step on them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf:
-    """A tensor, or a number that changes, in what a class keeps."""
+    """A tensor, or a number that changes, in the states of a class."""
 
     key: str
-    """The name in this package; :data:`COUNT` for one that counts steps."""
+    """The name in this package; :data:`COUNT` if it counts steps."""
     kind: type
     """Tensor, or the type of the number."""
     spec: StateSpec
     ahead: int | None
-    """The number of steps that a counter is ahead of them; None for others."""
+    """The difference of a counter to the number of steps; None for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """The states that a class keeps of a parameter of one shape."""
+    """The states that a class keeps for a parameter of one shape."""
 
     states: tuple[Any, ...]
-    """After each of the first steps, and all later ones as after the last: its state, with a
-    :class:`Leaf` in each place that has a tensor, or a number that changes."""
+    """The state after each of the first steps; later ones are like the last. There is a
+    :class:`Leaf` in place of each tensor, or number that changes.
+    """
     groups: Mapping[str, Leaf]
     """The numbers of a parameter group that count steps, by key."""
     flops: int
 
     def after(self, step: int) -> Any:
-        """The state after ``step`` steps, one or more."""
+        """Return the state after ``step`` steps, one or more."""
         return self.states[min(step, len(self.states)) - 1]
 
     def specs(self) -> dict[str, StateSpec]:
-        """Return every state by the name in this package."""
+        """Return the specs of all states by their names in this package."""
         specs = {}
         for leaf in flat(self.states).values():
             if isinstance(leaf, Leaf) and leaf.ahead is None:
@@ -109,10 +111,10 @@ class Kept:
 
 
 def class_of(recipe: AnyTorch) -> type[Optimizer]:
-    """The class of ``recipe``.
+    """Return the class of ``recipe``.
 
     Raises:
-        ConfigError: there is none at its path, or it is no ``torch.optim.Optimizer``.
+        ConfigError: there is none at its path, or it is not a ``torch.optim.Optimizer``.
     """
     module, _, name = recipe.rule.partition(":")
     try:
@@ -128,10 +130,10 @@ def class_of(recipe: AnyTorch) -> type[Optimizer]:
 
 
 def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
-    """A new optimizer of ``recipe`` for ``params``.
+    """Return a new optimizer of ``recipe`` for ``params``.
 
     Raises:
-        ConfigError: the class does not take the arguments, or it has no ``lr``.
+        ConfigError: the class does not accept the arguments, or it has no ``lr``.
     """
     if isinstance(recipe, ClientTorch):
         with naming(f"{recipe.rule} cannot be made for a parameter"):
@@ -155,7 +157,7 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Say ``what`` went wrong in code that nobody here wrote.
+    """Replace an error of foreign code by one that names ``what`` failed.
 
     Raises:
         UnableError: that code has raised.
@@ -168,24 +170,26 @@ def naming(what: str) -> Iterator[None]:
 
 
 def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
-    """Take one step of a probe.
+    """Make one step of a probe.
 
     Raises:
-        UnableError: the class cannot.
+        UnableError: the class cannot step.
     """
     with naming(f"{recipe.rule} cannot step on a parameter of {shape}"):
         optimizer.step()
 
 
 def flat(value: Any) -> dict[Path, Any]:
-    """Every leaf of nested dicts, lists and tuples, by the path to it."""
+    """Return every leaf of nested dicts, lists and tuples, by its path."""
     found: dict[Path, Any] = {}
     rebuilt(value, found.__setitem__)
     return found
 
 
 def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> Any:
-    """The same dicts, lists and tuples around what ``change`` makes of what lies in them."""
+    """Return the same dicts, lists and tuples, with each leaf replaced by the result of
+    ``change``.
+    """
     if isinstance(value, Mapping):
         found = {}
         for key, each in value.items():
@@ -201,11 +205,11 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
 
 @lru_cache(maxsize=None)
 def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
-    """Return the states that the class of ``recipe`` keeps of a parameter of ``shape``.
+    """Return the states that the class of ``recipe`` keeps for a parameter of ``shape``.
 
     Raises:
-        ConfigError: it cannot step on it, or keeps what cannot be told from shapes, or is neither
-            tensor nor number.
+        ConfigError: it cannot step on it, or keeps something that does not follow from shapes, or
+            that is neither a tensor nor a number.
     """
     if math.prod(shape) <= SMALL:
         return _observed(recipe, shape, "cpu", {})
@@ -234,10 +238,11 @@ def _grown(leaf: Any, sides: Mapping[int, int]) -> Any:
 def _observed(
     recipe: AnyTorch, shape: tuple[int, ...], device: str, known: Mapping[Path, Leaf]
 ) -> Kept:
-    """Return the states that the class keeps of a parameter on ``device``.
+    """Return the states that the class keeps for a parameter on ``device``.
 
     Args:
-        known: the tensors without axes in a probe with memory, which alone shows what counts.
+        known: the 0-d tensors found by a probe with memory. Only such a probe shows which of them
+            count.
     """
     states: list[Any] = []
     groups: list[dict[str, Any]] = []
@@ -282,7 +287,7 @@ def _copied(_: Path, value: Any) -> Any:
 
 
 def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
-    """Return a :class:`Leaf` for ``value``, or the value itself where it never changes.
+    """Return a :class:`Leaf` for ``value``, or the value itself if it never changes.
 
     Args:
         seen: the values in its place after each step.
@@ -298,7 +303,8 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
         if numbers == list(range(start, start + STEPS)):
             ahead = start - 1
     spec = StateSpec((), "float64", on_host=True)
-    # A subclass, as quantised states are, would come back from a state of this package without it.
+    # A subclass, as for quantised states, would come back from this package's state as a plain
+    # tensor.
     if type(value) is Tensor:
         spec = StateSpec(tuple(value.shape), str(value.dtype)[6:], on_host=not value.dim())
         if spec.dtype not in DTYPE_BYTES:
@@ -319,7 +325,7 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return ``value``, or the number in a tensor; None where it has axes, or no memory."""
+    """Return ``value``, or the number in a tensor; None if it has axes or no memory."""
     if not isinstance(value, Tensor):
         return value
     if value.dim() or value.is_meta:
@@ -328,19 +334,19 @@ def _number(value: Any) -> Any:
 
 
 def draw(shape: tuple[int, ...]) -> Tensor:
-    """Random numbers of the generator that :func:`aside` has set."""
+    """Return random numbers from the generator that :func:`aside` has seeded."""
     return torch.randn(shape, dtype=torch.float32, device="cpu")
 
 
 @contextmanager
 def aside(seed: int = 0) -> Iterator[None]:
-    """Draw from ``seed``, leave the random numbers of the run as they are, and its default device
-    out of what a class makes.
+    """Draw from ``seed`` inside, without changing the run's random numbers, and ignore its default
+    device.
     """
     state, of_numpy = random.getstate(), numpy.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-            # torch.manual_seed would set the generators of accelerators, too.
+            # torch.manual_seed would also set the generators of accelerators.
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             numpy.random.seed(seed)

@@ -1,12 +1,12 @@
-"""Checks of things that a class of ``torch.optim.Optimizer`` must not do, or ranks that own some
-parameters each cannot run it.
+"""Checks of a class of ``torch.optim.Optimizer``: it must not do things that fail if each rank owns
+only some parameters.
 
-Note: what is tried
-    One instance has two parameters. Beside it each of them is trained alone, as a rank would, by
-    instances that go on from a copy of the state every other step, and that are made with another
-    learning rate; a parameter that may be cut is trained in two pieces, too. What comes out must be
-    alike. Each step draws random numbers afresh from a seed, which makes those for the first
-    parameter alike; the second is not compared where a class draws some.
+Note: what is tested
+    One instance trains two parameters. In addition, each of them is trained alone, as a rank would
+    do it, by instances that continue from a copy of the state every other step, and that are made
+    with another learning rate. A parameter that may be cut is also trained in two pieces. The
+    results must agree. Each step seeds the random numbers again, so that those for the first
+    parameter are equal; the second parameter is not compared if the class draws random numbers.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from ds_layerwise.optimizers.foreign.probe import (
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
-#: Steps of a check: something may come late.
+#: The number of steps of a check. Some effects come late.
 _STEPS = 12
 
-#: Attributes of an optimizer that are looked at otherwise.
+#: The attributes of an optimizer that are checked in another way.
 _APART = ("defaults", "state", "param_groups")
 
-#: A learning rate that no class has for its default.
+#: A learning rate that no class has as its default.
 _LR = 0.0123
 
 
 def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
-    """Refuse a class that does not do with parts of a model what it does with all of it, or after a
-    load what it does without.
+    """Refuse a class that treats parts of a model differently from the whole, or differs after a
+    load.
 
     Args:
-        new_rule: makes a rule for the class, which has seen no parameter yet.
+        new_rule: makes a rule for the class that has seen no parameter yet.
 
     Raises:
-        ConfigError: it cannot be made; what it does to a parameter depends on others, which are on
-            other ranks, or on what is not in the state of that one; or it is to be cut by element,
-            and what it does to one depends on others, or what it keeps of a piece on its length.
+        ConfigError: an instance cannot be made; its update of a parameter depends on others, which
+            are on other ranks, or on something outside of the parameter's state; or it is to be cut
+            by element, and the update of an element depends on others, or the states of a piece
+            depend on its length.
     """
     shapes: list[tuple[int, ...]] = [(60,), (24,)]
     if recipe.whole:
@@ -86,11 +87,11 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
 
 
 def _check_keys_of_pieces(recipe: AnyTorch) -> None:
-    """Refuse a class that keeps other things of a long piece than of a short one: how parameters
-    are cut depends on the number of ranks.
+    """Refuse a class that keeps other states for a long piece than for a short one: the cuts of
+    parameters depend on the number of ranks.
 
     Raises:
-        ConfigError: names what it keeps.
+        ConfigError: names the states.
     """
     short, *others = [set(recipe.states((numel,))) for numel in (1, 60, SMALL + 1, 2**20)]
     if differ := set().union(*others).symmetric_difference(short):
@@ -102,17 +103,17 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
 
 
 def _values(index: int, shape: tuple[int, ...]) -> list[Tensor]:
-    """The parameter with this ``index``, and the gradients of all steps."""
+    """Return the parameter with this ``index``, and the gradients of all steps."""
     with aside(index):
         return [draw(shape) for _ in range(_STEPS + 1)]
 
 
 def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """The parameters after steps of one instance that has them all.
+    """Return the parameters after steps of one instance that has all of them.
 
     Raises:
-        ConfigError: it goes on from what it keeps elsewhere than in the state of a parameter, which
-            is not in a checkpoint, and may be of all parameters together; names where.
+        ConfigError: it keeps something outside of a parameter's state, which is not in a checkpoint
+            and may combine all parameters; names the place.
     """
     values = list(map(_values, range(len(shapes)), shapes))
     params = [value[0] for value in values]
@@ -146,14 +147,14 @@ def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tenso
 
 
 def _elsewhere(optimizer: Optimizer) -> dict[str, str]:
-    """Return what an optimizer keeps beside its states, as text, by its place."""
+    """Return everything that an optimizer keeps outside of its states, as text, by place."""
     (group,) = optimizer.param_groups
     found = {}
     for key, value in vars(optimizer).items():
         if key not in _APART:
             found[f"optimizer.{key}"] = _text(value)
     for key, value in group.items():
-        # Of numbers, those that count are known, and others are refused.
+        # Numbers that count are known, and other changing numbers are refused.
         if key != "params" and not isinstance(value, (int, float)):
             found[f"optimizer.param_groups[0][{key!r}]"] = _text(value)
     return found
@@ -173,7 +174,7 @@ def _alone(
     values: list[Tensor],
     seed: int,
 ) -> Tensor:
-    """A parameter after steps of its own instances."""
+    """Return a parameter after steps of its own instances."""
     param, *grads = values
     rule = new_rule()
     state = rule.init_state(param)

@@ -1,4 +1,4 @@
-"""Adafactor: second moments of whole matrices, as a column times a row."""
+"""Adafactor: second moments of whole matrices, as the product of a column and a row."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules import adafactor_recipe as recipes
 
-#: The least bound: the root of less than a float32 can be divided by is no number.
+#: The lowest bound of a divisor: the inverse root of anything smaller is not a float32 number.
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -22,22 +22,23 @@ TINY = torch.finfo(torch.float32).tiny
 class Adafactor(UpdateRule):
     """Adafactor, for whole matrices.
 
-    With t steps, b = t^``beta2_decay`` and W the matrix before the step, its means over rows and
-    columns of g^2 follow as R <- R + b (mean_cols(g^2) - R) and C <- C + b (mean_rows(g^2) - C),
-    and
+    With t steps, b = t^``beta2_decay`` and W the matrix before the step, R and C follow the means
+    of g^2 over the columns of each row and over the rows of each column::
 
-        V = R C / max(mean(R), eps1), U = g / max(sqrt(V), eps1), U <- U / max(1, rms(U) /
-        clip_threshold) W <- W - min(lr, 1 / sqrt(t)) max(eps2, rms(W)) U
+        R <- R + b (mean_cols(g^2) - R),  C <- C + b (mean_rows(g^2) - C)
+        V = R C / max(mean(R), eps1)
+        U = g / max(sqrt(V), eps1),  U <- U / max(1, rms(U) / clip_threshold)
+        W <- W - min(lr, 1 / sqrt(t)) max(eps2, rms(W)) U
 
-    so the learning rate is the largest step over the size of the matrix, and weight decay takes lr
-    itself. A stack ``(batch, rows, cols)`` is updated as its matrices one by one would be; torch
-    takes the mean squares of W and U over a whole stack, and of a convolution factors the last two
-    axes.
+    So the learning rate is the largest step relative to the size of the matrix; weight decay uses
+    lr itself. A stack ``(batch, rows, cols)`` is updated like its matrices one by one. torch
+    instead takes the mean squares of W and U over a whole stack, and factors the last two axes of a
+    convolution.
 
     State: ``row_var`` (R), ``(..., rows, 1)``, ``col_var`` (C), ``(..., 1, cols)``, and ``step``
-    (t), 0-d float32 on the CPU. Reference: :class:`torch.optim.Adafactor`, which says how it
-    differs from arXiv 1804.04235. Where ``eps1``^2 is no float32, as of 1e-30, torch makes NaN of a
-    row without gradients; here it stays where it is.
+    (t), 0-d float32 on the CPU. Reference: :class:`torch.optim.Adafactor`, whose documentation
+    lists the differences from arXiv 1804.04235. If ``eps1``^2 underflows float32, as for 1e-30,
+    torch makes NaN of a row without gradients; here the row does not change.
     """
 
     recipe: recipes.Adafactor = recipes.Adafactor()
@@ -49,7 +50,7 @@ class Adafactor(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Take a step of each parameter, one after another; a long stack a few matrices at a
+        """Make a step of each parameter, one after another; of a long stack, a few matrices at a
         time.
         """
         for param, grad, state in zip(params, grads, states, strict=True):
@@ -71,7 +72,7 @@ class Adafactor(UpdateRule):
         step: float,
         hyper: Hyper,
     ) -> None:
-        """Take a step of matrices that go together, whose mean squares are ``rows`` and
+        """Make a step of matrices that are updated together, with the mean squares ``rows`` and
         ``columns``.
         """
         decay = WeightDecay.of(self.recipe)
@@ -89,7 +90,7 @@ class Adafactor(UpdateRule):
         columns: Tensor,
         step: float,
     ) -> Tensor:
-        """``grad`` over the root of its second moment, which is updated first."""
+        """Return ``grad`` divided by the root of its second moment, which is updated first."""
         weight = step**self.recipe.beta2_decay
         for means, axis in ((rows, -1), (columns, -2)):
             means.lerp_(
@@ -100,11 +101,11 @@ class Adafactor(UpdateRule):
             )
         moments = rows @ columns
         moments.div_(rows.mean(dim=-2, keepdim=True).clamp_(min=max(self.recipe.eps1, TINY)))
-        # 1e-30, which other packages have for eps1, squared is no float32; a row without a gradient
-        # would become NaN.
+        # The square of 1e-30, the eps1 of other packages, underflows float32. A row without a
+        # gradient would become NaN.
         return moments.clamp_(min=max(self.recipe.eps1**2, TINY)).rsqrt_().mul_(grad)
 
 
 def _rms(matrices: Tensor) -> Tensor:
-    """The root mean square of each matrix, ``(..., 1, 1)``."""
+    """Return the root mean square of each matrix, ``(..., 1, 1)``."""
     return norms_of(matrices).div_(math.sqrt(matrices.shape[-2] * matrices.shape[-1]))

@@ -1,8 +1,8 @@
-"""Element-wise optimizers: every element is updated as if it were alone, so parameters may be cut
+"""Element-wise optimizers: every element is updated independently, so parameters may be cut
 anywhere.
 
-Adam and SGD are torch's own, through their functional forms. In formulas g is the gradient, t
-counts steps from 1, and u is what the learning rate is multiplied with.
+Adam and SGD are torch's own functional forms. In formulas, g is the gradient, t counts steps from
+1, and u is the direction that the learning rate multiplies.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Parameters, or places for their moves, that take one step together."""
+    """Parameters, or zero tensors for their moves, that make one step together."""
 
     targets: list[Tensor]
-    """Written."""
+    """The tensors to update, written in place."""
     grads: list[Tensor]
     states: list[State]
-    """Written."""
+    """The states, written in place."""
     hyper: Hyper
     lr: float
 
@@ -39,8 +39,8 @@ class Batch:
         return [state[key] for state in self.states]
 
     def by_step(self) -> Iterator[tuple[float, Batch]]:
-        """Count a step in each of the states; then yield, by how many there were, the parameters
-        with so many.
+        """Count a step in each state; then yield, by step number, the parameters with that
+        number.
         """
         alike: dict[float, Batch] = {}
         for target, grad, state in zip(self.targets, self.grads, self.states, strict=True):
@@ -55,7 +55,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Elementwise(UpdateRule):
-    """The base of element-wise rules. Each adds the way it moves parameters."""
+    """The base of element-wise rules. Subclasses define how parameters move."""
 
     recipe: Recipe
 
@@ -66,7 +66,7 @@ class Elementwise(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Take a step of all parameters together."""
+        """Make a step of all parameters together."""
         decay = WeightDecay.of(self.recipe)
         given = decay.gradients(params, grads, hyper)
 
@@ -79,14 +79,15 @@ class Elementwise(UpdateRule):
         """Update the states of ``batch`` with its gradients, and subtract the direction times its
         ``lr`` from its targets, in place.
 
-        The direction depends on gradients and states alone, not on what is in the targets.
+        The direction depends only on gradients and states, not on the targets.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Adam(Elementwise):
-    """Adam, with weight decay as the recipe has it: ``AdamW``, or with L2 regularisation ``Adam``.
+    """Adam, with the recipe's method of weight decay: ``AdamW``, or ``Adam`` with L2
+    regularisation.
 
     State: ``exp_avg``, ``exp_avg_sq``, like the parameter, and ``step``, 0-d float32 on the CPU.
     Reference: :class:`torch.optim.AdamW`, :class:`torch.optim.Adam`
@@ -95,7 +96,7 @@ class Adam(Elementwise):
     recipe: Recipe = recipes.AdamW()
 
     def move_(self, batch: Batch) -> None:
-        """Torch's step without its weight decay."""
+        """Make torch's step without its weight decay."""
         beta1, beta2 = batch.hyper.betas
         adam(
             batch.targets,
@@ -117,16 +118,16 @@ class Adam(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class Sgd(Elementwise):
-    """SGD with momentum and, unless the recipe says otherwise, L2 regularisation.
+    """SGD with momentum and, by default, L2 regularisation.
 
-    State: ``momentum_buffer``, like the parameter; zeros, which the first step turns into the
-    gradient, as torch's missing buffer does. Reference: :class:`torch.optim.SGD`
+    State: ``momentum_buffer``, like the parameter. It starts as zeros, which the first step turns
+    into the gradient, like torch's missing buffer. Reference: :class:`torch.optim.SGD`
     """
 
     recipe: Recipe = recipes.Sgd()
 
     def move_(self, batch: Batch) -> None:
-        """Torch's step without its weight decay."""
+        """Make torch's step without its weight decay."""
         sgd(
             batch.targets,
             batch.grads,
@@ -143,18 +144,16 @@ class Sgd(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class Lion(Elementwise):
-    """Sign of a moving average.
+    """Lion: the sign of a moving average.
 
-    State: ``exp_avg``, like the parameter. ``betas``: of the direction, and of the average that is
-    kept. Reference: arXiv 2302.06675
+    State: ``exp_avg``, like the parameter. The first of ``betas`` is for the direction, the second
+    for the stored average. Reference: arXiv 2302.06675
     """
 
     recipe: Recipe = recipes.Lion()
 
     def move_(self, batch: Batch) -> None:
-        """Take the sign with the first of the betas, then let the average follow with the
-        second.
-        """
+        """Take the sign with the first of ``betas``, then update the average with the second."""
         averages = batch.state("exp_avg")
         beta1, beta2 = batch.hyper.betas
         direction = torch._foreach_lerp(averages, batch.grads, 1 - beta1)
@@ -165,11 +164,11 @@ class Lion(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class Signum(Elementwise):
-    """Sign of the momentum.
+    """Signum: the sign of the momentum.
 
-    m <- mu m + (1 - mu) g, and u = sign(m). With ``nesterov``, as emerging_optimizers 0.5 has it, u
-    = sign(mu m / (1 - mu^(t+1)) + (1 - mu) g / (1 - mu^t)), without the divisors where
-    ``correct_bias`` is false.
+    m <- mu m + (1 - mu) g, and u = sign(m). With ``nesterov``, as in emerging_optimizers 0.5, u =
+    sign(mu m / (1 - mu^(t+1)) + (1 - mu) g / (1 - mu^t)), without the divisors if ``correct_bias``
+    is false.
 
     State: ``momentum_buffer`` (m), like the parameter, and ``step`` (t), 0-d float32 on the CPU.
     Reference: arXiv 1802.04434; without ``nesterov`` also pytorch_optimizer 4.1's SignSGD.
@@ -196,14 +195,14 @@ class Signum(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class LaProp(Elementwise):
-    """Momentum of normalised gradients.
+    """LaProp: the momentum of normalised gradients.
 
     v <- beta2 v + (1 - beta2) g^2, m <- beta1 m + (1 - beta1) g / (sqrt(v / (1 - beta2^t)) + eps),
-    and u = m / (1 - beta1^t), without the divisors 1 - beta^t where ``correct_bias`` is false.
+    and u = m / (1 - beta1^t), without the divisors 1 - beta^t if ``correct_bias`` is false.
 
     State: ``exp_avg`` (m), ``exp_avg_sq`` (v), like the parameter, and ``step`` (t), 0-d float32 on
     the CPU. Reference: the algorithm of arXiv 2002.04839. Its authors' code and pytorch_optimizer
-    4.1 have the learning rate inside m, which is the same while that does not change.
+    4.1 have the learning rate inside of m, which is equivalent while the rate is constant.
     """
 
     recipe: recipes.LaProp = recipes.LaProp()
@@ -223,23 +222,25 @@ class LaProp(Elementwise):
 
 @dataclass(frozen=True, slots=True)
 class AdEMAMix(Elementwise):
-    """Adam with a second, slow average of the gradient.
+    """AdEMAMix: Adam with an additional, slow average of the gradient.
 
     m1 <- beta1 m1 + (1 - beta1) g, m2 <- b3 m2 + (1 - b3) g, v <- beta2 v + (1 - beta2) g^2, and u
-    = (m1 / (1 - beta1^t) + a m2) / (sqrt(v / (1 - beta2^t)) + eps). Over ``alpha_warmup_steps`` a
-    grows from 0 to ``alpha`` in a straight line; over ``beta3_warmup_steps`` b3 grows from beta1 to
-    ``beta3`` so that 1 / ln b3, about how many steps it looks back, does.
+    = (m1 / (1 - beta1^t) + a m2) / (sqrt(v / (1 - beta2^t)) + eps). Over ``alpha_warmup_steps``, a
+    grows linearly from 0 to ``alpha``. Over ``beta3_warmup_steps``, b3 grows from beta1 to
+    ``beta3`` so that 1 / ln b3, about the number of steps in its average, grows linearly.
 
     State: ``exp_avg`` (m1), ``exp_avg_slow`` (m2), ``exp_avg_sq`` (v), like the parameter, and
     ``step`` (t), 0-d float32 on the CPU. Reference: the algorithm and the schedulers of arXiv
-    2409.03137, which pytorch_optimizer 4.1's AdEMAMix follows; emerging_optimizers 0.5 has its
-    one-average simplification instead.
+    2409.03137, as in pytorch_optimizer 4.1's AdEMAMix; emerging_optimizers 0.5 has its one-average
+    simplification instead.
     """
 
     recipe: recipes.AdEMAMix = recipes.AdEMAMix()
 
     def move_(self, batch: Batch) -> None:
-        """Update the three averages, then subtract both first ones over the root of the second."""
+        """Update the three averages, then subtract both averages of gradients over the root of that
+        of squares.
+        """
         beta1, beta2 = batch.hyper.betas
         for step, some in batch.by_step():
             fast = some.state("exp_avg")
@@ -252,7 +253,7 @@ class AdEMAMix(Elementwise):
             torch._foreach_addcdiv_(some.targets, slow, divisors, -some.lr * alpha)
 
     def scheduled(self, step: float, beta1: float) -> tuple[float, float]:
-        """``alpha`` and ``beta3`` at ``step``."""
+        """Return ``alpha`` and ``beta3`` at ``step``."""
         recipe = self.recipe
         alpha = recipe.alpha * _warmed(step, recipe.alpha_warmup_steps)
         warmed = _warmed(step, recipe.beta3_warmup_steps)
@@ -261,22 +262,24 @@ class AdEMAMix(Elementwise):
 
 
 def _warmed(step: float, steps: int) -> float:
-    """Return the part of ``steps`` that are over at ``step``."""
+    """Return the fraction of ``steps`` that is over at ``step``."""
     return min(1.0, step / steps) if steps else 1.0
 
 
 def _span_of(beta: float) -> float:
-    """1 / ln beta, and 0 for a beta of 0."""
+    """Return 1 / ln beta, and 0 for a beta of 0."""
     return 1 / math.log(beta) if beta else 0.0
 
 
 def _decay_of(span: float) -> float:
-    """The inverse of :func:`_span_of`."""
+    """Return the inverse of :func:`_span_of`."""
     return math.exp(1 / span) if span else 0.0
 
 
 def _correction(corrects: bool, left: float) -> float:
-    """Return the divisor of an average that holds 1 - ``left`` of the values averaged."""
+    """Return the bias correction of an average whose weights add up to 1 - ``left``; 1 without
+    correction.
+    """
     return 1 - left if corrects else 1.0
 
 

@@ -1,5 +1,5 @@
-"""The common part of Shampoo and SOAP: factors, their eigenvectors, and updates that are not too
-large.
+"""The common part of Shampoo and SOAP: factors, their eigenvectors, and a limit on the size of
+updates.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules import kronecker_recipe as recipes
 
-#: What torch raises where an iteration does not converge.
+#: The error that torch raises if an iteration does not converge.
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
 
-#: What is added to a root mean square before something is divided by it.
+#: Added to a root mean square before it is a divisor.
 _RMS_EPS = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
 class Kronecker(UpdateRule):
-    """A rule that preconditions each matrix of (rows, cols) from factors ``L`` (rows, rows) and
-    ``R`` (cols, cols).
+    """A rule that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and ``R``
+    (cols, cols).
 
-    All of it is computed in the dtype of the master, float32. Of a stack, every matrix has factors
+    Everything is computed in the dtype of the master, float32. Each matrix of a stack has factors
     of its own; a few small ones go through the linear algebra together, see
     :meth:`.recipes.rules.kronecker_recipe.Kronecker.together`.
     """
@@ -39,7 +39,7 @@ class Kronecker(UpdateRule):
     recipe: recipes.Kronecker
 
     def check(self, device: torch.device) -> None:
-        """Refuse a device on which torch cannot factorise.
+        """Refuse a device on which torch has no eigendecomposition.
 
         Raises:
             ConfigError: names the optimizer.
@@ -54,11 +54,11 @@ class Kronecker(UpdateRule):
 
     @property
     def products_in(self) -> torch.dtype:
-        """The dtype of masters; factors in half precision would have other eigenvectors."""
+        """The dtype of masters. Factors in half precision would have other eigenvectors."""
         return torch.float32
 
     def of_shards(self, axis: Any, peers: Any) -> Any:
-        """Nothing: see :meth:`.recipes.rules.kronecker_recipe.Kronecker.refusal`.
+        """Raise an error; see :meth:`.recipes.rules.kronecker_recipe.Kronecker.refusal`.
 
         Raises:
             ConfigError: always.
@@ -75,10 +75,10 @@ class Kronecker(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Update states, then the parameters, each matrix by itself.
+        """Update the states, then the parameters, each matrix by itself.
 
         Raises:
-            UpdateError: the eigenvectors of a factor cannot be found.
+            UpdateError: the eigenvectors of a factor cannot be computed.
         """
         decay = WeightDecay.of(self.recipe)
         for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
@@ -110,21 +110,22 @@ class Kronecker(UpdateRule):
         step: int,
         hyper: Hyper,
     ) -> Tensor | None:
-        """The direction of matrices (batch, rows, cols), whose ``state`` is written, in memory of
-        its own; None if they stay as they are."""
+        """Return the direction of matrices (batch, rows, cols) in new memory, and update ``state``;
+        None if the matrices do not change.
+        """
         raise NotImplementedError
 
     def _hint(self, hyper: Hyper) -> str:
-        """Return a hint at causes beside gradients of a factor without eigenvectors."""
+        """Return a hint at causes other than gradients, for a factor without eigenvectors."""
         return ""
 
     def _in_batches(
         self, param: Tensor, grad: Tensor, state: State
     ) -> Iterator[tuple[Tensor, Tensor, State]]:
-        """Views of as many matrices as go together, (batch, rows, cols), with those of their
-        gradients and states.
+        """Yield views of as many matrices as are updated together, (batch, rows, cols), with those
+        of their gradients and states.
         """
-        # None adds an axis to a matrix.
+        # None adds an axis to a single matrix.
         places: list[Any] = [None]
         if param.dim() == 3:
             together = self.recipe.together(tuple(param.shape))
@@ -135,8 +136,8 @@ class Kronecker(UpdateRule):
             yield param[some], grad[some], own
 
     def _kept(self, step: int) -> float:
-        """Return the part that factors keep at a step: ``shampoo_beta``, or less while they would
-        still be too small.
+        """Return the fraction that factors keep at a step: ``shampoo_beta``, or less in the first
+        steps, to correct the bias towards zero.
         """
         beta = self.recipe.shampoo_beta
         if not self.recipe.correct_bias:
@@ -144,13 +145,13 @@ class Kronecker(UpdateRule):
         return 1 - (1 - beta) / (1 - beta**step)
 
     def _corrections(self, step: int, hyper: Hyper) -> tuple[float, float]:
-        """Return the divisors of first and second moments."""
+        """Return the bias corrections of the first and second moments."""
         if not self.recipe.correct_bias:
             return 1.0, 1.0
         return 1 - hyper.betas[0] ** step, 1 - hyper.betas[1] ** step
 
     def _is_due(self, step: int) -> bool:
-        """Tell whether bases or roots are computed anew."""
+        """Tell whether bases or roots are recomputed at this step."""
         return (step - 1) % self.recipe.precondition_frequency == 0
 
     def _limit(self, update: Tensor) -> None:
@@ -161,13 +162,14 @@ class Kronecker(UpdateRule):
 
 
 def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvalues (batch, n), largest first, and eigenvectors (batch, n, n) of symmetric matrices.
+    """Return the eigenvalues (batch, n), largest first, and the eigenvectors (batch, n, n) of
+    symmetric matrices.
 
-    What does not converge is tried once more in the widest dtype, whose result is rounded.
+    If it does not converge, it tries again in the widest dtype and rounds the result.
 
     Raises:
-        LinAlgError: it does not converge there, either, or on a device that does not say so has
-            made NaN of it.
+        LinAlgError: it does not converge there either, or a device that does not report this has
+            returned NaN.
     """
     try:
         values, vectors = torch.linalg.eigh(factor)
@@ -178,7 +180,7 @@ def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_finite(values: Tensor, what: str) -> None:
-    """Refuse ``values`` that are not all finite, as far as they have memory.
+    """Refuse ``values`` that are not all finite, unless they have no memory.
 
     Raises:
         LinAlgError: names ``what``.

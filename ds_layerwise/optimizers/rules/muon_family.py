@@ -1,4 +1,4 @@
-"""The rules of the Muon family: momenta, orthogonalised by Newton-Schulz, and scaled."""
+"""The rules of the Muon family: momenta that are orthogonalised by Newton-Schulz and scaled."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ds_layerwise.recipes.rules.muon_recipes import NsDtype, ScaleMode
 
 T = TypeVar("T", bound="Orthogonalized")
 
-#: What stands in for a norm of 0: dividing by it keeps zeros.
+#: Replaces a norm of 0 as a divisor, so that zeros stay zeros.
 TINY = torch.finfo(torch.float32).tiny
 
 
@@ -68,7 +68,7 @@ class Batch:
     grads: list[Tensor]
     states: list[State]
     direction: Tensor
-    """``(k, rows, cols)``, read only: the matrices to orthogonalise."""
+    """The matrices to orthogonalise: ``(k, rows, cols)``, read only."""
     shape: tuple[int, int]
     """The shape of each whole matrix."""
 
@@ -77,8 +77,8 @@ class Batch:
         return [state[key] for state in self.states]
 
     def follow_(self, key: str, values: Tensor, weight: float) -> Tensor:
-        """Let the averages that are the state ``key`` follow ``values`` with ``weight``, and return
-        them as ``(k, ..., ...)``, in memory of their own.
+        """Update the averages in the state ``key`` with ``values`` and ``weight``. Return them as
+        ``(k, ..., ...)``, in new memory.
         """
         averages = self.state(key)
         followed = torch.lerp(stack(averages), values, weight)
@@ -90,21 +90,21 @@ class Batch:
 class Orthogonalized(UpdateRule):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 
-    A subclass says what becomes of an orthogonal matrix (:meth:`adapted_`) and how it is scaled
+    A subclass turns an orthogonal matrix into an update (:meth:`adapted_`) and scales it
     (:meth:`scale`). State: ``momentum_buffer``, like the parameter, an exponential moving average
-    of the gradient, and what the recipe adds. The leading axis of a ``(batch, rows, cols)``
-    parameter counts matrices.
+    of the gradient, and the recipe's own. The leading axis of a ``(batch, rows, cols)`` parameter
+    counts matrices.
     """
 
     recipe: recipes.Orthogonalized
     ns_coefficients: Coefficients
     ns_dtype: NsDtype = "auto"
     fast_dtypes: frozenset[torch.dtype] = frozenset()
-    """The dtypes that ``ns_dtype`` "auto" may take; see
+    """The dtypes that ``ns_dtype`` "auto" may choose; see
     :func:`.orthogonalize.newton_schulz.compute_dtype`.
     """
     cut: tuple[Axis, Peers] | None = None
-    """The axis of which this rank has a part, and the ranks that have the others; None for whole
+    """The axis along which matrices are cut, and the ranks with the other parts; None for whole
     matrices.
     """
 
@@ -113,8 +113,8 @@ class Orthogonalized(UpdateRule):
         """Return the rule that runs ``recipe``.
 
         Raises:
-            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the ``ns_dtype``
-                asked for.
+            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the chosen
+                ``ns_dtype``.
         """
         rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
         ns_dtype = recipe.ns_dtype
@@ -128,7 +128,7 @@ class Orthogonalized(UpdateRule):
         return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)
 
     def check(self, device: torch.device) -> None:
-        """Refuse a device that has no products in ``ns_dtype``.
+        """Refuse a device without products in ``ns_dtype``.
 
         Raises:
             ConfigError: see :func:`.optimizers.devices.require`.
@@ -137,7 +137,7 @@ class Orthogonalized(UpdateRule):
             require(self.products_in, device, key="optimizer.params.ns_dtype", value=self.ns_dtype)
 
     def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
-        """Return this rule for a device where ``fast_dtypes`` are much faster than float32."""
+        """Return this rule for a device on which ``fast_dtypes`` are much faster than float32."""
         return replace(self, fast_dtypes=fast_dtypes)
 
     @property
@@ -156,7 +156,7 @@ class Orthogonalized(UpdateRule):
         return direction
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
-        """Return the update of ``batch`` before it is scaled, and update the states of ``batch``.
+        """Return the update of ``batch`` before scaling, and update the states of ``batch``.
 
         ``orthogonal`` may be overwritten.
         """
@@ -173,7 +173,7 @@ class Orthogonalized(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Update momenta, then the parameters, batch by batch of equal shape."""
+        """Update momenta, then the parameters, in batches of equal shape."""
         shapes = [(*param.shape[:-2], *self._whole(param.shape)) for param in params]
         groups = batches(shapes, max_batch_numel(params[0].device))
         for group in groups:
@@ -223,7 +223,7 @@ class Orthogonalized(UpdateRule):
         )
 
     def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the last two sizes of ``shape``, as whole matrices have them."""
+        """Return the last two sizes of ``shape`` for whole matrices."""
         if self.cut is None:
             return tuple(shape[-2:])
         axis, peers = self.cut
@@ -249,14 +249,18 @@ class Orthogonalized(UpdateRule):
         )
 
     def summed(self, value: Tensor) -> Tensor:
-        """Return the sum of ``value`` over the parts of matrices, ``value`` for whole ones."""
+        """Return the sum of ``value`` over the parts of matrices; ``value`` itself for
+        whole ones.
+        """
         if self.cut is None:
             return value
         _, peers = self.cut
         return peers.sum_(value)
 
     def norms(self, matrices: Sequence[Tensor]) -> Tensor:
-        """Return the Frobenius norms of ``k`` matrices, ``(k,)``; of parts, those of the whole."""
+        """Return the Frobenius norms of ``k`` matrices, ``(k,)``; for parts, those of the whole
+        matrices.
+        """
         own = frobenius_norms(matrices)
         if self.cut is None:
             return own
@@ -267,7 +271,7 @@ class Orthogonalized(UpdateRule):
         return self.norms(list(stacked.unbind())).view(-1, 1, 1)
 
     def _clip_(self, params: list[Tensor], most: float) -> None:
-        """Cut singular values of ``params`` down to ``most``, after parts have been gathered."""
+        """Clip the singular values of ``params`` to ``most``. Parts are gathered first."""
         if self.cut is None:
             torch._foreach_copy_(params, unstack(capped(params, most), params))
             return
@@ -279,7 +283,7 @@ class Orthogonalized(UpdateRule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Orthogonalized):
-    """Orthogonalised momenta that are scaled by the shape of their matrix."""
+    """Orthogonalised momenta, scaled by the shape of their matrix."""
 
     recipe: recipes.Scaled
 
@@ -290,8 +294,8 @@ class Scaled(Orthogonalized):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(Scaled):
-    """MomentUm Orthogonalized by Newton-schulz, for whole matrices: an orthogonal matrix is the
-    update.
+    """MomentUm Orthogonalized by Newton-schulz, for whole matrices: the update is the orthogonal
+    matrix.
 
     Reference: https://kellerjordan.github.io/posts/muon/
     """
@@ -299,17 +303,18 @@ class Muon(Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NorMuon(Scaled):
-    """Muon whose rows are divided by the root of an average of their squares, with the norm that
-    Muon has.
+    """NorMuon: Muon with each row divided by the root of an average of its squares, and with Muon's
+    norm.
 
     With O orthogonal: v <- beta v + (1 - beta) mean over columns of O^2, u = O / (sqrt(v) + eps),
-    then |O| / |u| times u. State ``moment2_buffer``: v, ``(rows, 1)``.
+    and the update is |O| / |u| times u. State ``moment2_buffer``: v, ``(rows, 1)``.
 
-    Reference: arXiv 2510.05491, with the norm that the authors' own code keeps (ShizukaKuze/NorMuon
-    at 22b57d4, and pytorch_optimizer 4.1.0); the paper's Algorithm 1 gives updates an RMS of 0.2,
-    which ``scale_mode`` "match_rms_adamw" comes to but for what five Newton-Schulz steps leave.
-    ``moment2_per`` "longer_side" is Emerging-Optimizers' choice (0.3.0), which averages over
-    columns where there are at least as many rows, else over rows; it takes max(v, eps) for v.
+    Reference: arXiv 2510.05491, with the norm of the authors' own code (ShizukaKuze/NorMuon at
+    22b57d4, and pytorch_optimizer 4.1.0). The paper's Algorithm 1 gives updates an RMS of 0.2;
+    ``scale_mode`` "match_rms_adamw" reaches that up to the error of five Newton-Schulz steps.
+    ``moment2_per`` "longer_side" is the choice of Emerging-Optimizers (0.3.0). It averages over
+    columns if there are at least as many rows as columns, else over rows, and replaces v by max(v,
+    eps).
     """
 
     recipe: recipes.NorMuon
@@ -329,25 +334,25 @@ class NorMuon(Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaMuon(Scaled):
-    """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
-    matrix.
+    """AdaMuon: Muon divided by the root of an average of its own squares, with the norm of an
+    orthogonal matrix.
 
-    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), then sqrt(min(rows,
-    cols)) / |u| times u, so that with ``scale_mode`` "match_rms_adamw" every update has an RMS of
-    0.2. State ``moment2_buffer``: v.
+    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), and the update is
+    sqrt(min(rows, cols)) / |u| times u. So with ``scale_mode`` "match_rms_adamw" every update has
+    an RMS of 0.2. State ``moment2_buffer``: v.
 
-    Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and
-    pytorch_optimizer 4.1.0; both also correct v for its bias, which the norm takes back but for
-    eps. The paper's second version orthogonalises the signs of the momentum (``sign_momentum``).
-    Without ``moment2_rescale`` it is what Emerging-Optimizers 0.3.0 calls adamuon: an element's
-    first update is 1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral"
-    updates begin at an RMS of 72 (64 x 256) and end near 16.
+    Reference: arXiv 2507.11005 as in the authors' own code (Chongjie-Si/AdaMuon at 3b84e03) and
+    pytorch_optimizer 4.1.0. Both also correct the bias of v, which the norm cancels except for eps.
+    The paper's second version orthogonalises the signs of the momentum (``sign_momentum``). Without
+    ``moment2_rescale`` it is the adamuon of Emerging-Optimizers 0.3.0: an element's first update is
+    1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral" updates begin
+    at an RMS of 72 (64 x 256) and end near 16.
     """
 
     recipe: recipes.AdaMuon
 
     def prepared(self, direction: Tensor) -> Tensor:
-        """Return the signs of ``direction`` with ``sign_momentum``, else itself."""
+        """Return the signs of ``direction`` with ``sign_momentum``, else ``direction`` itself."""
         if self.recipe.sign_momentum:
             return direction.sign()
         return direction
@@ -364,22 +369,23 @@ class AdaMuon(Scaled):
         if self.recipe.moment2_rescale:
             norms = self.norms_of(orthogonal)
             wanted = math.sqrt(min(batch.shape))
-            # A matrix without a gradient has no norm to divide by, and 0 times infinity is NaN.
+            # A matrix without a gradient has a norm of 0, and 0 times infinity is NaN.
             orthogonal.mul_(torch.where(norms < wanted * TINY, 0, wanted / norms))
         return orthogonal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Namo(Scaled):
-    """Muon scaled by how long the momentum is beside the gradients, as Adam's steps are.
+    """NAMO: Muon scaled by the ratio of the momentum's norm to that of gradients, like Adam's
+    steps.
 
-    With g the gradient, d the direction that is orthogonalised to O: v <- beta v + (1 - beta)
+    With g the gradient, and d the direction that is orthogonalised to O: v <- beta v + (1 - beta)
     |g|^2, and the update is |d| / (sqrt(v) + eps) times O. State ``moment2_buffer``: v, one number
-    a matrix. It is an average of squares, so gradients whose norm is beyond 1e19 overflow it.
+    per matrix. It averages squares, so gradients with a norm beyond 1e19 overflow it.
 
     Reference: Emerging-Optimizers 0.3.0, after arXiv 2602.17080. The authors' own code
-    (minxin-zhg/namo) corrects both averages for their bias, has eps under the root, bounds the step
-    by 1, lets weight decay follow the step and keeps 99 % of v; without a correction the factor
+    (minxin-zhg/namo) corrects the bias of both averages, has eps under the root, bounds the step by
+    1, scales weight decay with the step, and keeps 99 % of v. Without the correction, the factor
     begins at (1 - momentum) / sqrt(1 - beta), 0.22 without nesterov.
     """
 
@@ -398,11 +404,11 @@ class Scion(Orthogonalized):
     """Stochastic conditional gradient with the spectral norm: W <- (1 - lr) W - lr radius sqrt(rows
     / cols) O.
 
-    Once in the ball, W stays in it while lr is at most 1, as far as O is orthogonal. Without
-    ``constrained`` W is not shrunk by lr but by ``weight_decay``, as in every other rule.
+    If W starts in the ball, it stays there while lr is at most 1, as far as O is orthogonal.
+    Without ``constrained``, W shrinks by ``weight_decay`` as in every other rule, not by lr.
 
-    Reference: arXiv 2502.07529 for layers between the first and the last; Emerging-Optimizers
-    0.3.0, which has the constrained one alone, and pytorch_optimizer 4.1.0.
+    Reference: arXiv 2502.07529, for layers between the first and the last; Emerging-Optimizers
+    0.3.0, which has only the constrained version; and pytorch_optimizer 4.1.0.
     """
 
     recipe: recipes.Scion
@@ -418,7 +424,7 @@ class PolarGrad(Orthogonalized):
     direction d.
 
     <O, d>, the sum of products of their elements, is the nuclear norm of d as far as O is
-    orthogonal. So updates are as large as gradients are.
+    orthogonal. So updates are proportional to gradients.
 
     Reference: arXiv 2505.21799; Emerging-Optimizers 0.3.0.
     """
@@ -427,8 +433,8 @@ class PolarGrad(Orthogonalized):
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
-        # Rows first, and each matrix alone: over a batch, the order of the sum would depend on its
-        # size.
+        # Sum rows first, and each matrix by itself: over a batch, the order of the sum would depend
+        # on the batch size.
         of_rows = (orthogonal * batch.direction).sum(-1)
         return orthogonal.mul_(self.summed(of_rows.sum(-1)).view(-1, 1, 1))
 

@@ -1,4 +1,4 @@
-"""Shampoo: the momentum between inverse roots of its factors."""
+"""Shampoo: the momentum multiplied by inverse roots of its factors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ds_layerwise.recipes.rules import shampoo_recipe as recipes
 class Shampoo(Kronecker):
     """Shampoo, for whole matrices G of (rows, cols).
 
-    The rule is Distributed Shampoo's (arXiv 2309.06497, facebookresearch/optimizers), whole
-    matrices in place of blocks, from the first step on::
+    The rule is Distributed Shampoo's (arXiv 2309.06497, facebookresearch/optimizers), for whole
+    matrices instead of blocks, from the first step on::
 
         L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,
             b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
@@ -27,16 +27,16 @@ class Shampoo(Kronecker):
         W <- W - lr ‖A‖ / ‖U‖ U,
             A = exp_avg / (sqrt(exp_avg_sq) + eps), Adam's update, with its corrections
 
-    A root is that of the eigenvalues, negative ones taken for 0, plus ``matrix_eps`` times the
-    largest; so it does not depend on the size of gradients (Distributed Shampoo adds its epsilon as
-    it is). A factor of zeros has the identity for a root. Where one side alone has a factor, its
-    root is the square one, -1/2.
+    A root is that of the eigenvalues, with negative ones set to 0, plus ``matrix_eps`` times the
+    largest. So it does not depend on the size of gradients (Distributed Shampoo adds its epsilon
+    without scaling). The root of a zero factor is the identity. If only one side has a factor, its
+    root has the exponent -1/2.
 
     With ``grafting`` "none", ``statistics`` "sum" and betas[0] of 0 it is the first Shampoo (arXiv
-    1802.09568, algorithm 1), but for the size of ``matrix_eps``.
+    1802.09568, algorithm 1), except for the size of ``matrix_eps``.
 
     State: ``exp_avg``, and ``exp_avg_sq`` with grafting, like the parameter; ``L``, ``R``,
-    ``root_L``, ``root_R`` square, without those of a side beyond ``max_side``; ``step``, 0-d
+    ``root_L``, ``root_R``, square, without those of a side beyond ``max_side``; ``step``, 0-d
     float32 on the CPU.
     """
 

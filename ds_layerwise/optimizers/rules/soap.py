@@ -17,49 +17,49 @@ from ds_layerwise.recipes.rules import soap_recipe as recipes
 class Soap(Kronecker):
     """SOAP and KL-SOAP, for whole matrices G of (rows, cols).
 
-    Adam with both averages corrected, of the gradient as the bases see it (arXiv 2409.11321,
-    algorithm 3)::
+    Adam, with bias corrections of both averages, on the gradient in the eigenbases (arXiv
+    2409.11321, algorithm 3)::
 
         exp_avg <- betas[0] exp_avg + (1 - betas[0]) G
         exp_avg_sq <- betas[1] exp_avg_sq + (1 - betas[1]) (Q_Lᵀ G Q_R)²
         W <- W - lr Q_L (Q_Lᵀ exp_avg Q_R / (sqrt(exp_avg_sq) + eps)) Q_Rᵀ
 
-    and then, or before that where ``lagged_basis`` is false::
+    and after that, or before it if ``lagged_basis`` is false::
 
         L <- b L + (1 - b) G Gᵀ,  R <- b R + (1 - b) Gᵀ G,
             b = 1 - (1 - shampoo_beta) / (1 - shampoo_beta^t)
         Q_L <- the eigenvectors of L at t = 1, then the Q of L Q_L, whose columns are in the
             order of diag(Q_Lᵀ L Q_L)
 
-    and so for Q_R; the columns of ``exp_avg_sq`` are sorted with those of a basis, and bases
-    computed anew at t = 1 and every ``precondition_frequency`` steps after it. Lagged, as the
-    paper's code has it, the first step makes factors and bases and nothing else, and Adam's count
-    starts at the second. Emerging-Optimizers (0.3.0, ``soap/soap.py``) has bases anew at each step
-    before they are used, and leaves no step out: there the first gradient is a diagonal matrix in
-    bases that are its own, so that of all other elements Adam divides rounding by rounding, and the
-    first update is mostly such noise.
+    and the same for Q_R. The columns of ``exp_avg_sq`` are sorted with those of a basis. Bases are
+    recomputed at t = 1 and every ``precondition_frequency`` steps after it. With ``lagged_basis``,
+    as in the paper's code, the first step only makes factors and bases, and Adam's count starts at
+    the second step. Emerging-Optimizers (0.3.0, ``soap/soap.py``) recomputes bases at each step
+    before they are used, and skips no step. There the first gradient is a diagonal matrix in its
+    own bases, so that for all other elements Adam divides rounding errors by rounding errors, and
+    the first update is mostly noise.
 
-    ``exp_avg`` is the average of the gradient itself, from which other optimizers can go on; where
-    packages keep it in the bases, the two differ by rounding.
+    ``exp_avg`` is the average of the gradient itself, so that other optimizers can continue from
+    it. Packages that keep it in the bases differ by rounding.
 
     KL-SOAP (arXiv 2509.03378, as in Emerging-Optimizers) weighs each factor by the eigenvalues of
-    the other, which are computed with its basis, and are at least ``eps``::
+    the other one. These are computed with its basis, and are at least ``eps``::
 
         L <- b L + (1 - b) / cols * G Q_R diag(1 / eigvals_R) Q_Rᵀ Gᵀ,
         R <- b R + (1 - b) / rows * Gᵀ Q_L ... G
 
-    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, taken for ``eps``, with which a
+    They start at 1, as in its 0.5.0. In 0.3.0 they start at 0, which counts as ``eps``; then a
     first gradient much larger than ``eps`` outweighs hundreds of later ones.
 
-    State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R`` square,
-    without those of a side beyond ``max_side``, which has the identity for a basis; ``eigvals_L``,
+    State: ``exp_avg``, ``exp_avg_sq`` like the parameter; ``L``, ``R``, ``Q_L``, ``Q_R``, square,
+    without those of a side beyond ``max_side``, whose basis is the identity; ``eigvals_L``,
     ``eigvals_R`` for KL-SOAP; ``step``, 0-d float32 on the CPU.
     """
 
     recipe: recipes.Soap
 
     def init_state(self, param: Tensor) -> State:
-        """Zeros, bases of the parameter's own axes, and eigenvalues of 1."""
+        """Return zeros, bases of the parameter's own axes, and eigenvalues of 1."""
         state = Kronecker.init_state(self, param)
         for key, value in state.items():
             if key.startswith("Q_"):
@@ -78,7 +78,7 @@ class Soap(Kronecker):
         if not self.recipe.lagged_basis:
             self._learn(grad, state, step, hyper)
             return self._adam(grad, state, step, hyper)
-        # What the bases are made of later does not move what is returned.
+        # Compute the result first, so that it does not depend on the new bases.
         update = None
         if step > 1:
             update = self._adam(grad, state, step - 1, hyper)
@@ -86,7 +86,7 @@ class Soap(Kronecker):
         return update
 
     def _adam(self, grad: Tensor, state: State, count: int, hyper: Hyper) -> Tensor:
-        """Adam's update number ``count`` in the bases, turned back."""
+        """Return Adam's update number ``count``, computed in the bases and rotated back."""
         beta1, beta2 = hyper.betas
         correction1, correction2 = self._corrections(count, hyper)
         momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
@@ -102,10 +102,10 @@ class Soap(Kronecker):
         return out_of(update, state)
 
     def _learn(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> None:
-        """Let factors, and bases if it is their time, know ``grad``.
+        """Update the factors with ``grad``, and the bases if they are due.
 
         Raises:
-            LinAlgError: a basis cannot be found.
+            LinAlgError: a basis cannot be computed.
         """
         self._add_to_factors(grad, state, step, hyper)
         if self._is_due(step):
@@ -135,7 +135,7 @@ class Soap(Kronecker):
             if self.recipe.kl:
                 new /= matrix.shape[-1]
             if self.recipe.kl and other in state:
-                # Rows of what is multiplied with its transpose, in the basis of the other factor.
+                # The rows to multiply with their transpose, in the basis of the other factor.
                 seen = matrix @ state[f"Q_{other}"]
                 weighed = seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
             state[key].baddbmm_(weighed, seen.mT, beta=kept, alpha=new)
@@ -149,7 +149,7 @@ class Soap(Kronecker):
         else:
             image = factor @ basis
             seen = (basis * image).sum(-2)
-            # QR would make NaN of it without a word, and the weights would follow.
+            # QR would silently turn this into NaN, and then the weights.
             check_finite(seen, key)
             order = torch.argsort(seen, dim=-1, descending=True, stable=True)
             del seen
@@ -174,9 +174,7 @@ class Soap(Kronecker):
 
 
 def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """``Q_Lᵀ X Q_R`` of matrices X, in memory of its own; one of the bases may be missing, the
-    identity.
-    """
+    """Return ``Q_Lᵀ X Q_R`` of matrices X, in new memory. A missing basis is the identity."""
     if "Q_L" in bases:
         matrices = bases["Q_L"].mT @ matrices
     if "Q_R" in bases:
@@ -185,7 +183,7 @@ def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
 
 
 def out_of(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """``Q_L X Q_Rᵀ``, see :func:`into`."""
+    """Return ``Q_L X Q_Rᵀ``, see :func:`into`."""
     if "Q_L" in bases:
         matrices = bases["Q_L"] @ matrices
     if "Q_R" in bases:

@@ -1,20 +1,19 @@
 """Hooks on updates of whole matrices before they are added, and on the matrices after.
 
-With W a matrix after its weight decay, u its update, lr the learning rate and norms those of
-Frobenius:
+W is a matrix after its weight decay, u its update, lr the learning rate, and norms are Frobenius
+norms.
 
-===================
-==================================================================================================
-``hyperball``        W <- R (W - lr R u/|u|) / |W - lr R u/|u||, R the setting or, for "own", |W|;
-nothing decays. ``relative_update``  W <- W - lr |W| u/|u| ``radial_brake``     |W - lr u| <- |W| +
-s (|W - lr u| - |W|), s the first setting if the norm grew, else the second ``spectral_clip``    at
-last, singular values of W are cut down to the setting ===================
-==================================================================================================
+* ``hyperball``: W <- R (W - lr R u/|u|) / |W - lr R u/|u||, with R the setting or, for "own", |W|;
+  there is no weight decay.
+* ``relative_update``: W <- W - lr |W| u/|u|.
+* ``radial_brake``: |W - lr u| <- |W| + s (|W - lr u| - |W|), with s the first setting if the norm
+  grew, else the second.
+* ``spectral_clip``: finally, singular values of W are clipped to the setting.
 
-As in NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and ``spectral_hardcap`` of
-``spectral_clipping_utils``), which takes one hook at a time. A norm below :data:`TINY` counts as 0
-there and here, and what has it becomes 0. Its 0.3.0 has ``hyperball`` alone: "own" is its default
-radius.
+They are those of NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and
+``spectral_hardcap`` of ``spectral_clipping_utils``), which uses one hook at a time. There and here,
+a norm below :data:`TINY` counts as 0, and a matrix or update with such a norm becomes 0. Its 0.3.0
+has only ``hyperball``, with "own" as the default radius.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ from torch import Tensor
 from ds_layerwise.orthogonalize.batching import matrices_of, unstack
 from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
 
-#: A Frobenius norm below counts as 0.
+#: A Frobenius norm below this counts as 0.
 TINY = 1e-15
 
-#: Of matrices ``(rows, cols)``: their Frobenius norms, of the whole ones where these are parts, as
-#: ``(k,)``.
+#: A function that returns the Frobenius norms of ``(rows, cols)`` matrices as ``(k,)``; for parts,
+#: those of the whole matrices.
 Norms = Callable[[Sequence[Tensor]], Tensor]
 
 
@@ -44,13 +43,13 @@ def step_(
     scale: float,
     norms: Norms,
 ) -> None:
-    """Subtract ``lr`` times ``scale`` times ``update`` from ``params``, as ``hooks`` say, but for
+    """Subtract ``lr`` times ``scale`` times ``update`` from ``params``, with ``hooks`` except
     ``spectral_clip``.
 
     Args:
         params: views of equal matrices, ``(rows, cols)`` or ``(batch, rows, cols)``.
         update: ``(k, rows, cols)``; overwritten.
-        scale: greater than 0; without effect where a hook decides how large an update is.
+        scale: greater than 0; it has no effect if a hook determines the size of the update.
     """
     if hooks.sizing_hook is None and hooks.radial_brake is None:
         torch._foreach_add_(list(params), unstack(update, params), alpha=-lr * scale)
@@ -75,14 +74,14 @@ def _braked(
     outward: float,
     inward: float,
 ) -> Tensor:
-    """Return the factor of matrices whose norms went from ``before`` to ``after``."""
+    """Return the factor for matrices whose norms have changed from ``before`` to ``after``."""
     before, after = (torch.where(norm < TINY, 0, norm) for norm in (before, after))
     change = after - before
     return _ratio(before + torch.where(change > 0, outward, inward) * change, after)
 
 
 def _ratio(wanted: Tensor, norms: Tensor) -> Tensor:
-    """Return the factor that brings ``norms`` to ``wanted``; 0 where they count as 0."""
+    """Return the factor that brings ``norms`` to ``wanted``; 0 for norms that count as 0."""
     return torch.where(norms < TINY, 0, wanted / norms.clamp_min(TINY))
 
 

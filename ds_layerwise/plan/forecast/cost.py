@@ -1,17 +1,17 @@
-"""Costs of a layout: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
+"""The costs of a layout: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
 
 The planner, the start-up table and the command line share this model. Numbers are elements unless a
 name says bytes or FLOPs.
 
-Note: elements on the wire, and who counts them
-    A rank counts what it sends in one optimizer step. To reduce a bucket it sends every other rank
-    that rank's shard: the bucket without its own shard. To gather the bucket it sends its own shard
-    to each of the others. Summed over R ranks both are (R - 1) times the buffer, so the mean rank
-    sends (R - 1)/R of it, twice. With equal shards, or cuts, every rank is the mean rank. A rank
-    receives in the one what it sends in the other. Of a bucket that travels in cuts, it sends what
-    of its cut belongs to others once more, as float32 sums, and what of its own shard lies in
-    others' cuts, as parameters. Rings, trees and levels of nodes move the same elements for each
-    rank, on other ways.
+Note: elements on the wire, and how they are counted
+    A rank counts the elements that it sends in one optimizer step. To reduce a bucket, it sends
+    every other rank that rank's shard: the bucket without its own shard. To gather the bucket, it
+    sends its own shard to each of the others. Summed over R ranks, both are (R - 1) times the
+    buffer, so the mean rank sends (R - 1)/R of it, twice. With equal shards, or cuts, every rank is
+    the mean rank. A rank receives in one of the two as much as it sends in the other. For a bucket
+    that travels in cuts, a rank also sends the elements of its cut that belong to others, as
+    float32 sums, and the elements of its own shard in others' cuts, as parameters. Rings, trees and
+    levels of nodes move the same number of elements per rank, on other paths.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from ds_layerwise.recipes.base.dtypes import MasterDtype
 
 
 def max_over_mean(loads: Sequence[int]) -> float:
-    """Return the busiest rank's load over the mean one; 1 where nobody has a load."""
+    """Return the load of the busiest rank over the mean; 1 if there is no load."""
     total = sum(loads)
     if total:
         return max(loads) * len(loads) / total
@@ -58,18 +58,20 @@ def max_over_mean(loads: Sequence[int]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Wire:
-    """Elements that each rank sends in one step, by rank; see the note."""
+    """The number of elements that each rank sends in one step, by rank; see the note."""
 
     reduce: tuple[int, ...]
     gather: tuple[int, ...]
     forward: tuple[int, ...]
-    """Sums that go on from cuts to their owners in float32. Parameters that come back are part of
+    """The sums that go on from cuts to their owners in float32. Parameters that go back are part of
     ``gather``.
     """
 
 
 def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
-    """Count what each rank sends for all buckets, or for those with an index in ``only``."""
+    """Count the elements that each rank sends for all buckets, or only for those with an index in
+    ``only``.
+    """
     sent: dict[int, NDArray[np.int64]] = {}
     in_cuts: dict[int, list[Bucket]] = defaultdict(list)
     for bucket in layout.buckets:
@@ -104,8 +106,8 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
 
 
 def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
-    """Count what each rank sends of parameters of ``dtype`` after a step of ZeRO stage 3: as their
-    owner, to the cuts of all other ranks.
+    """Count the elements of parameters of ``dtype`` that each rank sends after a step of ZeRO stage
+    3: as their owner, to the cuts of all other ranks.
     """
     sent = [0] * layout.world_size
     for each in deal(layout.buckets, takes_part=has_owners):
@@ -116,8 +118,8 @@ def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
 
 
 def fetched_elements(layout: Layout, dtype: str) -> int:
-    """Count what a rank sends of parameters of ``dtype`` when DeepSpeed makes all of them whole
-    once, at ZeRO stage 3: its cuts, to all other ranks.
+    """Count the elements of parameters of ``dtype`` that a rank sends when DeepSpeed gathers all of
+    them once, at ZeRO stage 3: its cuts, to all other ranks.
     """
     cuts = 0
     for bucket in layout.buckets:
@@ -133,20 +135,20 @@ def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes that one rank holds on its device between two steps, and beside it."""
+    """The bytes that one rank holds on its device between two steps, and on the host."""
 
     params: int
     grads: int
-    """The buffer that micro-batches accumulate in, and the reduced float32 shards where they are a
+    """The buffer in which micro-batches accumulate, and the reduced float32 shards if they are a
     copy.
     """
     masters: int
-    """The rank's shards in float32; 0 where the parameters are float32 themselves."""
+    """The rank's shards in float32; 0 if the parameters themselves are float32."""
     states: int
     host: int = 0
     """Masters and states that live in host memory, and cuts of parameters."""
     staging: int = 0
-    """Device memory for them while the optimizer steps."""
+    """The device memory for those while the optimizer steps."""
 
     @property
     def total(self) -> int:
@@ -157,10 +159,10 @@ class RankMemory:
 def state_bytes_by(
     routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
 ) -> StateBytes:
-    """Return :func:`state_bytes_of`, to the byte where states are kept in blocks.
+    """Return :func:`state_bytes_of`, exact to the byte for states stored in blocks.
 
     Args:
-        in_float32: count them as if none were kept in fewer bits.
+        in_float32: True to count all states as float32.
     """
     by_share = state_bytes_of(specs)
 
@@ -199,7 +201,7 @@ def memory_bytes(
     params_on_host: bool = False,
     master_dtype: MasterDtype = "float32",
 ) -> tuple[RankMemory, ...]:
-    """Count what each rank holds between two steps.
+    """Count the bytes that each rank holds between two steps.
 
     Args:
         state_bytes: of what a rank holds of a parameter, see :func:`state_bytes_of`.
@@ -218,7 +220,7 @@ def memory_bytes(
             ``host_ratio``.
 
     Raises:
-        LayoutError: a dtype whose size is not known.
+        LayoutError: the size of a dtype is unknown.
     """
     stored_as = {dtype: dtype for dtype in layout.dtypes} | dict(grads_stored_as or {})
     grads = 0
@@ -243,7 +245,7 @@ def memory_bytes(
                 states[rank] += state_bytes(piece.name, piece.numel)
         if bucket.way == "cuts":
             sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
-            # They lie where the gradients do, or else in memory of their own.
+            # Sums share the memory of the gradients, or have memory of their own.
             if stage > 1 or stored != sums:
                 grads += itemsize(sums) * bucket.cut_numel
     memory = []
@@ -281,7 +283,9 @@ def _cut_bytes(layout: Layout) -> int:
 def _with_host(
     layout: Layout, rank: int, memory: RankMemory, ratio: float, state_bytes: StateBytes
 ) -> RankMemory:
-    """Return ``memory`` of ``rank`` once ``ratio`` of its masters and states is on the host."""
+    """Return ``memory`` of ``rank`` with the share ``ratio`` of its masters and states on
+    the host.
+    """
     if not ratio:
         return memory
     names = pieces_on_host(layout, rank, ratio, state_bytes=state_bytes)
@@ -297,10 +301,11 @@ def _with_host(
                 state_nbytes += state_bytes(piece.name, piece.numel)
         if not numel:
             continue
-        # The host's memory is a whole number of float32.
+        # Host memory is a whole number of float32 elements.
         moved.append(-(-(numel * master_bytes(bucket) + state_nbytes) // 4) * 4)
         states -= state_nbytes
-        # Masters that are left behind have memory of their own, without the padding of the shard.
+        # Masters that stay on the device have memory of their own, without the padding of the
+        # shard.
         start, stop = bucket.shard(rank)
         left = sum(piece.numel for piece in pieces) - numel
         masters -= master_bytes(bucket) * (stop - start - left)
@@ -315,24 +320,24 @@ def _with_host(
 
 @dataclass(frozen=True, slots=True)
 class RankTraffic:
-    """Bytes that one rank holds for buckets under way, and their exchange, at the moment when they
-    are most.
-    """
+    """The most bytes that one rank holds for pending buckets and their exchange."""
 
     sent: int
-    """Copies of gradients that travel; 0 where they travel from the memory that they accumulate
-    in.
+    """The copies of gradients to send; 0 if they are sent from the memory in which they
+    accumulate.
     """
     received: int
-    """Bytes that arrive from all ranks, sums of a node, and at stage 2 those that a further
-    micro-batch adds; or parameters that a device gathers in two levels, if they are more."""
+    """The received bytes of all ranks, the sums of a node, and at stage 2 those that a further
+    micro-batch adds; or the parameters that a device gathers in two levels, if these are more.
+    """
     exchanged: int = 0
-    """Copies of what goes from cuts to owners, or comes back, and what does not arrive where it
-    belongs."""
+    """The copies of elements that go from cuts to owners, or back, and of those that do not arrive
+    in place.
+    """
 
     @property
     def total(self) -> int:
-        """The bytes sent from copies, received, and exchanged, together."""
+        """The total bytes of sent copies, received data, and the exchange."""
         return self.sent + self.received + self.exchanged
 
 
@@ -345,22 +350,23 @@ def traffic_bytes(
     reduction: Reduction = "ordered",
     links: Links | None = None,
 ) -> tuple[RankTraffic, ...]:
-    """Count what each rank holds at most beside :func:`memory_bytes` while buckets travel.
+    """Count the most bytes that each rank holds in addition to :func:`memory_bytes` while buckets
+    travel.
 
     Args:
-        stored_as: what gradients accumulate in, by dtype of the layout.
-        wires: what they travel in, by bucket.
-        reduction: how sums are made; see :mod:`.plan.network.reduction`. Only ``ordered`` has what
-            all ranks sent side by side.
-        links: of them it counts which ranks share a node, and whether what travels lies in host
-            memory, where that of buckets stays when it comes to the exchange; None for a node each,
-            on a host.
+        stored_as: the dtype in which gradients accumulate, by dtype of the layout.
+        wires: the dtype in which they are sent, by bucket.
+        reduction: the method of sums; see :mod:`.plan.network.reduction`. Only ``ordered`` holds
+            the data of all ranks side by side.
+        links: the links, which tell which ranks share a node, and whether the data is in host
+            memory. In host memory, that of buckets stays allocated during the exchange. None for
+            one rank per node, on a host.
 
-    Not counted: at stage 2, where somebody asks for sums between two micro-batches, the next
-    exchange adds what arrives, and so has memory for all of it.
+    One case is not counted: at stage 2, if a script asks for sums between two micro-batches, the
+    next exchange adds its data and so needs memory for all of it.
     """
-    # Buckets take turns with memory that grows to what the largest needs: of what is sent, of the
-    # sums of a node, and by rank of what is received, of partial sums, and of what is added.
+    # Buckets take turns with memory that grows to the largest size: for sent data, for the sums of
+    # a node, and by rank for received data, for partial sums and for added data.
     sent = [0] * MAX_UNDER_WAY
     node_sums = [0] * MAX_UNDER_WAY
     own = np.zeros((3, MAX_UNDER_WAY, layout.world_size), np.int64)
@@ -379,7 +385,7 @@ def traffic_bytes(
             _raise_to_own(most[turn], bucket, nbytes)
         copies = int(stage > 1 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
         if group and (bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction)):
-            # Sorted by the places of a node, at stage 2 beside the memory that it all comes from.
+            # Sorted by the places in a node, at stage 2 in addition to the source.
             copies = min(stage, 2)
             if reduction == "native":
                 sum_bytes = itemsize(wire)
@@ -406,7 +412,7 @@ def traffic_bytes(
 
 
 def _returned_bytes(layout: Layout, stage: int) -> NDArray[np.int64]:
-    """Return the most bytes that rounds hold in which parameters return, by rank."""
+    """Return the most bytes of the rounds in which parameters go back, by rank."""
     if stage == 3:
         return cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
     return exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
@@ -419,7 +425,7 @@ def _adds_in_nodes(bucket: Bucket, group: Group, reduction: Reduction) -> bool:
 def _own_bytes(
     bucket: Bucket, wire: str, group: Group | None, stage: int, reduction: Reduction
 ) -> tuple[int, int, int]:
-    """Return the bytes for an element of a rank's own part: received, partial sums, added."""
+    """Return the bytes per element of a rank's own part: received, partial sums, added."""
     if stage > 1:
         added = SUM_BYTES
     else:
@@ -429,7 +435,7 @@ def _own_bytes(
         return 0, 0, added
     received = itemsize(wire)
     if reduction == "native":
-        # The backend may write straight to where sums stay.
+        # The backend may write directly to the place of the sums.
         if bucket.way == "cuts":
             stays = sum_dtype(wire, reduction, stage)
         else:
@@ -444,12 +450,14 @@ def _own_bytes(
         else:
             inside = 1
         partial = SUM_BYTES * most_partial_sums(holders, per_node=inside)
-    # Of two ranks each reads its own where they are.
+    # With two ranks, each reads its own part in place.
     return received * (holders if holders > 2 else 1), partial, added
 
 
 def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
-    """Raise ``most``, by rank, to ``nbytes`` an element of the rank's own shard or cut."""
+    """Raise ``most``, by rank, to at least ``nbytes`` per element of the rank's own shard
+    or cut.
+    """
     if bucket.way != "ragged":
         np.maximum(most, bucket.cut_numel * nbytes, out=most)
         return
@@ -460,17 +468,17 @@ def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LayoutReport:
-    """Balance and padding of a layout. Tuples are by rank."""
+    """The balance and padding of a layout. Tuples are by rank."""
 
     num_buckets: int
     numel: int
-    """Elements of all parameters of a rank's model."""
+    """The number of elements in all parameters of a rank's model."""
     padding: int
-    """Elements of the buffers that belong to no parameter."""
+    """The number of elements of the buffers that belong to no parameter."""
     work: tuple[int, ...]
     """Newton-Schulz FLOPs."""
     whole_numel: tuple[int, ...]
-    """Elements of whole parameters, which is what ownership can unbalance."""
+    """The elements of whole parameters, which ownership can unbalance."""
 
     @classmethod
     def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
@@ -503,10 +511,10 @@ class LayoutReport:
 
     @property
     def work_max_over_mean(self) -> float:
-        """Newton-Schulz work of the busiest rank over the mean."""
+        """The Newton-Schulz work of the busiest rank over the mean."""
         return max_over_mean(self.work)
 
     @property
     def whole_max_over_mean(self) -> float:
-        """Elements of whole parameters on the fullest rank over the mean."""
+        """The elements of whole parameters on the fullest rank over the mean."""
         return max_over_mean(self.whole_numel)

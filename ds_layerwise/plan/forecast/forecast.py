@@ -1,6 +1,6 @@
-"""Costs of a run on each rank, from names, shapes and the config alone.
+"""The costs of a run on each rank, from names, shapes and the config alone.
 
-Training and ``ds-layerwise plan`` both end in a :class:`Forecast`. Shapes come from the model in
+Training and ``ds-layerwise plan`` both produce a :class:`Forecast`. Shapes come from the model in
 training, and from a file in a plan.
 """
 
@@ -47,17 +47,17 @@ def specs_of(
     wires: Mapping[str, str] | None = None,
     tp_size: int = 1,
 ) -> list[ParamSpec]:
-    """Return what the planner needs to know of the parameters that have a route.
+    """Return the specs that the planner needs, for the parameters that have a route.
 
     Args:
-        params: name, shape and dtype of each, in model order.
-        tp_size: how many parts tensor parallelism has cut matrices into.
-        ep_size, wires: by name, see :class:`.plan.layout.layout.ParamSpec`; 1 and float32 where
-            nothing is said.
+        params: the name, shape and dtype of each, in model order.
+        tp_size: the number of tensor-parallel parts of a matrix.
+        ep_size, wires: by name, see :class:`.plan.layout.layout.ParamSpec`; the defaults are 1 and
+            float32.
 
     Raises:
-        RoutingError: a recipe cannot update a parameter of such a shape, or one that is cut like
-            that.
+        RoutingError: a recipe cannot update a parameter of such a shape, or one that is cut in such
+            a way.
     """
 
     @cache
@@ -96,14 +96,14 @@ def specs_of(
 
 
 class Sent(NamedTuple):
-    """Bytes that each rank sends, by rank."""
+    """The bytes that each rank sends, by rank."""
 
     gradients: tuple[int, ...]
-    """Bytes in a step at stage 1, in a backward pass at stage 2; at stage 3 in a forward and a
-    backward pass, with the parameters that DeepSpeed fetches for them.
+    """The bytes in a step at stage 1, in a backward pass at stage 2; at stage 3 in a forward and a
+    backward pass, with the parameters that DeepSpeed gathers for them.
     """
     parameters: tuple[int, ...]
-    """Bytes in a step."""
+    """The bytes in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,24 +114,24 @@ class Forecast:
     stage: int
     reduction: Reduction
     stored_as: Mapping[str, str]
-    """The dtype that gradients accumulate in."""
+    """The dtype in which gradients accumulate."""
     wires: tuple[str, ...]
-    """The dtype that gradients travel in, by bucket."""
+    """The dtype in which gradients are sent, by bucket."""
     report: LayoutReport
     memory: tuple[RankMemory, ...]
-    """Bytes held between two steps."""
+    """The bytes held between two steps."""
     traffic: tuple[RankTraffic, ...]
-    """Bytes held for buckets under way, at most."""
+    """The most bytes held for pending buckets."""
     workspace: tuple[int, ...]
-    """Bytes that a step works in, at most; see :func:`workspace_bytes`."""
+    """The most bytes of working memory in a step; see :func:`workspace_bytes`."""
     in_float32: tuple[RankMemory, ...]
-    """``memory``, if masters and states were kept in float32."""
+    """``memory``, as it would be with float32 masters and states."""
     opened: tuple[int, ...]
-    """Bytes in float32 of the bucket that has most of them, of what is kept in fewer bits; see
-    :func:`opened_bytes`.
+    """The float32 bytes of states and masters that are stored in fewer bits, for the bucket with
+    most of them; see :func:`opened_bytes`.
     """
     max_waiting: int | None = None
-    """The buckets whose gradients may wait at stage 2; None for all."""
+    """The number of buckets whose gradients may wait at stage 2; None for all."""
 
     @classmethod
     def of(
@@ -159,7 +159,7 @@ class Forecast:
             params_on_host: whether the cuts of whole parameters, of stage 3, live there.
             reduction: how sums are made; see :mod:`.plan.network.reduction`.
             links: see :func:`.plan.forecast.cost.traffic_bytes`.
-            master_dtype: what masters are kept in.
+            master_dtype: the form of masters.
             max_waiting: see :attr:`max_waiting`.
         """
         wires = wires_of(layout, specs)
@@ -210,7 +210,7 @@ class Forecast:
 
     @property
     def saved(self) -> tuple[int, ...]:
-        """Bytes that each rank holds less, on its device and on the host, than in float32."""
+        """The bytes that each rank saves, on its device and on the host, compared with float32."""
         return tuple(
             wide.total + wide.host - held.total - held.host
             for wide, held in zip(self.in_float32, self.memory, strict=True)
@@ -218,9 +218,9 @@ class Forecast:
 
     @property
     def waiting(self) -> int:
-        """Bytes of gradients that wait for the reduction of others at most.
+        """The most bytes of gradients that wait for the reduction of others.
 
-        At stage 1 they have a buffer.
+        At stage 1 they have a buffer, so nothing is counted.
         """
         if self.stage == 1:
             return 0
@@ -235,10 +235,11 @@ class Forecast:
 
     @property
     def start_up(self) -> tuple[int, ...]:
-        """Bytes held at most until the first step.
+        """The most bytes held until the first step.
 
-        Parameters move into their buffer a bucket at a time; at stage 3 there is none. The rest is
-        made after that, and goes to the host, or into fewer bits, a bucket at a time.
+        Parameters move into their buffer one bucket at a time; at stage 3 there is no buffer.
+        Masters and states are made after that, and move to the host or into fewer bits one bucket
+        at a time.
         """
         bucket = max(self._bucket_bytes, default=0) if self.stage < 3 else 0
         return tuple(
@@ -248,19 +249,21 @@ class Forecast:
 
     @property
     def in_step(self) -> tuple[int, ...]:
-        """Bytes that each rank's update works in at most, with what comes from the host for it."""
+        """The most bytes of working memory for each rank's update, with the data that comes from
+        the host for it.
+        """
         return tuple(
             works + held.staging for works, held in zip(self.workspace, self.memory, strict=True)
         )
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """Bytes that each rank needs of its device, if the forward and the backward pass keep
-        nothing there.
+        """The bytes that each rank needs on its device, apart from the memory of the forward and
+        backward pass.
 
-        That is the more of :attr:`start_up`, and of what it holds between two steps with what is
-        under way and what a step takes: parameters of one bucket may travel while the next is
-        updated, so the two add up.
+        It is the larger of :attr:`start_up` and of a step: the memory between two steps, plus
+        pending buckets, plus the working memory. Parameters of one bucket may be sent while the
+        next is updated, so these add up.
         """
         return tuple(
             max(start, held.total + traffic.total + step)
@@ -276,7 +279,9 @@ class Forecast:
         return totals.index(max(totals))
 
     def _by_wire(self, dtype: str) -> dict[str, set[int]]:
-        """Return the buckets of parameters of ``dtype`` by what their gradients travel in."""
+        """Return the buckets of parameters of ``dtype``, by the dtype in which their gradients are
+        sent.
+        """
         found: dict[str, set[int]] = {}
         for bucket, wire in zip(self.layout.buckets, self.wires, strict=True):
             if bucket.dtype == dtype:
@@ -284,11 +289,11 @@ class Forecast:
         return found
 
     def wire_as(self, dtype: str) -> str:
-        """Name the dtypes that gradients of parameters of ``dtype`` travel in."""
+        """Return the names of the dtypes in which gradients of parameters of ``dtype`` are sent."""
         return " and ".join(sorted(self._by_wire(dtype)))
 
     def sent(self) -> dict[str, Sent]:
-        """Return what each rank sends for parameters of each dtype.
+        """Return the bytes that each rank sends, by dtype of the parameters.
 
         See the note in :mod:`.plan.forecast.cost`.
         """
@@ -303,15 +308,16 @@ class Forecast:
                 parameters = parameters + np.array(wire.gather) * DTYPE_BYTES[dtype]
             if self.stage == 3:
                 parameters = np.array(cut_elements(self.layout, dtype)) * DTYPE_BYTES[dtype]
-                # In the forward pass, and once more in the backward pass.
+                # Once in the forward pass, and once in the backward pass.
                 gradients += 2 * fetched_elements(self.layout, dtype) * DTYPE_BYTES[dtype]
             found[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
         return found
 
     def sent_by_busiest(self) -> dict[str, tuple[int, int]]:
-        """Return the bytes of gradients and of parameters of each dtype on the busiest rank.
+        """Return the bytes of gradients and of parameters on the busiest rank, by dtype of the
+        parameters.
 
-        That is the rank which sends most of all together.
+        The busiest rank is the one that sends most of both together.
         """
         sent = self.sent()
         totals = []
@@ -325,7 +331,7 @@ class Forecast:
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
-    """Return the dtype that gradients travel in, by bucket of a plan of ``specs``."""
+    """Return the dtype in which gradients are sent, by bucket of a plan of ``specs``."""
     wire_of = {spec.name: spec.wire for spec in specs}
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
@@ -333,8 +339,8 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
 def opened_bytes(
     bucket: Bucket, routes: Mapping[str, Route], master_dtype: MasterDtype
 ) -> Counter[int]:
-    """Return by rank what is float32 of its shard of ``bucket`` while that is updated, and is kept
-    in fewer bits.
+    """Return, by rank, the float32 bytes of masters and states of a shard of ``bucket`` that are
+    stored in fewer bits, while the bucket is updated.
     """
     opened: Counter[int] = Counter()
     if (master_dtype, bucket.dtype) == ("bfloat16+remainder", "bfloat16"):
@@ -352,7 +358,7 @@ def _opened_states(route: Route, numel: int) -> int:
 
 
 class _Kind(NamedTuple):
-    """Matrices that an owner may update together."""
+    """The kind of matrices that an owner may update together."""
 
     recipe: Recipe
     rows: int
@@ -360,16 +366,16 @@ class _Kind(NamedTuple):
     alone: str
     """The name of a parameter that is updated alone; else empty."""
     copied: int
-    """Bytes of what is copied for its update."""
+    """The bytes that are copied for the update of a matrix."""
 
     def works_in(self, count: int) -> int:
-        """Return the bytes that an update of so many matrices works in."""
+        """Return the bytes of working memory for an update of ``count`` matrices."""
         return self.recipe.workspace((count, self.rows, self.cols)) + self.copied
 
 
 def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
-    """Yield what an owner of ``slot`` updates, and how many matrices of it."""
-    # What is copied for its update is updated alone.
+    """Yield the kinds of matrices that an owner of ``slot`` updates, with their numbers."""
+    # A parameter that is copied for its update is updated alone.
     if route.copied:
         alone = slot.name
     else:
@@ -387,15 +393,17 @@ def workspace_bytes(
     tp_size: int = 1,
     hosted: bool = False,
 ) -> tuple[int, ...]:
-    """Count what each rank's update takes at most, beside :func:`memory_bytes`.
+    """Count the most bytes of working memory in each rank's update, in addition to
+    :func:`memory_bytes`.
 
-    Buckets are updated one after another, and in them matrices of each shape, with those of other
-    buckets that are taken along, see :mod:`.plan.planner.update_batches`; all pieces of split
-    parameters together.
+    Buckets are updated one after another. In a bucket, the matrices of each shape are updated
+    together, with those added from other buckets, see :mod:`.plan.planner.update_batches`; all
+    pieces of split parameters are updated together.
 
     Args:
-        opened: by bucket, see :func:`opened_bytes`; None if all is kept in float32.
-        hosted: True if masters or states live on the host, so that nothing is taken along.
+        opened: by bucket, see :func:`opened_bytes`; None if everything is stored in float32.
+        hosted: True if masters or states are on the host, so that no matrices of other buckets are
+            added.
     """
     opened = opened or [Counter()] * len(layout.buckets)
     most = [0] * layout.world_size
@@ -411,7 +419,7 @@ def workspace_bytes(
             for rank, numel in bucket.non_empty_shards():
                 take(rank, own[rank] + max(recipe.workspace((numel,)) for recipe in recipes))
             continue
-        # There may be ten thousand buckets, and recipes take long to compare: once a slot.
+        # Once per slot: there may be ten thousand buckets, and comparing recipes is slow.
         together: dict[_Kind, Counter[int]] = {}
         for slot in bucket.slots:
             for kind, count in _kinds_of(slot, routes[slot.name], tp_size):
@@ -445,8 +453,8 @@ def forecast(
     """Place ``specs`` over ``num_ranks`` as training would, and forecast the costs.
 
     Args:
-        bucket_numel: the run's own if None.
-        tp_size: how many parts tensor parallelism has cut matrices into.
+        bucket_numel: the bucket size; None for that of the run.
+        tp_size: the number of tensor-parallel parts of a matrix.
         links, reduction: see :func:`.plan.planner.planner.plan_layout`.
 
     Raises:

@@ -1,4 +1,6 @@
-"""Pieces of parameters in host memory, and how many buckets of them are worked on at a time."""
+"""The pieces of parameters in host memory, and the number of buckets that are on the device at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -6,23 +8,24 @@ from collections.abc import Callable
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout
 
-#: Bytes of the states that go with so many elements of a parameter, by its name.
+#: A function that returns the bytes of the states for a number of elements of a parameter, given by
+#: name.
 StateBytes = Callable[[str, int], int]
 
-#: Buckets that have their masters and states from the host on the device at a time: one that is
-#: updated, and the next.
+#: The number of buckets whose masters and states are copied from the host to the device at a time:
+#: the one that is updated, and the next.
 STAGING_SLOTS = 2
 
 
 def pieces_on_host(
     layout: Layout, rank: int, ratio: float, *, state_bytes: StateBytes
 ) -> frozenset[str]:
-    """Name the parameters whose piece on ``rank`` has its master and its states in host memory.
+    """Return the parameters whose piece on ``rank`` has its master and states in host memory.
 
-    Whole pieces, spread evenly over the buckets, so that one that is on the device can be updated
-    while another is on its way. Of the bytes of all masters and states on ``rank``, they are at
-    least the fraction ``ratio``, and less than one piece more. A float32 parameter is its own
-    master, which stays on the device: of it only states count.
+    Pieces move as a whole. They are spread evenly over the buckets, so that one bucket can be
+    updated while another is copied. They have at least the fraction ``ratio`` of the bytes of all
+    masters and states on ``rank``, and exceed it by less than one piece. A float32 parameter is its
+    own master, which stays on the device, so only its states count.
 
     Args:
         ratio: from 0, nothing, to 1, everything.
@@ -32,7 +35,7 @@ def pieces_on_host(
     seen = taken = 0
     for bucket in layout.buckets:
         for piece in bucket.pieces(rank):
-            # Of its master, where that is not the parameter, and of its states.
+            # The bytes of its master, unless the parameter is its own, and of its states.
             nbytes = master_bytes(bucket) * piece.numel + state_bytes(piece.name, piece.numel)
             seen += nbytes
             if nbytes and taken < ratio * seen:

@@ -1,12 +1,18 @@
-"""Parameters of real models, from files that give names and shapes: ``models/*.yaml`` of the plan.
+"""The parameters of real models, from files with names and shapes: ``models/*.yaml`` of the plan
+folder.
 
-Such a file holds ``model`` (its name), ``numel`` (the sum, checked), optionally ``hidden_size``, of
-whose square a Trainer makes buckets, and ``params``, in model order. An entry is a parameter,
-``{name, shape, optimizer: matrix | scalar}``, optionally with ``transposed: true`` where a linear
-layer holds (inputs, outputs), and with ``split`` and ``split_groups``, as an override has them,
-where it is a fused one; or a block, ``{block: {layer: [0, 32]}, params: [...]}``, whose entries are
-walked once for each value. Values run from the first number up to, not including, the second, and
-stand for ``{layer}`` in names.
+Such a file has the keys
+
+* ``model``: its name;
+* ``numel``: the total number of elements, which is checked;
+* ``hidden_size``, optional: a Trainer makes buckets of its square;
+* ``params``: a list, in model order.
+
+An entry of ``params`` is a parameter or a block. A parameter is ``{name, shape, optimizer: matrix |
+scalar}``. It has ``transposed: true`` if a linear layer stores (inputs, outputs), and ``split`` and
+``split_groups``, with the same meaning as in an override, if it is fused. A block is ``{block:
+{layer: [0, 32]}, params: [...]}``; its entries are repeated for each value. Values run from the
+first number up to, not including, the second, and replace ``{layer}`` in names.
 """
 
 from __future__ import annotations
@@ -46,7 +52,7 @@ from ds_layerwise.recipes.targets.overrides import Override
 
 Placement = Literal["matrix", "scalar"]
 
-#: More layers or experts than any model has.
+#: A bound that is larger than the number of layers or experts of any model.
 _MAX_REPEATS = 1_000_000
 
 _Size = Annotated[int, Field(ge=1)]
@@ -80,20 +86,20 @@ class _Block(Section):
 
 @dataclass(frozen=True, slots=True)
 class ModelParam:
-    """Parameter of a model file."""
+    """A parameter of a model file."""
 
     name: str
     shape: tuple[int, ...]
     optimizer: Placement
-    """The one of a run's two recipes that it gets."""
+    """The recipe of the run that it gets: matrix or scalar."""
     transposed: bool = False
-    """True for a linear layer that holds (inputs, outputs)."""
+    """True if a linear layer stores (inputs, outputs)."""
     split: Split | None = None
-    """The parts of a fused one."""
+    """The parts of a fused parameter."""
 
     @property
     def num_outputs(self) -> int:
-        """The length of the axis of outputs; 0 without one."""
+        """The length of the axis of outputs; 0 if there is none."""
         if len(self.shape) > 1:
             return self.shape[-1 if self.transposed else -2]
         return 0
@@ -106,21 +112,22 @@ class Model:
     params: list[ModelParam]
     """In model order."""
     hidden_size: int | None
-    """None where the file says nothing."""
+    """The hidden size; None if the file has none."""
 
 
-#: Models that come with the package.
+#: The models that come with the package.
 _MODELS = Path(__file__).resolve().parents[1] / "models"
 
-#: The name of an expert in a list of them: the list, the number, and what comes after.
+#: The name of an expert in a list of experts: the list, the number, and the rest.
 _EXPERT = re.compile(r"((?:.*\.)?(?:deepspeed_)?experts)\.(\d+)\.(.+)")
 
-#: Keys of which every config of Hugging Face's has one.
+#: The keys of which every Hugging Face config has one.
 _HF_KEYS = ("model_type", "architectures")
 
 
 def find_model(model: str) -> Path:
-    """Find the file that ``model`` is, has as ``config.json``, or names in the package.
+    """Find a model file: ``model`` is its path, a folder with ``config.json``, or a name in the
+    package.
 
     Raises:
         ConfigError: none of these.
@@ -136,10 +143,10 @@ def find_model(model: str) -> Path:
 
 
 def is_hf_config(path: Path) -> bool:
-    """Tell whether a file is a ``config.json`` of Hugging Face's.
+    """Tell whether a file is a Hugging Face ``config.json``.
 
     Raises:
-        ConfigError: it ends in .json and is not JSON.
+        ConfigError: its name ends in .json and it is not JSON.
     """
     if path.suffix != ".json":
         return False
@@ -154,7 +161,7 @@ def read_model(path: str | PathLike[str]) -> Model:
     """Read a model file.
 
     Raises:
-        ConfigError: the file is no YAML, a key is unknown or missing, or the parameters don't add
+        ConfigError: the file is not YAML, a key is unknown or missing, or the parameters do not add
             up to ``numel``.
     """
     where = Path(path).name
@@ -203,10 +210,10 @@ def route_model(
         auto_split: False to leave fused parameters whole.
 
     Raises:
-        RoutingError: an override matches nothing, contradicts another one or asks for what a shape
-            does not allow, no parameter at all goes to the matrix optimizer, or ``per_head``
-            without an override that names a number of heads, which a file does not have.
-        ConfigError: names and shapes do not say for which parameters a key is.
+        RoutingError: an override matches nothing, contradicts another one or requires something
+            that a shape does not allow; no parameter goes to the matrix optimizer; or ``per_head``
+            is set and no override gives the number of heads, which a file does not have.
+        ConfigError: names and shapes do not show which parameters a key is for.
     """
     _refuse_what_a_file_does_not_say(overrides, by_kind)
     if per_head and not any(each.num_heads or each.split for each in overrides):
@@ -262,7 +269,7 @@ def route_model(
 
 
 def refuse_conditions(overrides: Sequence[Override], keys: Collection[str], *, why: str) -> None:
-    """Refuse conditions that cannot be answered before there is a run.
+    """Refuse conditions that cannot be evaluated without a run.
 
     Raises:
         ConfigError: an override has one of ``keys``; names it, its value and ``why``.
@@ -290,20 +297,21 @@ def _refuse_what_a_file_does_not_say(overrides: Sequence[Override], by_kind: ByK
 def deal_out_experts(
     params: Sequence[tuple[str, tuple[int, ...]]], ep_size: int
 ) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, int]]:
-    """Return names and shapes of a rank when ``ep_size`` ranks in a row share a layer's experts.
+    """Return the names and shapes on one rank if ``ep_size`` consecutive ranks share a layer's
+    experts.
 
     Args:
-        params: name and shape of each parameter of the whole model, in model order. Experts are
-            those that are numbered in a list, like ``mlp.experts.7.up_proj.weight``.
+        params: the name and shape of each parameter of the whole model, in model order. Experts are
+            the parameters that are numbered in a list, like ``mlp.experts.7.up_proj.weight``.
 
     Returns:
-        What is left, in model order, with each rank's own experts under the lowest numbers; and
-        ``ep_size`` by the name of these experts, as :func:`.plan.forecast.forecast.specs_of` takes
-        it.
+        The remaining parameters in model order, with each rank's own experts under the lowest
+        numbers; and ``ep_size`` by the name of these experts, for
+        :func:`.plan.forecast.forecast.specs_of`.
 
     Raises:
         ConfigError: ``ep_size`` is more than 1 and no parameter is an expert, the experts of a
-            layer cannot be dealt out evenly, or they differ in shape.
+            layer cannot be shared evenly, or they differ in shape.
     """
     if ep_size == 1:
         return list(params), {}
@@ -333,7 +341,7 @@ def _own_experts(
     """Return the lowest numbers of ``experts``, as many as each of ``ep_size`` ranks has.
 
     Raises:
-        ConfigError: they cannot be dealt out evenly, or differ in shape.
+        ConfigError: they cannot be shared evenly, or differ in shape.
     """
     first, *others = numbers = sorted(experts)
     if len(numbers) % ep_size:
@@ -351,7 +359,7 @@ def _own_experts(
 
 
 def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> Iterator[ModelParam]:
-    """Yield every parameter below ``entries``; ``values`` are those of the blocks around."""
+    """Yield every parameter below ``entries``. ``values`` are those of the enclosing blocks."""
     for i, entry in enumerate(entries):
         here = f"{where}[{i}]"
         if isinstance(entry, Mapping) and "block" in entry:
@@ -384,9 +392,9 @@ def _named(where: str, template: str, values: Mapping[str, int]) -> str:
 
 
 def _repeated(where: str, ranges: object) -> Iterator[dict[str, int]]:
-    """Yield a mapping for each combination, an empty one where nothing is repeated.
+    """Yield a mapping for each combination of values; a single empty one without ranges.
 
-    The last key runs fastest.
+    The last key varies fastest.
     """
     if not isinstance(ranges, Mapping):
         raise ConfigError(f"{where} must be like {{layer: [0, 32]}}, got {ranges!r}")

@@ -1,4 +1,4 @@
-"""List of every parameter's route, one line each, which the start-up table counts."""
+"""The list of every parameter's route, one line each. The start-up table counts them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def listed(
     layout: Layout,
     groups: Sequence[Mapping[str, Any]],
 ) -> list[dict[str, Any]]:
-    """Return what becomes of each of ``specs``, in their order.
+    """Return the route, owner and settings of each of ``specs``, in their order.
 
     Args:
         groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio``
@@ -58,7 +58,7 @@ def listed(
 
 
 def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return routes in columns under a head line.
+    """Return routes in columns under a header line.
 
     Parameters that are cut evenly belong to "all" ranks.
     """

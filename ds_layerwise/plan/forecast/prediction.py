@@ -1,8 +1,9 @@
-"""Predicted seconds of a step on given links, and the bucket size that suits.
+"""The predicted time of a step on given links, and the best bucket size.
 
-:mod:`.plan.network.links` says what the model of the links leaves out. The forward and the backward
-pass are missing here: shapes say nothing of them. A reduction hides behind the backward pass but
-for what can only begin with the last gradient, which is a number of its own.
+:mod:`.plan.network.links` lists what the model of the links leaves out. The forward and the
+backward pass are not included, because shapes do not determine their times. Reductions overlap with
+the backward pass, except for the part that can only begin with the last gradient; that part is a
+separate number.
 """
 
 from __future__ import annotations
@@ -20,61 +21,62 @@ from ds_layerwise.plan.network.transport import Load, WireTime, time_of_drafts, 
 from ds_layerwise.plan.planner.planner import draft_layout
 from ds_layerwise.plan.routes.routes import Route
 
-#: Bucket sizes that a plan compares with its own, elements.
+#: The bucket sizes, in elements, that a plan compares with its own.
 BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)
 
-#: Of bucket sizes that take up to so many percent longer than the fastest, the best is the one that
+#: Among bucket sizes at most this many percent slower than the fastest, the best is the one that
 #: leaves least to do after the last gradient.
 _AS_FAST_PERCENT = 5
 
 
 @dataclass(frozen=True, slots=True)
 class BucketSize:
-    """A bucket size, and the step that it makes."""
+    """A bucket size, and the resulting step."""
 
     bucket_numel: int
     num_buckets: int
     wire: WireTime
     left: int | None = None
-    """Bytes of its device that the rank which needs most leaves, less than 0 if it lacks them; None
-    where the memory of a device is not given."""
+    """The bytes of device memory that are left on the rank that needs most; negative if memory is
+    missing; None if the device memory is not given.
+    """
 
     @property
     def fits(self) -> bool:
-        """Tell whether every rank has what it needs, as far as the memory of a device is given."""
+        """Tell whether every rank has enough memory; True if the device memory is not given."""
         return self.left is None or self.left >= 0
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """The time of one plan's step, in nanoseconds."""
+    """The predicted time of one plan's step, in nanoseconds."""
 
     links: Links
     reduction: Reduction
     ways: Mapping[str, int]
-    """The number of buckets of whole parameters by transport."""
+    """The number of buckets of whole parameters, by transport."""
     own: BucketSize
     """The plan's own bucket size."""
     update: int
-    """Newton-Schulz on the busiest rank, at the rate that the links have for products."""
+    """The time of Newton-Schulz on the busiest rank, at the links' rate of products."""
     sizes: Sequence[BucketSize]
-    """Bucket sizes in ascending order, the plan's own among them."""
+    """The compared bucket sizes in ascending order, with the plan's own."""
     memory_bytes: int | None = None
-    """The memory of one device, where it is given."""
+    """The memory of one device; None if it is not given."""
 
     @property
     def wire(self) -> WireTime:
-        """The time of what travels."""
+        """The times of the collectives."""
         return self.own.wire
 
     @property
     def total(self) -> int:
-        """The time of a step, if nothing hides behind the backward pass."""
+        """The time of a step without any overlap with the backward pass."""
         return self.wire.total + self.update
 
     @property
     def best(self) -> BucketSize | None:
-        """The best of the bucket sizes that fit; None if none of them does."""
+        """The best of the bucket sizes that fit; None if none fits."""
         fitting = [size for size in self.sizes if size.fits]
         if not fitting:
             return None
@@ -100,9 +102,9 @@ def predict(
     Args:
         routes: by name, of at least ``specs``.
         links: :data:`.plan.network.links.NVLINK_IB` if None.
-        tp_size: how many parts tensor parallelism has cut matrices into.
-        memory_bytes: what one device has; None if that is not known.
-        bucket_numels: sizes that the plan's own is compared with.
+        tp_size: the number of tensor-parallel parts of a matrix.
+        memory_bytes: the memory of one device; None if it is unknown.
+        bucket_numels: the sizes that the plan's own is compared with.
     """
     links = links or NVLINK_IB
     layout = plan.layout
@@ -150,7 +152,7 @@ def predict(
         )
         sizes.append(size_of(costs, bucket_numel))
     ways = Counter(bucket.way for bucket in layout.buckets if bucket.whole)
-    # TFLOP/s are 1,000 FLOPs a nanosecond.
+    # 1 TFLOP/s is 1,000 FLOPs per nanosecond.
     return Prediction(
         links,
         reduction,

@@ -1,4 +1,4 @@
-"""The start-up table as text, and its numbers for a program: which recipe trains which parameters,
+"""The start-up table as text, and its numbers for programs: which recipe trains which parameters,
 and the costs of each rank.
 """
 
@@ -24,7 +24,7 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.presets import PRESETS
 
-#: The second holds the widest cells of every column, so that none is cut off.
+#: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110
 _PLAN_WIDTH = 210
 
@@ -43,10 +43,10 @@ def start_up_table(
 
     Args:
         forecast: for exactly these ``specs``.
-        groups: the parameter groups, with what the next step uses and ``configured_lr``; without
-            any, one as ``optimizer`` says.
-        without_effect: keys of the config that are accepted, but change nothing.
-        products: what recipes multiply matrices in, where a device is there to say.
+        groups: the parameter groups, with the values of the next step and ``configured_lr``; if
+            empty, one group with the values of ``optimizer``.
+        without_effect: the keys of the config that are accepted but change nothing.
+        products: the dtypes in which recipes multiply matrices, if there is a device.
     """
     head = _head(routes, specs, optimizer, groups, without_effect, products or {})
     return _rendered([*head, _costs(forecast), *_hint(forecast)])
@@ -66,7 +66,7 @@ def plan_table(
     For one number of ranks it begins with :func:`start_up_table` itself.
 
     Args:
-        predictions: one for each of ``forecasts``, to print below; nothing if empty.
+        predictions: one for each of ``forecasts``, printed below; may be empty.
     """
     below: list[Table | str] = []
     if predictions:
@@ -122,7 +122,7 @@ def _row(forecast: Forecast) -> dict[str, str]:
 
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
-    """Return a plan's numbers for a program: bytes, elements, FLOPs, and predicted seconds."""
+    """Return a plan's numbers for programs: bytes, elements, FLOPs, and predicted seconds."""
     report = forecast.report
     layout = forecast.layout
     sent = forecast.sent()
@@ -215,7 +215,9 @@ def _fit_json(size: BucketSize) -> dict[str, Any]:
 def _fitting(
     forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int
 ) -> list[Table | str]:
-    """Tell for each number of ranks whether the rank that needs most fits on its device."""
+    """Report for each number of ranks whether the rank that needs most memory fits on its
+    device.
+    """
     rows = []
     for forecast, prediction in zip(forecasts, predictions, strict=True):
         most = max(forecast.needed)
@@ -264,7 +266,7 @@ def _fit(size: BucketSize) -> str:
 def _predicted(
     forecasts: Sequence[Forecast], predictions: Sequence[Prediction]
 ) -> list[Table | str]:
-    """Show the seconds of a step, with the plan's bucket size and with others."""
+    """Return the predicted times of a step, with the plan's bucket size and with others."""
     rows = []
     none_fits = []
     rates: dict[str, list[str]] = {}
@@ -335,7 +337,7 @@ def _size(num_bytes: float) -> str:
 
 
 def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table of numbers, which are not cut off."""
+    """Return a table of numbers. They are never cut off."""
     table = Table(title=title, title_justify="left")
     for header in rows[0]:
         table.add_column(header, justify="right", no_wrap=True)
@@ -372,7 +374,7 @@ def _head(
     without_effect: Sequence[str],
     products: Mapping[Recipe, str],
 ) -> list[Table | str]:
-    """Describe which recipe trains which parameters, and its rates."""
+    """Describe which recipe trains which parameters, and at which rates."""
     groups = groups or [chosen.group()]
     used = {route.group for route in routes.values()}
     trained = [routes[spec.name] for spec in specs]
@@ -413,7 +415,7 @@ def _hyper(
 
 
 def _preset(chosen: OptimizerConfig) -> str:
-    """List what a preset has given, and what the config sets itself in its place."""
+    """List the settings of a preset, and those that the config replaces."""
     given = {**chosen.for_the_run(), **{key: getattr(chosen, key) for key in Hyper.keys()}}
     own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
     taken = []
@@ -429,14 +431,16 @@ def _preset(chosen: OptimizerConfig) -> str:
 
 
 def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:
-    """Return the recipes in use: first those of whole parameters, then by name."""
+    """Return the recipes in use: those of whole parameters first, then by name."""
     used = {routes[spec.name].recipe for spec in specs}
     return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
 
 
 def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
-    """Name ``recipe``, with what an override has changed of it, and an unusual weight decay."""
-    # One class may be both, with arguments of its own for each.
+    """Return the name of ``recipe``, with the settings that an override has changed and an unusual
+    weight decay.
+    """
+    # One class may be used for both recipes, with different arguments.
     run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
     changed = []
     for key, value in recipe.settings().items():
@@ -477,7 +481,7 @@ def _parameters(
     for (_, reason, bare), members in sorted(rows.items()):
         names = [members[0].name]
         if bare:
-            # Layers number the same few.
+            # Layers have the same few names with different numbers.
             names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
         mine = [routes[spec.name] for spec in members]
         hypers = [route.hyper(groups[route.group]) for route in mine]

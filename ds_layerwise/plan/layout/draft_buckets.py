@@ -1,6 +1,4 @@
-"""Buckets that do not know yet where in their buffer they start, and how parameters are laid into
-one.
-"""
+"""Buckets without a start in their buffer yet, and the placement of parameters in one."""
 
 from __future__ import annotations
 
@@ -16,8 +14,8 @@ from ds_layerwise.plan.layout.shards import Numels, Shards
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A bucket whose offsets count from its own start; else as :class:`.plan.layout.layout.Bucket`
-    has it.
+    """A bucket whose offsets count from its own start; otherwise like
+    :class:`.plan.layout.layout.Bucket`.
     """
 
     whole: bool
@@ -26,12 +24,12 @@ class Draft:
     """In memory order."""
     offsets: Sequence[int]
     wire: str
-    """The dtype that its gradients travel in."""
+    """The dtype in which its gradients are sent."""
     way: Way = "even"
-    """Until it is chosen, which it must be where shards differ in length, ``even``."""
+    """The transport; ``even`` until it is chosen. If shards differ in length, it must be chosen."""
 
     def with_longer_last(self, more: int) -> Draft:
-        """Return the bucket with ``more`` elements of padding in the last shard that has any."""
+        """Return the bucket with ``more`` elements of padding in its last non-empty shard."""
         return replace(self, shard_numels=self.shard_numels.with_longer_last(more))
 
     @property
@@ -46,11 +44,12 @@ class Draft:
 
 
 def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) -> list[list[Item]]:
-    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may hold
+    """Cut a backward stream into buckets of at least ``bucket_numel`` elements; the last may have
     fewer.
 
-    With a number of ``equal_shards`` also of at least 90 % of as many times its largest parameter,
-    which is how long all of its shards become: whatever a bucket has less than that is padding.
+    With ``equal_shards``, a bucket also has at least 90 % of ``equal_shards`` times its largest
+    parameter. All of its shards become as long as that parameter, and the missing elements are
+    padding.
     """
     buckets: list[list[Item]] = []
     numel = least = bucket_numel
@@ -66,7 +65,7 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
 
 
 def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
-    """Lay ``items`` back to back, cut into equal shards."""
+    """Lay out ``items`` back to back, cut into equal shards."""
     *offsets, total = accumulate((item.span for item in items), initial=0)
     shard = -(-total // holders)
     shard += -shard % alignment
@@ -74,9 +73,7 @@ def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) 
 
 
 def draft_by_param(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
-    """Lay ``items`` back to back, each with room for as many equal, aligned cuts as there are
-    ``holders``.
-    """
+    """Lay out ``items`` back to back, each with room for ``holders`` equal, aligned cuts."""
     rooms = []
     for item in items:
         cut = -(-item.numel // holders)
@@ -89,7 +86,9 @@ def draft_by_param(items: Sequence[Item], holders: int, wire: str, alignment: in
 def draft_owned(
     items: Sequence[Item], owners: Iterable[int], holders: int, wire: str, shard: int | None = None
 ) -> Draft:
-    """Lay out whole parameters, one owner each; ``shard`` elements a shard, or any number."""
+    """Lay out whole parameters with one owner each. Shards have ``shard`` elements, or any length
+    if it is None.
+    """
     by_rank: dict[int, list[Item]] = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
         by_rank[owner].append(item)

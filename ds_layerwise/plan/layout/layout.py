@@ -1,9 +1,9 @@
-"""The layout of parameters: the result of a plan, checked once, then only read.
+"""The layout of parameters: the result of a plan, checked once and then only read.
 
-Per dtype there is one flat buffer. Buckets tile it; inside a bucket lie the shards of rank 0, 1,
-...; every parameter has one contiguous home, its slot. Offsets and sizes are in elements, never
-bytes, and offsets count from the start of the buffer of the bucket's dtype. No value here can be
-built wrong: what holds one need not check it again.
+There is one flat buffer per dtype. Buckets tile it; in a bucket, the shards of rank 0, 1, ...
+follow one another; every parameter has one contiguous range, its slot. Offsets and sizes are in
+elements, never bytes, and offsets count from the start of the buffer of the bucket's dtype.
+Constructors check all values, so users of a layout need no checks.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from typing import Any, Literal, cast, get_args
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.shards import Numels, Shards
 
-#: The ways of a bucket to its owners and back; see :class:`Bucket`.
+#: The transports of a bucket to its owners and back; see :class:`Bucket`.
 Way = Literal["even", "ragged", "cuts", "by_param"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParamSpec:
-    """The facts that a planner knows of one parameter.
+    """The facts about one parameter that a planner needs.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is
-    the FLOPs of one update, 0 for what is cut; ``state_bytes`` those of all its states together.
-    ``ep_size`` is how many different parameters go by this name, on as many consecutive ranks,
-    again and again: more than 1 for experts, of which each rank has its own. ``wire`` is the dtype
-    that the gradient travels in; a bucket has one.
+    the FLOPs of one update, 0 for a parameter that is cut. ``state_bytes`` is the size of all its
+    states together. ``ep_size`` is the number of consecutive ranks that hold different parameters
+    under this name, a pattern that repeats; it is more than 1 for experts. ``wire`` is the dtype in
+    which the gradient is sent; all parameters of a bucket have the same.
 
     Raises:
-        LayoutError: no name, no elements, ep_size below 1, or work that nobody would do.
+        LayoutError: no name, no elements, ep_size below 1, or work for a parameter that is cut.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ParamSpec:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The home of one whole parameter: ``[start, stop)`` of its buffer."""
+    """The place of one whole parameter: ``[start, stop)`` in its buffer."""
 
     name: str
     start: int
@@ -89,13 +89,13 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """The offset behind the last element."""
+        """The offset after the last element."""
         return self.start + self.numel
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a slot that lies in one rank's shard.
+    """The part of a slot that is in one rank's shard.
 
     ``start`` is an offset in the buffer, ``param_start`` the offset of the same element in the
     flattened parameter.
@@ -109,25 +109,29 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A contiguous range of the buffer of ``dtype`` that one collective reduces: shard of rank 0,
-    of rank 1, ...
+    """A contiguous range of the buffer of ``dtype`` that one collective reduces: the shard of rank
+    0, of rank 1, ...
 
     Shards may differ in length and may be empty. ``slots`` are in memory order. In a ``whole``
-    bucket no slot crosses a border between shards. Where parameters are experts, every ``ep_size``
+    bucket no slot crosses a border between shards. If parameters are experts, every ``ep_size``
     consecutive ranks of the layout have the same shard, each of its own experts, and a collective
-    takes the ranks that have the same ones.
+    runs over the ranks with the same experts.
 
-    ``way`` is how it travels: ``even``, straight to its owners, whose shards are equal; ``ragged``,
-    straight to them with shards of any length; ``cuts``, whatever its shards, in as many equal cuts
-    as there are shards, cut r to holder r, from where one exchange a step moves what belongs to
-    others; ``by_param``, of parameters that are cut over the ranks: each of them evenly by itself,
-    as ZeRO stage 3 cuts it, cut r to holder r, whose shard is its cuts of all of them. Their slots
-    have room for as many equal cuts. By default ``even`` where all shards are equal, else
-    ``ragged``.
+    ``way`` is the transport:
+
+    * ``even``: directly to the owners, whose shards have equal lengths.
+    * ``ragged``: directly to the owners, with shards of any length.
+    * ``cuts``: with shards of any length, in as many equal cuts as there are shards, cut r to
+      holder r. From there, one exchange per step moves the elements of other owners.
+    * ``by_param``: for parameters that are cut over the ranks. Each is cut evenly by itself, as
+      ZeRO stage 3 does it, cut r to holder r, whose shard consists of its cuts of all parameters.
+      Slots have room for as many equal cuts.
+
+    The default is ``even`` if all shards are equal, else ``ragged``.
 
     Raises:
-        LayoutError: a slot leaves the bucket, overlaps the one before it, or crosses a border it
-            must not cross; or the bucket cannot go that way.
+        LayoutError: a slot leaves the bucket, overlaps the previous one, or crosses a border that
+            it must not cross; or the bucket does not allow the transport.
     """
 
     index: int
@@ -135,7 +139,7 @@ class Bucket:
     whole: bool
     start: int
     shard_numels: Sequence[int]
-    """The number of elements of each shard; kept as :class:`.plan.layout.shards.Numels`."""
+    """The number of elements of each shard, stored as :class:`.plan.layout.shards.Numels`."""
     slots: tuple[Slot, ...]
     ep_size: int = 1
     way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
@@ -144,9 +148,7 @@ class Bucket:
     holders: int = field(init=False, repr=False, compare=False)
     """The number of shards: the size of a group of ranks that hold the bucket together."""
     cut_numel: int = field(init=False, repr=False, compare=False)
-    """The length of each of as many equal cuts as there are shards; of use where the way is
-    ``cuts``.
-    """
+    """The length of each of as many equal cuts as there are shards, for the transport ``cuts``."""
 
     def __post_init__(self) -> None:
         if (
@@ -246,17 +248,17 @@ class Bucket:
 
     @property
     def is_even(self) -> bool:
-        """True where all shards have the same length."""
+        """True if all shards have the same length."""
         return self.shards.is_even
 
     @property
     def numel(self) -> int:
-        """The elements of all shards together, padding included."""
+        """The number of elements in all shards together, with padding."""
         return self.shards.numel
 
     @property
     def stop(self) -> int:
-        """The offset behind the last element."""
+        """The offset after the last element."""
         return self.start + self.shards.numel
 
     @property
@@ -265,7 +267,8 @@ class Bucket:
         return self.holders * self.ep_size
 
     def shard(self, rank: int) -> tuple[int, int]:
-        """Return ``(start, stop)`` of the shard of ``rank`` in the buffer; equal where it is empty.
+        """Return ``(start, stop)`` of the shard of ``rank`` in the buffer. They are equal if it is
+        empty.
 
         Raises:
             LayoutError: the layout has no such rank.
@@ -286,15 +289,16 @@ class Bucket:
                 yield number * self.ep_size + ep_rank, numel
 
     def owners(self, slot: Slot) -> range:
-        """Return the ranks that hold ``slot`` as a whole: one, or one for each of its experts."""
+        """Return the ranks that own ``slot``: one, or one for each of its experts."""
         owner = self.owner(slot)
         return range(owner, owner + self.ep_size)
 
     def owner(self, slot: Slot) -> int:
-        """Return the rank that holds ``slot``, or the first expert of its name, as a whole.
+        """Return the rank that owns ``slot``, or the first expert of its name.
 
         Raises:
-            LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside it.
+            LayoutError: slots of this bucket are cut over the ranks, or ``slot`` starts outside of
+                it.
         """
         if not self.whole or not self.start <= slot.start < self.stop:
             raise LayoutError(
@@ -304,17 +308,19 @@ class Bucket:
         return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
 
     def cut_of(self, slot: Slot) -> int:
-        """Return the elements of each rank's cut of ``slot`` by itself; the last may lack some."""
+        """Return the number of elements in each rank's cut of ``slot`` by itself. The last cut may
+        have fewer.
+        """
         return -(-slot.numel // self.holders)
 
     def offset_in_shard(self, slot: Slot) -> int:
-        """Return where a rank's cut of ``slot`` begins in its shard, where the way is
+        """Return the offset of a rank's cut of ``slot`` in its shard, for the transport
         ``by_param``.
         """
         return (slot.start - self.start) // self.holders
 
     def _check_room(self) -> None:
-        """Check that the cuts of each slot have room before those of the next."""
+        """Check that the cuts of each slot end before those of the next begin."""
         ends = [slot.start for slot in self.slots[1:]]
         for slot, end in zip(self.slots, [*ends, self.stop], strict=True):
             room = (end - slot.start) // self.holders
@@ -336,7 +342,7 @@ class Bucket:
         return tuple(pieces)
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what lies in the shard of ``rank``, in memory order, without padding."""
+        """Return the pieces in the shard of ``rank``, in memory order, without padding."""
         if self.way == "by_param":
             return self._pieces_by_param(rank)
         start, stop = self.shard(rank)
@@ -352,7 +358,7 @@ class Bucket:
         return tuple(pieces)
 
     def to_values(self) -> dict[str, Any]:
-        """Return the bucket as JSON has it; :meth:`of_values` reads it."""
+        """Return the bucket as JSON values; :meth:`of_values` reads them."""
         values: dict[str, Any] = {
             "dtype": self.dtype,
             "whole": self.whole,
@@ -368,7 +374,7 @@ class Bucket:
 
     @classmethod
     def of_values(cls, index: int, values: dict[str, Any]) -> Bucket:
-        """Make the bucket that :meth:`to_values` returned."""
+        """Make the bucket from the result of :meth:`to_values`."""
         way: Any = values.get("way")
         return cls(
             index,
@@ -391,7 +397,7 @@ class Layout:
     of buckets that travel in cuts.
 
     Raises:
-        LayoutError: any of this does not hold, or a parameter has two slots.
+        LayoutError: one of these conditions does not hold, or a parameter has two slots.
     """
 
     policy: str
@@ -441,7 +447,7 @@ class Layout:
                     f"bucket {index}: the shard of rank {rank} has {numel} elements, not a "
                     f"multiple of {self.alignment}"
                 )
-            if bucket.is_even:  # The others are as long.
+            if bucket.is_even:  # all have the same length
                 break
         if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
             raise LayoutError(
@@ -460,7 +466,7 @@ class Layout:
         return tuple(self._buffers)
 
     def buffer_numel(self, dtype: str) -> int:
-        """Return the length of the buffer of ``dtype``, padding included."""
+        """Return the length of the buffer of ``dtype``, with padding."""
         if dtype not in self._buffers:
             raise LayoutError(
                 f"no parameter of this layout is {dtype}; it has "
@@ -473,7 +479,7 @@ class Layout:
         return self._home(name)[0]
 
     def slot(self, name: str) -> Slot:
-        """Return the home of the parameter ``name``."""
+        """Return the slot of the parameter ``name``."""
         return self._home(name)[1]
 
     def _home(self, name: str) -> tuple[Bucket, Slot]:
@@ -482,11 +488,13 @@ class Layout:
         return self._homes[name]
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Return what ``rank`` holds, bucket by bucket, in memory order."""
+        """Return the pieces of ``rank``, bucket by bucket, in memory order."""
         return tuple(chain.from_iterable(bucket.pieces(rank) for bucket in self.buckets))
 
     def to_json(self) -> str:
-        """Return the layout as one line, with lengths as runs ``[[how many, numel], ...]``."""
+        """Return the layout as one line of JSON, with shard lengths as runs ``[[how many, numel],
+        ...]``.
+        """
         values = {
             "policy": self.policy,
             "world_size": self.world_size,
@@ -497,10 +505,10 @@ class Layout:
 
     @classmethod
     def from_json(cls, text: str) -> Layout:
-        """Return the layout that :meth:`to_json` wrote.
+        """Return the layout from the result of :meth:`to_json`.
 
         Raises:
-            LayoutError: ``text`` is something else, or breaks an invariant.
+            LayoutError: ``text`` is not a layout or breaks an invariant.
         """
         try:
             values = json.loads(text)

@@ -1,20 +1,21 @@
-"""Choose the owner of each whole parameter: balance over the whole model, then even shards in each
-bucket.
+"""The choice of the owner of each whole parameter: balanced over the whole model first, then even
+shards in each bucket.
 
-Pure functions of whole numbers, so that every rank chooses the same owners. A parameter is known by
-its position in the backward pass; an owner is the number of a shard. With an ``ep_size`` of ``e``,
-shard ``h`` lies on the ranks from ``h * e`` up to ``(h + 1) * e``, each of its own experts: all of
-them have the same load of it.
+All functions are pure and compute with integers, so every rank chooses the same owners. A parameter
+is identified by its position in the backward pass; an owner is the number of a shard. With an
+``ep_size`` of ``e``, shard ``h`` is on the ranks from ``h * e`` up to ``(h + 1) * e``, each with
+its own experts. All of these ranks get the same load from it.
 
 Note: how owners are chosen
     Balance is a property of the whole model, so owners are chosen over the whole model, dense
-    matrices and experts together: longest work first, always to the least loaded rank, or to the
-    ``ep_size`` ranks whose busiest has least. A second pass by work and memory together is kept
-    where it lowers the worse of the two and costs at most 2 % of either. Longest-first does not
-    take back what it decided early, so after it the busiest ranks swap one or two parameters with
-    others as long as this lowers the maximum of work, or of memory; no swap raises either of them.
-    At last only parameters of equal size and work change places, which alters no rank's total: each
-    bucket hands its parameters to the ranks that have least of that bucket.
+        matrices and experts together: longest work first, always to the least loaded rank, or to
+        the ``ep_size`` ranks whose busiest rank has the least load. A second pass balances work and
+        memory together. Its result is used if it lowers the worse of the two and costs at most 2 %
+        of either. Longest-first never revises a decision, so after it the busiest ranks swap one or
+        two parameters with other ranks as long as this lowers the maximum of work, or of memory; no
+        swap raises either maximum. Finally, only parameters of equal size and work change places,
+        which changes no rank's total: each bucket assigns its parameters to the ranks that have
+        least of that bucket.
 """
 
 from __future__ import annotations
@@ -30,28 +31,29 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-#: The most that balancing memory as well may cost, in percent of what balancing work alone reaches.
+#: The most that balancing memory as well may cost, in percent of the maximum from balancing work
+#: alone.
 _TOLERANCE_PERCENT = 2
 
-#: Work and memory are compared as shares of their totals, in parts of this: whole numbers that fit
-#: 64 bits.
+#: Work and memory are compared as shares of their totals, in units of 1 / _PARTS, so that integers
+#: fit 64 bits.
 _PARTS = 2**40
 
-#: The most swaps that are looked at in one search, and in all: a few seconds at most. There are as
-#: many as shards, times the kinds that the busiest has, times all kinds; with two parameters on
-#: either side times the squares of both.
+#: The most swaps that one search, and all searches together, examine: a few seconds at most. The
+#: number of swaps is the number of shards, times the kinds on the busiest shard, times all kinds;
+#: with two parameters on each side, times the squares of both.
 _MAX_AT_ONCE = 2**22
 _MAX_COMBINATIONS = 2**27
 
 
 class Item(NamedTuple):
-    """A parameter on its way into a bucket. ``span`` is ``numel`` with the padding up to the next
-    aligned start.
+    """A parameter before it is placed in a bucket. ``span`` is ``numel`` plus the padding up to the
+    next aligned start.
     """
 
     name: str
     position: int
-    """In the backward pass."""
+    """The position in the backward pass."""
     numel: int
     span: int
     work: int
@@ -60,7 +62,7 @@ class Item(NamedTuple):
 
 
 class _Kind(NamedTuple):
-    """The sizes of parameters that can take each other's place."""
+    """The sizes of parameters that are interchangeable."""
 
     ep_size: int
     work: int
@@ -69,16 +71,18 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Placed:
-    """The parameters on each shard, and the loads that come of it."""
+    """The parameters on each shard, and the resulting loads."""
 
     shards: dict[_Kind, list[int]]
-    """The shard of each parameter of a kind, in the order in which they were placed."""
+    """The shard of each parameter of a kind, in the order of placement."""
     loads: NDArray[np.int64]
-    """Work and elements (2, ranks)."""
+    """Work and elements by rank: (2, ranks)."""
 
 
 def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[int, int]:
-    """Return the owners of the parameters of ``buckets``, of one ``ep_size`` each, by position."""
+    """Return the owners of the parameters of ``buckets`` by position. Each bucket has one
+    ``ep_size``.
+    """
     by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
     by_kind: dict[_Kind, list[Item]] = defaultdict(list)
     for bucket in buckets:
@@ -99,11 +103,11 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
 
 
 def _place(counts: Mapping[_Kind, int], world_size: int) -> dict[_Kind, list[int]]:
-    """Place parameters by work, or by work and memory where that is the better trade."""
+    """Place parameters by work, or by work and memory if that is the better trade-off."""
     total_work = sum(kind.ep_size * kind.work * count for kind, count in counts.items())
     total_numel = sum(kind.ep_size * kind.numel * count for kind, count in counts.items())
-    # Work has 64 bits here, too: the common factor alters no comparison, and what is left over 62
-    # bits no balance.
+    # Work must fit 64 bits: dividing by the common factor changes no comparison, and dropping bits
+    # beyond 62 does not affect the balance.
     unit = max(1, math.gcd(*(kind.work for kind in counts)))
     unit <<= max(0, (total_work // unit).bit_length() - 62)
     total_work //= unit
@@ -126,7 +130,7 @@ def _is_better_trade(by_both: _Placed, by_work: _Placed, total_work: int, total_
     within = 100 + _TOLERANCE_PERCENT
     if 100 * work > within * least_work or 100 * numel > within * its_numel:
         return False
-    # Shares of different totals, compared by cross-multiplication.
+    # Shares of different totals are compared by cross-multiplication.
     worse = max(work * total_numel, numel * total_work)
     return bool(worse < max(least_work * total_numel, its_numel * total_work))
 
@@ -137,11 +141,12 @@ def _longest_first(
     exact: Mapping[_Kind, tuple[int, int]],
     shares: Mapping[_Kind, tuple[int, int]] | None = None,
 ) -> _Placed:
-    """Place most work first, on the ranks with least work, then elements, then number.
+    """Place parameters with the most work first, on the ranks with the least work, then elements,
+    then number.
 
-    With ``shares``, the largest share of the model first, to the ranks whose larger share, of work
-    or of elements, stays smallest. Parameters without work come last, and for them only elements
-    count: they would all go to the one rank with least work, whatever it holds.
+    With ``shares``, place the largest share of the model first, on the ranks whose larger share, of
+    work or of elements, stays smallest. Parameters without work come last, and only elements count
+    for them: otherwise all would go to the one rank with the least work, whatever it holds.
     """
     if shares is None:
         sizes = exact
@@ -162,14 +167,14 @@ def _longest_first(
         work, numel = sizes[kind]
         by_shard = loads.reshape(2, -1, kind.ep_size)
         exactly = placed.loads.reshape(2, -1, kind.ep_size)
-        while left:  # each go places one at least
+        while left:  # each pass places at least one
             if kind.ep_size > 1:
                 held = by_shard.max(axis=2)
             else:
                 held = loads
-            # Who has least after it, then what decides between equals; and by how much at least
-            # those grow who take one: of the ranks that are ahead by less, none gets a second one
-            # before all of them have one.
+            # ``after`` is the load after placement, ``then`` breaks ties, and ``step`` is the least
+            # by which a rank that takes one grows: among ranks that are ahead by less, none gets a
+            # second parameter before all of them have one.
             if shares is not None:
                 after = np.maximum(held[0] + work, held[1] + numel)
                 then = held[0] * 0
@@ -181,12 +186,12 @@ def _longest_first(
                 then, after = held
                 step = numel
             highest = after.min() + step - 1
-            if left < len(after):  # sorting them all would take longest
+            if left < len(after):  # a full sort would take longest
                 highest = min(highest, np.partition(after, left - 1)[left - 1])
             chosen = np.flatnonzero(after <= highest)
             chosen = chosen[np.lexsort((then[chosen], after[chosen]))[:left]]
-            # A go to all ranks leaves everything between them as it is, so that the next goes are
-            # the same.
+            # A pass over all ranks leaves their differences as they are, so the next passes are the
+            # same.
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
             if same:
                 times = left // len(after)
@@ -201,8 +206,8 @@ def _longest_first(
 
 
 def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
-    """Let shards swap parameters while the most of work gets less, then of elements, and neither
-    gets more.
+    """Swap parameters between shards while that lowers the maximum of work, then of elements,
+    without raising the other maximum.
     """
     by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
     for kind in sorted(placed.shards):
@@ -220,15 +225,15 @@ def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
 
 
 class _Swaps:
-    """Swaps between the shards of all parameters that have one ``ep_size``; ``load`` is 0 for work,
-    1 for elements.
+    """Swaps between the shards of all parameters with one ``ep_size``. ``load`` is 0 for work, 1
+    for elements.
     """
 
     def __init__(self, kinds: Sequence[_Kind], placed: _Placed, sizes: NDArray[np.int64]) -> None:
         self._loads = placed.loads.reshape(2, -1, kinds[0].ep_size)
         self._shards = [placed.shards[kind] for kind in kinds]
-        # Work and elements of each kind (kinds + 1, 2), and how many each shard has (kinds + 1,
-        # shards): the last kind is nothing, which everybody has.
+        # The work and elements of each kind (kinds + 1, 2), and the number of each kind on each
+        # shard (kinds + 1, shards). The last kind means no parameter; every shard has it.
         self._nothing = len(kinds)
         self._sizes = np.vstack((sizes, [0, 0]))
         held = []
@@ -238,8 +243,8 @@ class _Swaps:
         self._left = _MAX_COMBINATIONS
 
     def lower(self, load: int) -> bool:
-        """Make the most of ``load`` less, by as many swaps as there are shards that have it; False
-        if one keeps it.
+        """Lower the maximum of ``load`` with one swap per shard that has it. Return False if one of
+        them keeps it.
         """
         most = self._loads[load].max()
         most_of_other = self._loads[1 - load].max()
@@ -247,7 +252,7 @@ class _Swaps:
             loads = self._loads.max(axis=2)
             if loads[load].max() < most:
                 break
-            # Nobody can have less than the mean, or than one of the largest.
+            # The maximum cannot fall below the mean, or below the largest parameter.
             if most <= max(self._sizes[:, load].max(), -(-loads[load].sum() // loads.shape[1])):
                 return False
             busiest = int(loads[load].argmax())
@@ -257,16 +262,17 @@ class _Swaps:
             other, give, take = swap
             self._hand_over(give, busiest, other)
             self._hand_over(take, other, busiest)
-        # Each time it is true the most is less, of the other not more: that is what ends the
-        # search.
+        # Each True means a lower maximum here and no higher one in the other load, so the search
+        # ends.
         return bool(self._loads[load].max() < most and self._loads[1 - load].max() <= most_of_other)
 
     def _best(
         self, load: int, loads: NDArray[np.int64], busiest: int, num: int
     ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
-        """Find the swap after which the busier of two shards has least: the other, gets, gives.
+        """Find the swap that leaves the busier of its two shards with the lowest load. Return the
+        other shard, the parameters it gets, and those it gives; None if no swap helps.
 
-        Both sides give at most ``num`` parameters. None if no swap helps.
+        Each side gives at most ``num`` parameters.
         """
         mine_to_give = np.flatnonzero(self._held[:-1, busiest]).tolist()
         combinations = (
@@ -290,8 +296,9 @@ class _Swaps:
         mine = mine[gives, takes]
         order = np.lexsort((loads[1 - load], loads[load]))
         theirs = loads[:, order]
-        # The other shard must have what it gives, stay below in one load and not go above in the
-        # other. Who has least now has least after it.
+        # The other shard must have the parameters that it gives, stay below the maximum in one
+        # load, and not exceed it in the other. The shard with the least load before also has the
+        # least after.
         able = self._has(take, order)[takes]
         able &= theirs[load] < (most[load] - over[:, load])[:, None]
         able &= theirs[1 - load] <= (most[1 - load] - over[:, 1 - load])[:, None]
@@ -308,11 +315,13 @@ class _Swaps:
         )
 
     def _bundles(self, kinds: Iterable[int], num: int) -> NDArray[np.int64]:
-        """Return up to ``num`` parameters of ``kinds`` (bundles, num), filled up with nothing."""
+        """Return all sets of up to ``num`` parameters of ``kinds``: (bundles, num), padded with the
+        empty kind.
+        """
         return np.array(list(combinations_with_replacement([*kinds, self._nothing], num)))
 
     def _has(self, bundles: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell which of ``shards`` have all of a bundle (bundles, shards)."""
+        """Return which of ``shards`` have all parameters of a bundle: (bundles, shards)."""
         needed = (bundles[:, :, None] == bundles[:, None, :]).sum(axis=2)[:, :, None]
         has: NDArray[np.bool_] = np.all(self._held[:, shards][bundles] >= needed, axis=1)
         return has
@@ -330,7 +339,7 @@ class _Swaps:
 def spread(
     buckets: Sequence[Sequence[Item]], owners: dict[int, int], world_size: int
 ) -> dict[int, int]:
-    """Let equal parameters change owners so that the shards of each bucket become even, and no
+    """Let equal parameters change owners, so that the shards of each bucket become even and no
     rank's total changes.
     """
     quotas: dict[tuple[int, int], Counter[int]] = defaultdict(Counter)
@@ -358,20 +367,19 @@ def spread(
 
 
 class _Takers:
-    """The ranks that parameters of one size go to, and how many of them each has to take before all
-    have their place.
+    """The ranks that parameters of one size go to, and the number that each still has to take.
 
     Args:
-        quota: by rank, how many.
-        left: by rank, the elements of all sizes that it has to take; it gets less while they are
-            taken.
+        quota: the number of parameters by rank.
+        left: the elements of all sizes that each rank still has to take; updated as ranks take
+            parameters.
     """
 
     def __init__(self, quota: Mapping[int, int], left: list[int]) -> None:
         self._quota = {rank: quota[rank] for rank in sorted(quota)}
         self._left = left
-        # An entry may be from before the rank took something: it is earlier then than where the
-        # rank belongs.
+        # A heap entry may be older than the rank's last parameter; it is then earlier than the
+        # rank's true place.
         self._heap = [self._key(rank) for rank in self._quota]
         heapq.heapify(self._heap)
 
@@ -379,10 +387,11 @@ class _Takers:
         return -self._quota[rank], -self._left[rank], rank
 
     def take(self, num: int, held: Mapping[int, int]) -> list[int]:
-        """Take up to ``num`` ranks, one parameter each: the emptiest by ``held`` in this bucket.
+        """Take up to ``num`` ranks, one parameter each: those with the least elements of this
+        bucket, by ``held``.
 
-        Of these, those that still have most to take: else the last buckets would be left with a few
-        ranks that must take everything.
+        Among equal ranks, those with the most left to take come first. Otherwise the last buckets
+        would be left with a few ranks that must take everything.
         """
         found, passed = self._most_to_take(num + 1, held)
         if not found:
@@ -406,7 +415,9 @@ class _Takers:
         return taken
 
     def _most_to_take(self, num: int, held: Mapping[int, int]) -> tuple[list[int], list[int]]:
-        """Return up to ``num`` ranks that hold nothing, and all ranks that left the heap."""
+        """Return up to ``num`` ranks that hold nothing of the bucket, and all ranks that were
+        removed from the heap.
+        """
         found: list[int] = []
         passed: list[int] = []
         while self._heap and len(found) < num:
@@ -422,7 +433,9 @@ class _Takers:
 
 
 def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -> int:
-    """Add up the longest shard of each bucket: what the collectives take."""
+    """Return the sum over buckets of the longest shard, which determines the time of the
+    collectives.
+    """
     total = 0
     for bucket in buckets:
         held: dict[int, int] = defaultdict(int)

@@ -1,8 +1,7 @@
-"""Lengths of the shards of a bucket, by number: which are empty, where the others start, and their
-short form.
+"""The lengths of a bucket's shards, by number, in a short form.
 
-At 4,096 ranks most shards of most buckets are empty, or all are equal: only the others are in
-memory, one by one. That keeps layouts of 10,000 buckets cheap.
+At 4,096 ranks most shards of most buckets are empty, or all are equal. Only other shards are stored
+one by one. That keeps layouts of 10,000 buckets cheap.
 """
 
 from __future__ import annotations
@@ -21,32 +20,32 @@ from ds_layerwise.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Numels(Sequence[int]):
-    """The elements of each shard, by number: a sequence like a tuple, and equal to one."""
+    """The number of elements of each shard: a sequence that is like a tuple and equal to one."""
 
     size: int
     """The number of shards."""
     filled: Sequence[int]
-    """Numbers of those that are not empty."""
+    """The numbers of the shards that are not empty."""
     lengths: Sequence[int]
-    """The elements of these, where not all shards have the same number."""
+    """The lengths of these, if not all shards have the same length."""
     each: int | None = None
-    """The elements of every shard, where it is the same number."""
+    """The length of every shard, if they are all equal."""
 
     @classmethod
     def equal(cls, each: int, size: int) -> Numels:
-        """Make those of ``size`` shards of ``each`` elements."""
+        """Return ``size`` shards of ``each`` elements."""
         return cls(size, range(size) if each else (), (), each)
 
     @classmethod
     def of_filled(cls, size: int, filled: Sequence[int], lengths: Sequence[int]) -> Numels:
-        """Make those of ``size`` shards of which all but ``filled`` are empty."""
+        """Return ``size`` shards, all empty except ``filled``."""
         if not lengths or len(lengths) == size and lengths.count(lengths[0]) == size:
             return cls.equal(lengths[0] if lengths else 0, size)
         return cls(size, filled, lengths)
 
     @classmethod
     def of(cls, numels: Sequence[int]) -> Numels:
-        """Make those that ``numels`` lists."""
+        """Return the shards with the lengths ``numels``."""
         if isinstance(numels, Numels):
             return numels
         return cls.of_filled(
@@ -60,7 +59,7 @@ class Numels(Sequence[int]):
         """Undo :meth:`runs`.
 
         Raises:
-            LayoutError: a run is not of at least one shard of at least no elements.
+            LayoutError: a run has no shard, or a negative length.
         """
         size = 0
         filled: list[int] = []
@@ -78,8 +77,9 @@ class Numels(Sequence[int]):
         return cls.of_filled(size, tuple(filled), tuple(lengths))
 
     def runs(self) -> list[list[int]]:
-        """``[[how many, numel], ...]``: runs of equal lengths, each as long as it can be, so that
-        equal shards have one form."""
+        """``[[how many, numel], ...]``: runs of equal lengths, each as long as possible, so that
+        equal sequences have one form.
+        """
         if self.each is not None:
             return [[self.size, self.each]]
         runs: list[list[int]] = []
@@ -99,7 +99,7 @@ class Numels(Sequence[int]):
         return runs
 
     def with_longer_last(self, more: int) -> Numels:
-        """Make those of which the last that is not empty has ``more`` elements."""
+        """Return these shards with ``more`` elements added to the last non-empty one."""
         if self.each is None:
             lengths = self.lengths
         else:
@@ -111,7 +111,7 @@ class Numels(Sequence[int]):
         return self.size
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the elements of each shard, in order."""
+        """Yield the number of elements of each shard, in order."""
         if self.each is not None:
             return repeat(self.each, self.size)
         numels = [0] * self.size
@@ -120,7 +120,7 @@ class Numels(Sequence[int]):
         return iter(numels)
 
     def __getitem__(self, number: Any) -> Any:
-        """Return the elements of a shard, or a tuple for some."""
+        """Return the number of elements of a shard, or a tuple for a slice."""
         if isinstance(number, slice) or number < 0:
             return tuple(self)[number]
         if number >= self.size:
@@ -133,7 +133,7 @@ class Numels(Sequence[int]):
         return 0
 
     def __eq__(self, other: object) -> bool:
-        """Tell whether ``other`` lists the same."""
+        """Tell whether ``other`` has the same lengths."""
         if isinstance(other, Numels):
             return (self.size, self.each) == (other.size, other.each) and (
                 self.each is not None
@@ -151,7 +151,7 @@ class Numels(Sequence[int]):
 
 
 class Shards(NamedTuple):
-    """The shards that lie back to back: their starts, their lengths and their sum."""
+    """Shards that lie back to back: their starts, their lengths and their sum."""
 
     filled: Sequence[int]
     """Numbers of the shards that are not empty."""
@@ -160,15 +160,17 @@ class Shards(NamedTuple):
     lengths: Sequence[int]
     """The lengths of these."""
     numel: int
-    """The elements of all shards together."""
+    """The number of elements in all shards together."""
     is_even: bool
-    """True where all have the same length."""
+    """True if all have the same length."""
     shortest: int
-    """The length of the shortest that is not empty, or of all; below 0 if any is."""
+    """The length of the shortest shard that is not empty; if all have one length, that length;
+    negative if any is.
+    """
 
     @classmethod
     def of(cls, numels: Numels, start: int) -> Shards:
-        """Make shards of ``numels`` elements, the first of which starts at ``start``."""
+        """Return shards with ``numels`` elements, of which the first starts at ``start``."""
         filled = numels.filled
         lengths = numels.lengths
         each = numels.each
@@ -193,21 +195,21 @@ class Shards(NamedTuple):
 
 
 class InOwnCuts(NamedTuple):
-    """All shards of many buckets side by side, and what of each lies in the cut that its own holder
-    gets.
+    """All non-empty shards of many buckets in one list, each with the number of its elements in its
+    own holder's cut.
     """
 
     counts: list[int]
-    """The number of them in each bucket."""
+    """The number of shards of each bucket in the list."""
     filled: NDArray[np.int64]
-    """Their numbers."""
+    """The numbers of the shards."""
     lengths: NDArray[np.int64]
     stays: NDArray[np.int64]
-    """The number of their elements that lie there."""
+    """The number of elements of each shard in its own holder's cut."""
 
 
 def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
-    """Return the shards of ``buckets``, each of which travels in equal cuts of so many elements.
+    """Return the shards of ``buckets``, whose transport has equal cuts with the lengths ``cuts``.
 
     There may be ten thousand buckets.
     """

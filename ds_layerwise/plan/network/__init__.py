@@ -1,1 +1,1 @@
-"""Links between ranks, and the time that collectives take on them."""
+"""Links between ranks, and the times of collectives on them."""

@@ -1,15 +1,15 @@
-"""The exchange between equal cuts of buckets and the owners of what is in them: its rounds, and the
-memory they take.
+"""The exchange between equal cuts of buckets and the owners of the parameters in them: its rounds,
+and their memory.
 
 Note: rounds
-    An owner has shards in several buckets that travel in cuts. In one round it takes part with one
-    of them, in each round with the next, so that what arrives from all ranks, in rank order, is
-    that shard as it lies in memory. Owners are balanced over the model, and so is a round.
+    An owner has shards in several buckets that travel in cuts. It takes part in each round with the
+    next of these shards. So the elements that arrive from all ranks, in rank order, are that shard
+    as it lies in memory. Owners are balanced over the model, and so is a round.
 
 Note: memory of a round
-    What of a rank's cuts travels is copied, all together, whichever way it goes. A shard is sent
-    from, and received, where it lies, unless what stays in its owner's own cut parts it, or it has
-    another dtype there.
+    The elements of a rank's cuts that travel are copied together, in both directions. A shard is
+    sent and received in place, unless the part in its owner's own cut splits it, or it has another
+    dtype there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, itemsize
 
 
 class Shard(NamedTuple):
-    """A shard, which takes part in a round."""
+    """A shard that takes part in a round."""
 
     bucket: Bucket
     owner: int
@@ -36,10 +36,10 @@ class Shard(NamedTuple):
     stop: int
 
     def split_by_cut(self) -> tuple[int, int, int]:
-        """Return how many elements lie before the owner's own cut, stay in it, and lie behind it.
+        """Return how many elements lie before the owner's own cut, stay in it, and lie after it.
 
-        Fewer that stay than there are on both sides travel, too, so that all arrive in one piece,
-        and count as before.
+        If elements lie on both sides and fewer stay than travel, those travel, too, so that all
+        arrive in one piece; they count as elements before the cut.
         """
         first = self.owner * self.bucket.cut_numel
         numel = self.stop - self.start
@@ -52,16 +52,16 @@ class Shard(NamedTuple):
 
 
 class Deal(NamedTuple):
-    """A round of all ranks, in which at most one shard of each owner takes part."""
+    """A round of all ranks, with at most one shard of each owner."""
 
     ep_size: int
     dtype: str
-    """The layout's name for the dtype of what travels."""
+    """The layout's name of the dtype that is sent."""
     shards: tuple[Shard, ...]
 
 
 def travels_in_cuts(bucket: Bucket) -> bool:
-    """Tell whether ``bucket`` goes to its owners by way of equal cuts."""
+    """Tell whether ``bucket`` travels to its owners in equal cuts."""
     return bucket.way == "cuts"
 
 
@@ -75,10 +75,11 @@ def deal(
     dtype_of: Callable[[Bucket], str] = lambda bucket: bucket.dtype,
     takes_part: Callable[[Bucket], bool] = travels_in_cuts,
 ) -> list[Deal]:
-    """The rounds for those of ``buckets`` that take part, in the order given.
+    """Return the rounds for those of ``buckets`` that take part, in the given order.
 
     Args:
-        dtype_of: the layout's name for what travels of a bucket; that of parameters.
+        dtype_of: returns the layout's name of the dtype in which a bucket is sent; by default that
+            of its parameters.
         takes_part: tells whether a bucket has shards in the rounds.
     """
     deals: list[Deal] = []
@@ -104,11 +105,11 @@ def deal(
 def begun_backwards(
     buckets: Sequence[Bucket], takes_part: Callable[[Bucket], bool] = travels_in_cuts
 ) -> list[Deal]:
-    """The rounds in which parameters return, in the order in which they begin: once all of their
-    buckets are updated.
+    """Return the rounds in which parameters go back, in the order in which they begin: after all of
+    their buckets are updated.
 
     Args:
-        buckets: of a layout; the last is updated first.
+        buckets: the buckets of a layout; the last is updated first.
         takes_part: as in :func:`deal`.
     """
 
@@ -125,8 +126,8 @@ def exchange_bytes(
     """Return the most bytes that rounds hold at a time, by rank; see the note.
 
     Args:
-        deals: in the order in which they begin. So many are under way at a time as buckets are.
-        owners_have: the dtype that owners have what travels in; that of what travels if None.
+        deals: in the order in which they begin. As many rounds are pending at a time as buckets.
+        owners_have: the dtype of the shards at their owners; None if it is the dtype that is sent.
     """
     most = np.zeros(world_size, np.int64)
     under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_UNDER_WAY)
@@ -139,8 +140,8 @@ def exchange_bytes(
 
 
 def cut_sizes(each: Deal) -> dict[int, int]:
-    """Return the elements that each owner sends to every rank at ZeRO stage 3, by owner: the cuts
-    of what is in its shard.
+    """Return the number of elements that each owner sends to every rank at ZeRO stage 3, by owner:
+    the cuts of the parameters in its shard.
     """
     sizes = {}
     for shard in each.shards:
@@ -152,7 +153,7 @@ def cut_sizes(each: Deal) -> dict[int, int]:
 
 def cut_bytes(deals: Iterable[Deal], world_size: int) -> NDArray[np.int64]:
     """Return the most bytes that rounds of parameters to the cuts of ZeRO stage 3 hold at a time,
-    by rank: what an owner sends, and what everybody receives.
+    by rank: the elements that an owner sends and those that every rank receives.
     """
     most = np.zeros(world_size, np.int64)
     under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_UNDER_WAY)

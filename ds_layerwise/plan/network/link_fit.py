@@ -1,4 +1,6 @@
-"""Fit of links to measured seconds of collectives, by the model of :mod:`.plan.network.links`."""
+"""The fit of links to measured times of collectives, with the model of
+:mod:`.plan.network.links`.
+"""
 
 from __future__ import annotations
 
@@ -12,41 +14,44 @@ from numpy.typing import NDArray
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.network.links import Links
 
-#: Ranks that a collective was measured between: those of each node; one of each node, while the
-#: others are silent; those in the same place on each node, all places at a time; all ranks, by
-#: messages so short that only latency counts.
+#: The ranks of a measured collective: the ranks of each node; one rank per node, while the others
+#: are idle; the ranks in the same place on each node, all places at the same time; or all ranks,
+#: with messages so short that only latency counts.
 Where = Literal["inside", "alone", "together", "everywhere"]
 
-#: Keys of links that only a node with several ranks can tell, and those that only several nodes
-#: can.
+#: The keys of links that need a node with several ranks, and those that need several nodes.
 OF_INSIDE = ("inside_gb_s", "inside_us")
 OF_BETWEEN = ("between_gb_s", "between_us", "rails")
 
 _SIGNIFICANT = 4
 
-#: How often a fit is made better, and by what factor a prediction counts as off at most.
+#: The number of iterations of a fit, and the largest factor by which an error of prediction counts.
 _ROUNDS = 30
 _FAR = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds of one collective: the median over repetitions, each until the last rank was done."""
+    """The time of one collective: the median over repetitions, each until the last rank has
+    finished.
+    """
 
     kind: Literal["ring", "all_to_all"]
     where: Where
     size: int
     """The number of ranks of the group."""
     nbytes: int
-    """Bytes that a ring moves altogether, or a rank of an all-to-all sends, its own part too."""
+    """The bytes that a ring moves altogether, or that a rank of an all-to-all sends, with its own
+    part.
+    """
     seconds: float
 
     def terms(self, ranks_per_node: int) -> dict[str, float]:
-        """Return the factor of each unknown: their sum is the time in nanoseconds.
+        """Return the factor of each unknown. The time in nanoseconds is the sum of the products.
 
-        Unknowns are the latencies of :class:`.plan.network.links.Links`, microseconds, and
-        nanoseconds a byte inside a node (``inside``), of a rank that alone sends to other nodes
-        (``alone``), and of one among all (``together``).
+        The unknowns are the latencies of :class:`.plan.network.links.Links` in microseconds, and
+        the nanoseconds per byte inside a node (``inside``), for a single rank that sends to other
+        nodes (``alone``), and for one of all ranks that do so (``together``).
         """
         others = self.size - 1
         moved = self.nbytes * others / self.size
@@ -64,25 +69,25 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """Unknowns that explain timings best."""
+    """The unknowns that explain the timings best."""
 
     values: Mapping[str, float]
     clamped: tuple[str, ...]
-    """Latencies that came out negative, and are 0 instead."""
+    """The latencies that came out negative and were set to 0."""
     ratios: tuple[float, ...]
-    """The time that each timing takes by these values, over the measured one."""
+    """The predicted time of each timing, divided by the measured one."""
 
     @property
     def off(self) -> list[float]:
-        """The factors by which times are off, in ascending order."""
+        """The factors by which predictions are wrong, in ascending order."""
         return sorted(max(ratio, 1 / ratio) for ratio in self.ratios)
 
 
 def fit(timings: Sequence[Timing], ranks_per_node: int) -> Fit:
-    """Find the unknowns of :meth:`Timing.terms`, of which none is negative.
+    """Find the unknowns of :meth:`Timing.terms`, none of them negative.
 
-    The squares of log(p / t) are made least, over measured times t and those that are predicted, p:
-    so a short message counts as much as a long one, and half as long as twice as long.
+    The fit minimizes the squares of log(p / t) for measured times t and predicted times p. So a
+    short message counts as much as a long one, and half the time as much as twice the time.
 
     Raises:
         LayerWiseError: some time does not grow with the bytes.
@@ -118,14 +123,14 @@ def fit(timings: Sequence[Timing], ranks_per_node: int) -> Fit:
 
 
 def _least(rows: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Solve ``rows @ solved = measured``, as :func:`fit` counts what is off.
+    """Solve ``rows @ solved = measured`` with the error measure of :func:`fit`.
 
-    Gauss and Newton's method begins where every prediction is taken for right.
+    It uses Gauss-Newton and starts as if every prediction were right.
     """
     predicted = measured
     for _ in range(_ROUNDS):
         relative = rows / predicted[:, None]
-        # Bytes are in millions, messages are few.
+        # Scale the columns: bytes are in millions, messages are few.
         scale = np.linalg.norm(relative, axis=0)
         off = 1 + np.log(measured / predicted)
         solved: NDArray[np.float64] = np.linalg.lstsq(relative / scale, off, rcond=None)[0] / scale
@@ -135,16 +140,16 @@ def _least(rows: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Links of a cluster, and where each of their keys comes from."""
+    """The links of a cluster, and the source of each value."""
 
     links: Links
     sources: Mapping[str, str]
-    """The sources by key, in words."""
+    """The source of each value, in words, by key."""
     fit: Fit
 
     @property
     def text(self) -> str:
-        """A table in plain text."""
+        """Return a table in plain text."""
         lines = []
         for key, value in self.links.model_dump().items():
             if isinstance(value, float):
@@ -173,7 +178,7 @@ _UNITS = {
 
 
 def missing_keys(ranks_per_node: int, num_nodes: int) -> tuple[str, ...]:
-    """Return the keys of links that cannot be measured on such nodes."""
+    """Return the keys of links that cannot be measured on these nodes."""
     return (*(OF_INSIDE if ranks_per_node == 1 else ()), *(OF_BETWEEN if num_nodes == 1 else ()))
 
 
@@ -190,16 +195,16 @@ def measured_links(
 ) -> Measured:
     """Return the links that explain ``timings``.
 
-    What all ranks of a node reach together, over what one of them reaches alone, is how many rails
-    there are; each has its part of what all reach.
+    The number of rails is the bandwidth that all ranks of a node reach together, divided by that of
+    one rank alone. Each rail has its part of the total.
 
     Args:
-        memory_gb_s, tflops, on_host: as :class:`.plan.network.links.Links` has them.
-        like: for what :func:`missing_keys` names.
-        like_name: the user's name of that.
+        memory_gb_s, tflops, on_host: as in :class:`.plan.network.links.Links`.
+        like: the links for the keys of :func:`missing_keys`.
+        like_name: the user's name of ``like``.
 
     Raises:
-        LayerWiseError: as :func:`fit`; or ``like`` is None, and something is missing.
+        LayerWiseError: as in :func:`fit`; or ``like`` is None and a key is missing.
     """
     missing = missing_keys(ranks_per_node, num_nodes)
     if missing and like is None:
@@ -241,7 +246,7 @@ def measured_links(
 
 
 def require_like(ranks_per_node: int, num_nodes: int) -> str:
-    """Return the refusal of what :func:`missing_keys` names, without another source."""
+    """Return the error for the keys of :func:`missing_keys` without another source."""
     where = "one node"
     start = "several"
     if num_nodes > 1:

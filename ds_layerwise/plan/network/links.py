@@ -1,11 +1,11 @@
-"""The times of collectives on given links: the model that plans choose by, and predict with.
+"""The times of collectives on given links. Plans use this model to choose and to predict.
 
-A link has a bandwidth and a latency; a collective takes what its slowest link takes for the bytes
-that it must carry, and the latency of its longest chain of messages. Bytes count per direction.
-What the model leaves out: other traffic, the tree and switch algorithms that NCCL may choose
-instead of rings for short messages, and the protocols that it chooses for very short ones.
-Bandwidths are in GB/s (10^9 bytes), which is bytes a nanosecond; times are whole nanoseconds, so
-that every machine that compares two of them decides alike.
+A link has a bandwidth and a latency. The time of a collective is the time of its slowest link for
+its bytes, plus the latency of its longest chain of messages. Bytes count per direction. The model
+leaves out other traffic, the tree and switch algorithms that NCCL may choose instead of rings for
+short messages, and the protocols that it chooses for very short ones. Bandwidths are in GB/s (10^9
+bytes), which is bytes per nanosecond. Times are integer nanoseconds, so that every machine that
+compares two of them decides the same way.
 """
 
 from __future__ import annotations
@@ -22,54 +22,55 @@ from pydantic import Field
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import Count, Section, build, nearest
 
-#: In 10^9 a second, or 10^12 of operations, and in microseconds: within these bounds every time is
-#: a finite number.
+#: Bounds that keep every time finite. Rates are in 10^9 per second, or 10^12 operations per second;
+#: latencies in microseconds.
 Rate = Annotated[float, Field(ge=1e-9, le=1e9)]
 Latency = Annotated[float, Field(ge=0, le=1e9)]
 
-#: Bytes that a rank hands on at a time in NCCL's pipelined rings: a slice of a chain starts when
-#: the one before it is that far.
+#: The bytes that a rank passes on at a time in NCCL's pipelined rings: the next step of a chain
+#: starts when the previous one has finished a slice.
 CHUNK_BYTES = 128 * 1024
 
 
 class Links(Section):
-    """The links of a cluster of equal nodes, and what its devices reach beside them.
+    """The links of a cluster of equal nodes, and the memory and product rates of its devices.
 
-    A file has the same keys. Those without a default must be there.
+    A file has the same keys. Keys without a default are required.
     """
 
     inside_gb_s: Rate
-    """From one rank to others of its node, GB/s a direction."""
+    """The bandwidth from one rank to others of its node, GB/s per direction."""
     between_gb_s: Rate
-    """The bandwidth of one network interface (rail), GB/s a direction."""
+    """The bandwidth of one network interface (rail), GB/s per direction."""
     inside_us: Latency
     """The latency of a message inside a node, microseconds."""
     between_us: Latency
     """The latency of a message between nodes, microseconds."""
     ranks_per_node: Count
     rails: Count
-    """Network interfaces of a node. Rings leave a node through all of them, all its ranks share
-    them evenly.
+    """The number of network interfaces per node. Rings leave a node through all of them, and its
+    ranks share them evenly.
     """
     peer_us: Latency = 0.5
-    """The time of each peer of an all-to-all, and of each fused collective, microseconds."""
+    """The time per peer of an all-to-all, and per fused collective, microseconds."""
     memory_gb_s: Rate = 2000.0
-    """At which a rank reads and writes its own memory to add up what it has received, GB/s."""
+    """The rate at which a rank reads and writes its own memory when it sums received data, GB/s."""
     on_host: bool = False
-    """True where what travels lies in host memory, where gloo sends it: all-gathers go inside nodes
-    and between them one after the other, and shards of any length by all-to-all, however sums are
-    made."""
+    """True if the data is in host memory, from which gloo sends it. Then all-gathers run inside
+    nodes and between them one after the other, and shards of any length use all-to-all, whatever
+    the method of sums.
+    """
     tflops: Rate = 200.0
-    """The rate of matrix products in Newton-Schulz, TFLOP/s a rank, as it is reached, not as it is
-    advertised.
+    """The rate of matrix products in Newton-Schulz, TFLOP/s per rank: the achieved rate, not the
+    advertised one.
     """
 
     def are_full(self, size: int) -> bool:
-        """Tell whether ``size`` ranks are equally many on each of their nodes."""
+        """Tell whether ``size`` ranks fill their nodes equally."""
         return size <= self.ranks_per_node or size % self.ranks_per_node == 0
 
     def summary(self) -> str:
-        """Their bandwidths, for a reader."""
+        """Return the bandwidths as text."""
         between = f"{self.rails} x {self.between_gb_s:g} GB/s between"
         if self.ranks_per_node == 1:
             return f"{between} nodes with one of these ranks each"
@@ -77,8 +78,8 @@ class Links(Section):
         return f"{inside} and {between} them"
 
 
-#: NVLink 4 through a switch, and a 400 Gbit/s interface a GPU. Products at 40 % of what an H100
-#: does densely in bf16.
+#: NVLink 4 through a switch, and a 400 Gbit/s interface per GPU. Products at 40 % of the dense bf16
+#: rate of an H100.
 NVLINK_IB = Links(
     inside_gb_s=450.0,
     between_gb_s=50.0,
@@ -90,13 +91,13 @@ NVLINK_IB = Links(
     tflops=400.0,
 )
 
-#: PCIe 5 x16 inside a node, and a 200 Gbit/s interface a GPU. Products at 40 % of what an A100 does
-#: densely in bf16.
+#: PCIe 5 x16 inside a node, and a 200 Gbit/s interface per GPU. Products at 40 % of the dense bf16
+#: rate of an A100.
 PCIE_ETHERNET = NVLINK_IB.model_copy(
     update={"inside_gb_s": 50.0, "between_gb_s": 25.0, "memory_gb_s": 1500.0, "tflops": 125.0}
 )
 
-#: Processes that talk over TCP, as gloo does: one 10 Gbit/s interface a node.
+#: Processes that communicate over TCP, such as gloo: one 10 Gbit/s interface per node.
 TCP = Links(
     inside_gb_s=1.0,
     between_gb_s=1.25,
@@ -110,7 +111,7 @@ TCP = Links(
     on_host=True,
 )
 
-#: The sets of links, by the name that a user gives.
+#: The named links.
 LINKS = {"nvlink-ib": NVLINK_IB, "pcie-ethernet": PCIE_ETHERNET, "tcp": TCP}
 
 
@@ -122,23 +123,25 @@ def links_of_run(
     where: str = "layerwise.links",
     places: int = 1,
 ) -> Links:
-    """Return the links that a run plans with: as ``links`` says, or for "auto" by what talks.
+    """Return the links that a run plans with: those of ``links``, or for "auto" those that suit the
+    memory of the data.
 
-    Their nodes are those of the run. Links with a name have an interface a device then; what a file
-    says of interfaces stays.
+    The nodes are those of the run. Named links then have one interface per device; the interfaces
+    in a file stay as they are.
 
     Args:
         links: "auto", a name of :data:`LINKS`, or the path of a JSON file.
-        on_host: whether what travels lies in host memory, whatever the links say of themselves; as
-            they say if None, where there is no run, and "auto" stands for devices that talk.
-        ranks_per_node: of the run; as the links have it if None.
-        where: who says so, for errors.
-        places: as many groups of ``ranks_per_node`` ranks are on a node, at work at the same time,
-            as those with the other parts of a model that tensor parallelism has cut: they share the
-            interfaces that stay.
+        on_host: True if the data is in host memory; this overrides the links' own value. None keeps
+            that value; it is for plans without a run, and "auto" then assumes that devices
+            communicate.
+        ranks_per_node: the value of the run; None keeps that of the links.
+        where: the source of ``links``, for errors.
+        places: the number of groups of ``ranks_per_node`` ranks on a node that work at the same
+            time, such as those with the other tensor-parallel parts of a model. They share the
+            interfaces that a file gives.
 
     Raises:
-        ConfigError: as :func:`find_links`.
+        ConfigError: as in :func:`find_links`.
     """
     if links == "auto":
         if on_host:
@@ -148,7 +151,7 @@ def links_of_run(
     found = find_links(links, where=where, others=("auto",))
     changed: dict[str, Any] = {}
     if on_host is not None:
-        # What talks decides how collectives go, as of gloo's or NCCL's, at whatever rates.
+        # The backend, gloo or NCCL, determines how collectives run, at any rate.
         changed["on_host"] = on_host
     if ranks_per_node is not None:
         changed["ranks_per_node"] = ranks_per_node
@@ -162,15 +165,15 @@ def links_of_run(
 
 
 def unlike_the_run(links: str, *, on_host: bool) -> str:
-    """Return a warning of links that are not between what talks in a run; empty if there is none.
+    """Return a warning if ``links`` do not match the run's memory; empty if they do.
 
-    A file that does not say ``on_host`` is of either.
+    A file without ``on_host`` matches both.
 
     Args:
-        on_host: whether what travels lies in host memory.
+        on_host: True if the data is in host memory.
 
     Raises:
-        ConfigError: as :func:`find_links`.
+        ConfigError: as in :func:`find_links`.
     """
     if links == "auto":
         return ""
@@ -195,15 +198,15 @@ def unlike_the_run(links: str, *, on_host: bool) -> str:
 
 
 def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) -> Links:
-    """Return the links that ``links`` names, or that the JSON file of that path has.
+    """Return the links that ``links`` names, or those of the JSON file with that path.
 
     Args:
-        where: who says so, for errors.
-        others: what else may stand there, for errors.
+        where: the source of ``links``, for errors.
+        others: further valid values, for errors.
 
     Raises:
-        ConfigError: it is neither; or the file is no JSON object, or a key is missing, not known or
-            out of its bounds.
+        ConfigError: it is neither; or the file is not a JSON object, or a key is missing, unknown
+            or out of its bounds.
     """
     if links in LINKS:
         return LINKS[links]
@@ -239,12 +242,12 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
 
 @dataclass(frozen=True)
 class Group:
-    """``size`` ranks that take part in collectives together, and where on ``links`` they are.
+    """``size`` ranks that take part in collectives together, and their place on ``links``.
 
-    Ranks are numbered node by node. Where experts make every ``stride``-th rank a group of its own,
-    all groups are at work at the same time, so that each has its share of a node's interfaces.
+    Ranks are numbered node by node. With experts, every ``stride``-th rank is in the same group,
+    and all groups work at the same time, so that each has its share of a node's interfaces.
 
-    All of its methods return nanoseconds.
+    All methods return nanoseconds.
     """
 
     size: int
@@ -258,18 +261,18 @@ class Group:
 
     @cached_property
     def nodes(self) -> int:
-        """The number of nodes that they are on."""
+        """The number of nodes of the ranks."""
         return -(-self.size // self.local)
 
     @cached_property
     def node_gb_s(self) -> float:
-        """The share of all ranks of the group on one node in its interfaces."""
+        """The bandwidth that all ranks of the group on one node have through its interfaces."""
         on_node = min(self.links.ranks_per_node, self.size * self.stride)
         return self.links.between_gb_s * self.links.rails * self.local / on_node
 
     @cached_property
     def rank_gb_s(self) -> float:
-        """The share of one rank while the others of its group are silent."""
+        """The bandwidth that one rank has while the others of its group are idle."""
         return min(
             self.node_gb_s,
             self.links.between_gb_s * max(1, self.links.rails // self.links.ranks_per_node),
@@ -277,8 +280,8 @@ class Group:
 
     @cached_property
     def ring_gb_s(self) -> float:
-        """The bandwidth of a ring through all ranks: of its slower steps, inside nodes or between
-        them on all rails.
+        """The bandwidth of a ring through all ranks: that of its slower steps, inside nodes or
+        between them on all rails.
         """
         if self.nodes == 1:
             return self.links.inside_gb_s
@@ -296,33 +299,34 @@ class Group:
         )
 
     def ring(self, nbytes: float) -> int:
-        """Reduce-scatter or all-gather of equal shards, ``nbytes`` altogether, around a ring.
+        """Return the time of a reduce-scatter or all-gather of equal shards around a ring,
+        ``nbytes`` altogether.
 
         Each of size - 1 steps moves one shard from every rank to the next: (size - 1)/size of the
-        bytes over each link, and one latency a step (Thakur, Rabenseifner and Gropp 2005, sections
-        4.1 and 4.2.1).
+        bytes over each link, and one latency per step (Thakur, Rabenseifner and Gropp 2005,
+        sections 4.1 and 4.2.1).
         """
         if self.size == 1:
             return 0
         return round(nbytes * (self.size - 1) / self.size / self.ring_gb_s + self._chain_ns)
 
     def ragged_ring(self, nbytes: float, *, longest: float, num_shards: int, spread: int) -> int:
-        """Shards of any length: a reduce to, or a broadcast from, each owner, fused into one
-        launch.
+        """Return the time of shards of any length: a reduce to, or a broadcast from, each owner,
+        fused into one launch.
 
         NCCL makes each of them a pipelined chain along the ring (``src/device/reduce.h``,
-        ``broadcast.h``): all bytes of a shard cross each link but one, so the whole of the bytes
-        crosses some link, size/(size - 1) times what equal shards would take. The last slice of a
-        chain arrives after all hops, and each hop holds back one slice. torch makes one group of
-        them (``_reduce_oop`` and ``_broadcast_oop`` in ProcessGroupNCCL), which NCCL runs as one
-        kernel: the next chain starts at its owner when the one before has passed there, so that the
-        starts add up to no more than the way from the first owner to the last.
+        ``broadcast.h``). All bytes of a shard cross each link but one, so all bytes cross some
+        link: size/(size - 1) times as many as with equal shards. The last slice of a chain arrives
+        after all hops, and each hop holds back one slice. torch makes one group of them
+        (``_reduce_oop`` and ``_broadcast_oop`` in ProcessGroupNCCL), which NCCL runs as one kernel.
+        The next chain starts at its owner when the previous one has passed there, so that the
+        starts add up to at most the path from the first owner to the last.
 
         Args:
-            nbytes: of all shards.
-            longest: the bytes of the longest.
-            num_shards: how many are not empty.
-            spread: ranks from the first owner to the last.
+            nbytes: the bytes of all shards.
+            longest: the bytes of the longest shard.
+            num_shards: the number of shards that are not empty.
+            spread: the number of ranks from the first owner to the last.
         """
         if self.size == 1:
             return 0
@@ -337,14 +341,15 @@ class Group:
         )
 
     def all_to_all(self, most: float, mean: float | None = None) -> int:
-        """Straight from every rank to every other, without a stop on the way.
+        """Return the time of sending directly from every rank to every other.
 
-        Peers are equal, so (size - local)/(size - 1) of the bytes leave the node. Those of the
-        busiest rank take its own interface, those of the mean rank a node's.
+        All peers get equal parts, so (size - local)/(size - 1) of the bytes leave the node. The
+        bytes of the busiest rank go through its own interface; the bytes of all ranks of a node,
+        counted by the mean rank, go through the node's.
 
         Args:
-            most: bytes that the busiest rank sends to others, or receives from them.
-            mean: the same of the mean rank; ``most`` where nothing is said.
+            most: the bytes that the busiest rank sends to others, or receives from them.
+            mean: the same for the mean rank; None if it equals ``most``.
         """
         if self.size == 1:
             return 0
@@ -358,30 +363,30 @@ class Group:
         return round(moved + 1e3 * (first + self.links.peer_us * (self.size - 1)))
 
     def added_up(self, read: float, written: float) -> int:
-        """Adding up what has arrived: bytes that are read, and written."""
+        """Return the time to sum received data, from the bytes that are read and written."""
         if self.size == 1:
             return 0
         return round((read + written) / self.links.memory_gb_s)
 
     @cached_property
     def inner(self) -> Group:
-        """The ranks of one node among themselves."""
+        """The ranks of one node."""
         return Group(self.local, self.links, self.stride)
 
     @cached_property
     def outer(self) -> Group:
-        """The ranks with the same place in their nodes, one a node, while those of the other places
-        do the same.
+        """The ranks with the same place in their nodes, one per node, while those of the other
+        places do the same.
         """
         return Group(self.nodes, self.links, max(self.links.ranks_per_node, self.stride))
 
     @cached_property
     def has_levels(self) -> bool:
-        """True for several nodes with several ranks: it pays to add up inside a node first."""
+        """True for several nodes with several ranks each: it pays to sum inside a node first."""
         return 1 < self.local < self.size
 
 
 @lru_cache(maxsize=256)
 def group_of(size: int, links: Links, stride: int) -> Group:
-    """The one group of that size; see :class:`Group`."""
+    """Return the group of that size, created once; see :class:`Group`."""
     return Group(size, links, stride)

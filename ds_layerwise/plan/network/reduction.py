@@ -1,11 +1,11 @@
-"""The ways to make sums over ranks: by whom, in which dtype, and how many at a time.
+"""The methods to sum over ranks: where sums are made, in which dtype, and how many rows at a time.
 
-Note: the two ways
-    ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` adds up what
-    an all-to-all brings, in float32 and in rank order; where nodes have several ranks, inside each
-    node first, and then the sums of nodes between the ranks with the same place in each, on their
-    way in the dtype that gradients travel in. However sums are made, parameters return by the
-    backend's all-gathers. One reduction follows the other, as on one stream.
+Note: the two methods
+    ``native`` is the backend's reduce-scatter, or grouped reduces: rings. ``ordered`` sums the data
+    of an all-to-all in float32 and in rank order. If nodes have several ranks, it sums inside each
+    node first, and then the sums of nodes between the ranks with the same place in each; these are
+    sent in the dtype of the gradients. With either method, parameters go back by the backend's
+    all-gathers. Reductions run one after the other, as on one stream.
 """
 
 from __future__ import annotations
@@ -13,24 +13,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal
 
-#: The ways to make sums; see the note.
+#: The methods to sum; see the note.
 Reduction = Literal["native", "ordered"]
 
-#: Bytes of a sum at its owner: float32.
+#: The bytes of a sum at its owner: float32.
 SUM_BYTES = 4
 
-#: So many rows one kernel adds up on a device without sharing them out, which it would do otherwise
-#: by how long they are: the order in which an element is added up would depend on the size of its
-#: bucket.
+#: The number of rows that one kernel on a device sums without splitting them. With more rows the
+#: kernel splits them depending on their length, and the order of summation would depend on the
+#: bucket size.
 ROWS_AT_ONCE = 16
 
 
 def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
-    """Return the dtype of sums in cuts, and on their way, of gradients that travel in ``wire``.
+    """Return the dtype of sums in cuts, and on the wire, for gradients that are sent in ``wire``.
 
-    The backend makes them in that dtype, and owners divide them in float32. At stage 2 those of
-    further micro-batches are added to them in the cut, and sums in rank order are float32 to begin
-    with.
+    The backend makes sums in that dtype, and owners divide them in float32. At stage 2 the sums of
+    further micro-batches are added in the cut, and sums in rank order are float32 from the start.
     """
     if reduction == "native" and stage == 1:
         return wire
@@ -38,10 +37,11 @@ def sum_dtype(wire: str, reduction: Reduction, stage: int) -> str:
 
 
 def partial_sums(rows: int) -> Iterator[int]:
-    """Yield how many partial sums a device makes of ``rows`` rows, and of those again.
+    """Yield the number of partial sums that a device makes of ``rows`` rows, then of those, and so
+    on.
 
-    Each is of :data:`ROWS_AT_ONCE`, the last of fewer; so the kernels of a sum grow with the
-    logarithm of the ranks.
+    Each is over :data:`ROWS_AT_ONCE` rows, the last over fewer. So the number of kernels grows with
+    the logarithm of the ranks.
     """
     while rows > ROWS_AT_ONCE:
         rows = -(-rows // ROWS_AT_ONCE)
@@ -49,18 +49,21 @@ def partial_sums(rows: int) -> Iterator[int]:
 
 
 def most_partial_sums(ranks: int, *, per_node: int = 1) -> int:
-    """Return how many partial sums, as long as a rank's part, a device has at a time.
+    """Return the largest number of partial sums, each as long as a rank's part, that a device has
+    at a time.
 
     Args:
-        per_node: ranks that add up inside a node first, for those in their place on each of the
-            others; 1 for none.
+        per_node: the ranks of a node that first sum inside it, for the ranks in their place on
+            other nodes; 1 for no first level.
     """
     num_nodes = ranks // per_node
     return max(num_nodes * sum(partial_sums(per_node)), sum(partial_sums(num_nodes)))
 
 
 def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> Reduction:
-    """Return how a run makes sums; "auto": the backend's way where nothing lies in host memory."""
+    """Return the method of sums of a run; "auto" is the backend's method, unless the data is in
+    host memory.
+    """
     if setting == "auto":
         if on_host:
             return "ordered"

@@ -1,17 +1,18 @@
-"""The ways of buckets, and the times of a step's collectives, by the model of the links.
+"""The transports of buckets, and the times of a step's collectives, with the model of the links.
 
-Note: the three ways, and what they cost
-    Straight to owners with equal shards, ``even``, costs what ZeRO-1's collectives do. Straight to
-    owners with shards of any length, ``ragged``, costs more the longer the longest is, or the chain
-    of ranks. In equal ``cuts`` a bucket costs the same as even shards, and its part of the step's
-    one exchange, in which every rank sends the sums of its cuts to their owners, and later gets
-    back updated parameters; their dtype is :func:`.reduction.sum_dtype`.
+Note: the three transports and their costs
+    ``even``, directly to owners with equal shards, costs the same as ZeRO-1's collectives.
+    ``ragged``, directly to owners with shards of any length, costs more for a longer longest shard
+    and for a longer chain of ranks. In equal ``cuts``, a bucket costs the same as with even shards,
+    plus its part of the step's one exchange. In this exchange every rank sends the sums of its cuts
+    to their owners, in the dtype :func:`.reduction.sum_dtype`, and later gets back updated
+    parameters.
 
 Note: rings in two levels
-    A ring through all ranks moves the fewest bytes, and its latency is that of a message that
-    passes each of them: 8 ms for 4,096 ranks on 512 nodes. A ring inside each node and one through
-    the ranks with the same place in each are together much shorter, and move as much once more
-    inside the nodes. So does the backend wherever that takes less.
+    A ring through all ranks moves the fewest bytes, but its latency is that of a message that
+        passes each of them: 8 ms for 4,096 ranks on 512 nodes. A ring inside each node and one
+        through the ranks with the same place in each node are together much shorter, and move as
+        many bytes again inside the nodes. The backend uses two levels where that takes less time.
 """
 
 from __future__ import annotations
@@ -34,20 +35,20 @@ from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
 
 _T = TypeVar("_T")
 
-#: Buckets, or rounds of an exchange, that travel at a time: it bounds the memory for what is sent
-#: and received.
+#: The number of buckets, or rounds of an exchange, that are pending at a time. It bounds the memory
+#: for sent and received data.
 MAX_UNDER_WAY = 2
 
 
 class Levels(NamedTuple):
-    """The time of a collective inside nodes, and after it between them, nanoseconds."""
+    """The time of a collective inside nodes, and then between them, nanoseconds."""
 
     inside: int
     between: int
 
 
 class InLevels(NamedTuple):
-    """Indices of the buckets whose rings are in two levels; see the note."""
+    """The indices of the buckets whose rings have two levels; see the note."""
 
     reduce: frozenset[int] = frozenset()
     gather: frozenset[int] = frozenset()
@@ -62,14 +63,14 @@ class Load:
     holders: int
     ep_size: int
     wire_bytes: int
-    """The bytes of one element of a gradient on its way."""
+    """The bytes of one element of a gradient on the wire."""
     param_bytes: int
     sum_bytes: int = SUM_BYTES
-    """The bytes of a sum on its way from a cut to its owner."""
+    """The bytes of a sum on the wire from a cut to its owner."""
 
     @classmethod
     def of_draft(cls, draft: Draft, reduction: Reduction = "ordered", stage: int = 1) -> Load:
-        """Make the load of a bucket that has no place in a layout yet."""
+        """Return the load of a bucket without a place in a layout yet."""
         item = draft.items[0]
         widths = _widths(draft.wire, item.dtype, reduction, stage)
         shards = draft.shards
@@ -79,27 +80,31 @@ class Load:
     def of_bucket(
         cls, bucket: Bucket, wire: str, reduction: Reduction = "ordered", stage: int = 1
     ) -> Load:
-        """Make the load of a bucket in a layout, whose gradients travel in the dtype ``wire``."""
+        """Return the load of a bucket in a layout, whose gradients are sent in the dtype
+        ``wire``.
+        """
         widths = _widths(wire, bucket.dtype, reduction, stage)
         return cls(bucket.numel, bucket.shards, bucket.holders, bucket.ep_size, *widths)
 
     @property
     def longest(self) -> int:
-        """Elements of the longest shard."""
+        """The number of elements of the longest shard."""
         if self.shards.is_even:
             return self.shards.shortest
         return max(self.shards.lengths)
 
     @property
     def spread(self) -> int:
-        """Ranks of the group from the first that has a shard to the last."""
+        """The number of ranks of the group from the first with a shard to the last."""
         if self.shards.filled:
             return self.shards.filled[-1] - self.shards.filled[0]
         return 0
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The numbers that decide how long its reduction and its gather take, by any way."""
+        """The numbers that determine the time of its reduction and its gather, with any
+        transport.
+        """
         return (
             self.numel,
             self.holders,
@@ -118,10 +123,10 @@ def _widths(wire: str, dtype: str, reduction: Reduction, stage: int) -> tuple[in
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of an element.
+    """Return the bytes of an element.
 
     Raises:
-        LayoutError: they are not known.
+        LayoutError: the dtype is unknown.
     """
     if dtype not in DTYPE_BYTES:
         raise LayoutError(f"the size of {dtype!r} is not known; known: {', '.join(DTYPE_BYTES)}")
@@ -129,7 +134,9 @@ def itemsize(dtype: str) -> int:
 
 
 def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
-    """``numel`` with the padding that makes all cuts equal, and multiples of ``alignment``."""
+    """Return ``numel`` with the padding that makes all cuts equal and multiples of
+    ``alignment``.
+    """
     return numel + -numel % (holders * alignment)
 
 
@@ -137,8 +144,8 @@ def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
 
 
 def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reduction) -> int:
-    """From the gradients of all ranks to sums at the owners, or in cuts, of a bucket of ``numel``
-    elements.
+    """Return the time from the gradients of all ranks to sums at the owners, or in cuts, for a
+    bucket of ``numel`` elements.
     """
     if way != "ragged":
         return sum(reduce_levels(load, numel, group, reduction))
@@ -151,7 +158,9 @@ def reduce_ns(load: Load, way: Way, numel: int, group: Group, reduction: Reducti
 
 
 def reduce_levels(load: Load, numel: int, group: Group, reduction: Reduction) -> Levels:
-    """Return the time of reducing equal shards or cuts, by level; all at the second for a ring."""
+    """Return the time of reducing equal shards or cuts, by level. For a ring, all time is in the
+    second level.
+    """
     if reduction == "ordered":
         return ordered_levels(numel, load.wire_bytes, group)
     return _ring(numel * load.wire_bytes, group)
@@ -160,10 +169,11 @@ def reduce_levels(load: Load, numel: int, group: Group, reduction: Reduction) ->
 def reduce_all_ns(
     loads: Iterable[Load], ways: Iterable[Way], links: Links, reduction: Reduction
 ) -> int:
-    """From the gradients of all ranks to sums at the owners, or in cuts, of buckets that start in
-    this order.
+    """Return the time from the gradients of all ranks to sums at the owners, or in cuts, for
+    buckets that start in this order.
     """
-    # When the first level of the latest is over, and all levels of those that are under way.
+    # The end of the first level of the latest bucket, and the end of all levels of the pending
+    # ones.
     first = 0
     over = deque([0] * MAX_UNDER_WAY)
 
@@ -173,7 +183,7 @@ def reduce_all_ns(
         if way == "ragged":
             return reduce_ns(load, way, load.numel, group, reduction), 0
         inside, between = reduce_levels(load, load.numel, group, reduction)
-        # Nothing is beside it, or it has the second level alone.
+        # Nothing overlaps, or there is only the second level.
         if links.on_host or not inside:
             return (inside + between, 0)
         return (inside, between)
@@ -188,10 +198,12 @@ def reduce_all_ns(
 def ordered_levels(
     numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None
 ) -> Levels:
-    """Return the time of reducing equal shards or cuts in rank order, inside nodes and between.
+    """Return the time of reducing equal shards or cuts in rank order, inside nodes and between
+    them.
 
     Args:
-        sum_bytes: of a sum of a node on its way to the others; as the gradients travel if None.
+        sum_bytes: the bytes of a node's sum on the wire; None if it is sent in the dtype of the
+            gradients.
     """
     if sum_bytes is None:
         sum_bytes = wire_bytes
@@ -214,8 +226,8 @@ def _added_up(numel: float, itemsize: int, sum_bytes: int, group: Group) -> int:
 
 
 def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
-    """From updated parameters at the owners, or in cuts, to all ranks, of a bucket of ``numel``
-    elements.
+    """Return the time from updated parameters at the owners, or in cuts, to all ranks, for a bucket
+    of ``numel`` elements.
     """
     nbytes = numel * load.param_bytes
     if way == "ragged":
@@ -226,7 +238,7 @@ def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
 
 
 def gather_levels(nbytes: float, group: Group) -> Levels:
-    """An all-gather of equal parts between nodes first, then inside each."""
+    """Return the time of an all-gather of equal parts between nodes first, then inside each."""
     if not group.has_levels:
         if group.nodes == 1:
             return Levels(group.ring(nbytes), 0)
@@ -235,11 +247,11 @@ def gather_levels(nbytes: float, group: Group) -> Levels:
 
 
 def ring_levels(nbytes: float, group: Group) -> Levels:
-    """A reduce-scatter or an all-gather of equal parts as a ring inside each node and one between
-    nodes.
+    """Return the time of a reduce-scatter or an all-gather of equal parts as a ring inside each
+    node and one between nodes.
 
-    In memory the parts are in rank order: they are sorted by the places in a node, which reads and
-    writes all of them.
+    In memory the parts are in rank order. They are sorted by their places in a node, which reads
+    and writes all of them.
     """
     return Levels(
         group.inner.ring(nbytes) + group.inner.added_up(nbytes, nbytes),
@@ -248,19 +260,21 @@ def ring_levels(nbytes: float, group: Group) -> Levels:
 
 
 def takes_levels(nbytes: float, group: Group) -> bool:
-    """Tell whether the two rings of :func:`ring_levels` take less than one through all ranks."""
+    """Tell whether the two rings of :func:`ring_levels` take less time than one through all
+    ranks.
+    """
     return group.has_levels and sum(ring_levels(nbytes, group)) < group.ring(nbytes)
 
 
 def _ring(nbytes: float, group: Group) -> Levels:
-    """A ring through all ranks, or the two of :func:`ring_levels`, whichever takes less."""
+    """Return the time of a ring through all ranks, or of :func:`ring_levels` if that is less."""
     if takes_levels(nbytes, group):
         return ring_levels(nbytes, group)
     return Levels(0, group.ring(nbytes))
 
 
 def _ragged_all_to_all(load: Load, itemsize: int, numel: int, group: Group) -> int:
-    # The busiest rank is the one that receives, or sends, most: its shard from everybody.
+    # The busiest rank receives, or sends, most: its shard from or to every rank.
     most = max(load.longest * (group.size - 1), numel) * itemsize
     return group.all_to_all(most, numel * itemsize * (group.size - 1) / group.size)
 
@@ -275,7 +289,9 @@ def _ragged_ring(load: Load, itemsize: int, group: Group) -> int:
 
 
 def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
-    """Call ``of`` once for all loads of the same sizes and way: there may be 50,000 of them."""
+    """Call ``of`` once for all loads with the same sizes and transport: there may be 50,000 of
+    them.
+    """
     known: dict[tuple[tuple[int, ...], Way], _T] = {}
 
     def looked_up(load: Load, way: Way) -> _T:
@@ -291,7 +307,7 @@ def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
 
 
 class Exchange(NamedTuple):
-    """The times of moving sums from cuts to owners, and updated parameters back, nanoseconds."""
+    """The times to move sums from cuts to owners, and updated parameters back, nanoseconds."""
 
     sums: int
     params: int
@@ -300,9 +316,9 @@ class Exchange(NamedTuple):
 def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     """Return the time of one exchange for all of ``loads``, which travel in cuts within ``group``.
 
-    What of a shard lies in its owner's own cut stays there. The busiest rank is the one that
-    receives, or sends, most. Not counted: the latency of all rounds but one, see
-    :mod:`.plan.network.exchange_rounds`; of DeepSeek-V3 in buckets of 50 M on 512 ranks that is 10
+    The elements of a shard in its owner's own cut stay there. The busiest rank is the one that
+    receives, or sends, most. The latency of all rounds but one is not counted, see
+    :mod:`.plan.network.exchange_rounds`; for DeepSeek-V3 in buckets of 50 M on 512 ranks that is 10
     ms of 4.8 s.
     """
     loads = list(loads)
@@ -326,21 +342,21 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
 def choose_ways(
     loads: Sequence[Load], links: Links, reduction: Reduction, alignment: int
 ) -> list[Way]:
-    """The way of each of ``loads`` that makes the collectives of a step take least.
+    """Return the transport of each of ``loads`` that makes the collectives of a step fastest.
 
-    Those with equal shards go ``even``. Of the others, those go in cuts for which that pays if an
-    exchange is on its way anyhow, provided that all of them together make up for the exchange. All
-    of them do where sums in rank order are made inside nodes first: ragged shards are added up all
-    at once, so that the way would change what is added to what.
+    Buckets with equal shards are ``even``. Of the others, a bucket travels in cuts if that pays
+    when there is an exchange anyway, provided that all such buckets together make up for the
+    exchange. If sums in rank order are made inside nodes first, all others travel in cuts: ragged
+    shards are summed in one level, so the transport would change the order of additions.
     """
     ways: list[Way] = ["even" if load.shards.is_even else "ragged" for load in loads]
     gains: dict[int, dict[int, int]] = defaultdict(dict)
 
     @_once
     def gain(load: Load, way: Way) -> int:
-        """Return the gain of cuts without their part of an exchange that is on its way anyhow.
+        """Return the gain of cuts, without their part of an exchange that happens anyway.
 
-        It is 0 if the gain is less than that part takes.
+        It is 0 if the gain is less than the time of that part.
         """
         group = group_of(load.holders, links, load.ep_size)
         straight = sum(_both_ns(load, way, load.numel, group, reduction))
@@ -370,7 +386,7 @@ def choose_ways(
 
 
 class WireTime(NamedTuple):
-    """The times of the collectives of a step, nanoseconds, one after another."""
+    """The times of a step's collectives, one after another, nanoseconds."""
 
     reduce: int
     """All reductions, without the exchange."""
@@ -381,7 +397,7 @@ class WireTime(NamedTuple):
     gather: int
     """All gathers, without the exchange."""
     last: int
-    """The last of the reductions, which nothing of the backward pass is left to hide."""
+    """The last reduction, which does not overlap with the backward pass."""
 
     @property
     def total(self) -> int:
@@ -390,14 +406,16 @@ class WireTime(NamedTuple):
 
     @property
     def tail(self) -> int:
-        """The least that is left to do for the sums when the last gradient is in."""
+        """The least time that the sums take after the last gradient."""
         return self.last + self.sums
 
 
 def wire_time(
     loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction
 ) -> WireTime:
-    """Return what ``loads`` take in a step if each goes its way; the last is reduced last."""
+    """Return the times of a step for ``loads`` with these transports. The last load is reduced
+    last.
+    """
     gather = last = 0
     in_cuts: dict[int, list[Load]] = defaultdict(list)
 
@@ -430,7 +448,7 @@ def _both_ns(
 def time_of_drafts(
     drafts: Iterable[Draft], links: Links, reduction: Reduction, stage: int
 ) -> WireTime:
-    """Return what ``drafts`` take in a step; see :func:`wire_time`."""
+    """Return the times of a step for ``drafts``; see :func:`wire_time`."""
     drafts = sorted(drafts, key=lambda draft: draft.position)
     return wire_time(
         [Load.of_draft(draft, reduction, stage) for draft in drafts],
@@ -443,13 +461,14 @@ def time_of_drafts(
 def in_levels(
     buckets: Iterable[Bucket], wires: Sequence[str], links: Links, reduction: Reduction
 ) -> InLevels:
-    """Return which of ``buckets`` the backend reduces, and gathers, as rings in two levels.
+    """Return which of ``buckets`` the backend reduces, and which it gathers, as rings in two
+    levels.
 
-    Sums that are ``ordered``, and what gloo gathers, are in two levels wherever several nodes have
-    several ranks.
+    ``ordered`` sums, and gathers over gloo, have two levels whenever several nodes have several
+    ranks.
 
     Args:
-        wires: the dtype that gradients travel in, by bucket.
+        wires: the dtype in which gradients are sent, by bucket.
     """
     reduce: set[int] = set()
     gather: set[int] = set()

@@ -1,9 +1,9 @@
-"""Rows: as many equal parameters as there are shards, one each, so that a bucket of them has equal
-shards.
+"""Rows: as many equal parameters as there are shards, one for each, so that a bucket of rows has
+equal shards.
 
-A row travels as fast as ZeRO-1's buckets do, and without padding. What it takes is that its
-parameters, which come from several layers, are all there. No rank owns other than without rows:
-only equal parameters change places.
+A row is as fast as ZeRO-1's buckets, and needs no padding. But its parameters come from several
+layers, and all of their gradients must be complete. Rows do not change the owners' loads: only
+equal parameters change places.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ import numpy as np
 from ds_layerwise.plan.layout.draft_buckets import Draft, draft_owned
 from ds_layerwise.plan.layout.owners import Item
 
-#: A row holds at most this part of the model, unless it fits into a bucket anyway: a reduction
-#: cannot hide behind the backward pass before its row is complete.
+#: A row has at most this fraction (1 / 16) of the model, unless it fits into a bucket anyway: a
+#: reduction cannot overlap with the backward pass before its row is complete.
 _PART_OF_MODEL = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """The parts of a stream: rows, and the rest."""
+    """The parts of a stream: the rows, and the rest."""
 
     buckets: Sequence[Sequence[Item]]
-    """Each of one row or several; parameter i of a row belongs to shard i."""
+    """Buckets of one row or several. Parameter i of a row belongs to shard i."""
     rest: Sequence[Item]
     """In backward order."""
     owners: Mapping[int, int]
     """The owners of the parameters that are in no row, by position."""
 
     def drafts(self, holders: int, wire: str) -> list[Draft]:
-        """Return the buckets, laid out in ``holders`` equal shards."""
+        """Return the buckets of rows, laid out in ``holders`` equal shards."""
         drafts = []
         for bucket in self.buckets:
             owners = [*range(holders)] * (len(bucket) // holders)
@@ -44,7 +44,7 @@ class Rows:
 
 
 def row_limit(bucket_numel: int, model_numel: int) -> int:
-    """Return the most elements that a row of such a model may have."""
+    """Return the largest number of elements in a row of such a model."""
     return max(bucket_numel, model_numel // _PART_OF_MODEL)
 
 
@@ -55,11 +55,10 @@ def take_rows(
 
     Args:
         items: in backward order, of one dtype.
-        owners: the shard of each, by position. A rank that owns fewer of a size than others limits
-            the rows of it.
-        bucket_numel: rows that are complete one after another share a bucket until it holds this
-            many elements.
-        limit: longer rows are not made.
+        owners: the shard of each, by position. The number of rows of a size is limited by the rank
+            that owns fewest of that size.
+        bucket_numel: consecutive complete rows share a bucket until it has this many elements.
+        limit: the largest number of elements in a row.
     """
     by_size: dict[tuple[int, int], list[Item]] = defaultdict(list)
     for item in items:
@@ -73,8 +72,8 @@ def take_rows(
         else:
             num_rows = 0
         rows += [equal[i * holders : (i + 1) * holders] for i in range(num_rows)]
-        # The first ones in backward order: what is left over makes the last reductions, which
-        # nothing hides, short.
+        # Rows take the first parameters in backward order. The rest makes the last reductions,
+        # which overlap with nothing, short.
         left = np.repeat(np.arange(holders), counts - num_rows).tolist()
         for item, owner in zip(equal[num_rows * holders :], left, strict=True):
             new_owners[item.position] = owner

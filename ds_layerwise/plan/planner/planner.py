@@ -1,9 +1,9 @@
-"""Decide where parameters live: who owns which matrix, what shares a bucket, how long each shard
-is.
+"""The placement of parameters: which rank owns which matrix, which parameters share a bucket, and
+how long each shard is.
 
-Pure functions from shapes to a :class:`Layout`. This module never sees a tensor, a device or a
-process group, and decides by whole numbers only, so that every rank, the command line and the tests
-compute the same answer from the same arguments. Sizes are in elements.
+All functions are pure, from shapes to a :class:`Layout`. This module never sees a tensor, a device
+or a process group, and decides with integers only, so that every rank, the command line and the
+tests compute the same result from the same arguments. Sizes are in elements.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ def plan_layout(
     """Place parameters over ``world_size`` ranks.
 
     Args:
-        specs: in model order; buckets walk them backwards, as gradients come.
-        bucket_numel: a bucket closes once it holds this many elements, so it may be one large
-            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`; or sooner, where
-            few buckets would leave the sums inside nodes and those between them nothing to overlap
-            with.
-        policy: ``balanced`` balances the whole model, with shards of any length and no padding but
-            that of aligned starts; ``lpt`` and ``size_matching`` make the shards of each bucket
-            equal, as Megatron-LM's layer-wise optimizer did in #4771 and in #4509, and ``lpt``
-            makes buckets larger where they would be mostly padding. None matters to parameters that
-            are cut by element.
+        specs: in model order; buckets go through them backwards, in the order of gradients.
+        bucket_numel: a bucket closes when it has this many elements, so it may be one large
+            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`. It closes earlier
+            if there would otherwise be too few buckets for sums inside nodes to overlap with sums
+            between them.
+        policy: ``balanced`` balances the whole model; shards have any length, and padding only
+            before aligned starts. ``lpt`` and ``size_matching`` make the shards of each bucket
+            equal, as Megatron-LM's layer-wise optimizer did in #4771 and in #4509; ``lpt`` makes
+            buckets larger if they would be mostly padding. The policy does not affect parameters
+            that are cut by element.
         alignment: slots and shards start at multiples of this.
-        links: what ways are chosen for where the policy is ``balanced``;
+        links: the links for which ``balanced`` chooses transports;
             :data:`.plan.network.links.NVLINK_IB` if None.
-        reduction: how sums are made; see :mod:`.plan.network.reduction`.
-        stage: of ZeRO. From stage 2 on no bucket is a row of equal matrices, whose gradients wait
-            for each other: they would have memory of their own while they wait. At stage 3
-            parameters that are cut by element are cut each by itself.
+        reduction: the method of sums; see :mod:`.plan.network.reduction`.
+        stage: the ZeRO stage. From stage 2 on, no bucket is a row of equal matrices: their
+            gradients would need memory of their own while they wait for each other. At stage 3,
+            each parameter that is cut by element is cut by itself.
 
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
@@ -100,9 +100,9 @@ def draft_layout(
     reduction: Reduction = "ordered",
     stage: int = 1,
 ) -> list[Draft]:
-    """Return the buckets of :func:`plan_layout`, which takes and raises the same, in launch order.
+    """Return the buckets of :func:`plan_layout` in launch order. Arguments and errors are the same.
 
-    They are all that a prediction of times asks for, without the memory, and take half the time.
+    A prediction of times needs only these. They take half the time of a layout, and not its memory.
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
     links = links or NVLINK_IB
@@ -146,25 +146,25 @@ def draft_layout(
             [made(-(-full // parts)) for parts in _PARTS],
             lambda drafts: time_of_drafts(drafts, links, reduction, stage),
         )
-    # A bucket can be reduced when its last gradient is in. Launching in that order, none waits for
+    # A bucket can be reduced when its last gradient is complete. In this order no bucket waits for
     # a later one.
     return sorted(drafts, key=lambda draft: draft.position)
 
 
-#: The gain that makes other buckets worth it, in percent of what the collectives take: rows make
-#: gradients wait, and more buckets are more to launch.
+#: The least gain, in percent of the time of the collectives, for which other buckets are worth it:
+#: rows make gradients wait, and more buckets are more launches.
 _MUST_GAIN = 2
 
-#: The number of buckets up to which sums inside nodes, and those of another bucket between them,
-#: have little time beside each other.
+#: Up to this number of buckets, sums inside nodes hardly overlap with those of another bucket
+#: between nodes.
 _FEW_BUCKETS = 8
-#: The numbers of parts that a bucket may be cut into then.
+#: The numbers of parts into which such a bucket may be cut.
 _PARTS = (2, 4, 8)
 
 
 def _levels_overlap(world_size: int, links: Links, reduction: Reduction) -> bool:
-    """Tell whether sums of one bucket inside nodes and those of another between them take place
-    at a time.
+    """Tell whether sums of one bucket inside nodes can overlap with those of another
+    between nodes.
     """
     on_devices = reduction == "ordered" and not links.on_host
     return on_devices and group_of(world_size, links, 1).has_levels
@@ -173,11 +173,12 @@ def _levels_overlap(world_size: int, links: Links, reduction: Reduction) -> bool
 def _or_faster(
     drafts: list[Draft], others: Sequence[list[Draft]], took: Callable[[list[Draft]], WireTime]
 ) -> list[Draft]:
-    """Return ``drafts``, or the fastest of ``others`` that leave no more to do at the end.
+    """Return the fastest of ``others`` if it is faster by enough, else ``drafts``.
 
-    The end is after the last gradient, and the fastest must gain.
+    The work that is left after the last gradient must not grow.
 
-    Nobody knows here how long a backward pass is: half of what it may hide counts.
+    The length of a backward pass is not known here, so half of the time that may overlap with it
+    counts.
     """
 
     def felt(drafts: list[Draft]) -> int:
@@ -196,7 +197,7 @@ def _or_faster(
 
 
 class _Stream(NamedTuple):
-    """The properties that parameters of one bucket have in common."""
+    """The properties that parameters of one bucket share."""
 
     dtype: str
     whole: bool
@@ -268,8 +269,10 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
 
 
 def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
-    """Largest parameter first, to the emptiest shard; all shards as long as the fullest."""
-    heap = [(0, rank) for rank in range(min(world_size, len(items)))]  # sorted, so a heap
+    """Place the largest parameter first, on the emptiest shard. All shards become as long as the
+    fullest.
+    """
+    heap = [(0, rank) for rank in range(min(world_size, len(items)))]  # sorted, so it is a heap
     owner_of: dict[int, int] = {}
     for item in sorted(items, key=lambda item: (-item.numel, item.position)):
         held, rank = heap[0]
@@ -280,7 +283,7 @@ def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
 
 
 class _Shelves:
-    """Parameters that have no place yet, by size; within one size in backward order."""
+    """The parameters that are not placed yet, by size; within one size in backward order."""
 
     def __init__(self, items: Iterable[Item]) -> None:
         self._shelves: dict[int, deque[Item]] = defaultdict(deque)
@@ -289,8 +292,8 @@ class _Shelves:
         self._sizes = sorted(self._shelves)
 
     def fill(self, room: int, numel: int) -> list[Item]:
-        """Take what goes into ``room``: one of ``numel`` elements first if there is any, then the
-        largest that fit.
+        """Take parameters that fit into ``room``: first one of ``numel`` elements if there is any,
+        then the largest that fit.
         """
         taken: list[Item] = []
         while fits := bisect_right(self._sizes, room):
@@ -307,11 +310,11 @@ class _Shelves:
 
 
 def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: str) -> list[Draft]:
-    """Buckets of rows: in a row every shard holds parameters of one size, or smaller ones that fit
-    in its place.
+    """Make buckets of rows. In a row, every shard has parameters of one size, or smaller ones that
+    fit in its place.
 
-    The seed of a row is the next parameter of the backward pass; those that share its row come from
-    anywhere in the model, so buckets are complete later than with the other policies.
+    The first parameter of a row is the next one of the backward pass. The others come from anywhere
+    in the model, so buckets are complete later than with the other policies.
     """
     shelves = _Shelves(items)
     placed: set[int] = set()
@@ -340,7 +343,7 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
     return drafts
 
 
-# --- balanced: owners over the whole model, and for each bucket the way that suits its shards
+# --- balanced: owners over the whole model, and the best transport for the shards of each bucket
 
 
 def _balance(
@@ -353,7 +356,7 @@ def _balance(
     """Return buckets of whole parameters, with or without rows, whichever ``send`` makes faster.
 
     Args:
-        limit: the longest row; 0 for none.
+        limit: the largest number of elements in a row; 0 for no rows.
     """
     cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
     owners = choose_owners(list(chain.from_iterable(cut.values())), world_size)
@@ -398,7 +401,9 @@ def _draft_streams(
 def _send(
     drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int, alignment: int
 ) -> tuple[list[Draft], int]:
-    """Return ``drafts`` with their ways, padded where they travel in cuts, and their time in ns."""
+    """Return ``drafts`` with their transports, padded if they travel in cuts, and their
+    time in ns.
+    """
     loads = [Load.of_draft(draft, reduction, stage) for draft in drafts]
     ways = choose_ways(loads, links, reduction, alignment)
     for index, (load, way) in enumerate(zip(loads, ways, strict=True)):

@@ -1,11 +1,12 @@
-"""Matrices of several buckets that are updated together, where a rank has few of each bucket.
+"""Matrices of several buckets that are updated together if a rank has few of each bucket.
 
 Note: why, and how far
-    A batch of matrices of equal shape takes as many launches as one matrix, and of small ones fills
-    a device better. A bucket shared out over many ranks leaves one or two of each shape to an
-    owner, so that without this every matrix is an update of its own. What is updated ahead makes
-    its update's own bucket later, and with it the first gather; so matrices are taken along only
-    until those of their shape are as many elements as make a full batch.
+    A batch of equal matrices takes as many launches as one matrix, and small matrices fill a device
+    better in a batch. In a bucket that is shared by many ranks, an owner has one or two matrices of
+    each shape, so that every matrix would be an update of its own. On the other hand, updates of
+    matrices whose buckets have a later turn delay this bucket, and with it the first gather. So
+    matrices of other buckets are added only until those of their shape have the elements of a full
+    batch.
 """
 
 from __future__ import annotations
@@ -21,25 +22,24 @@ class Matrices:
 
     name: str
     alike: Hashable
-    """Equal for parameters that one update may have."""
+    """A key, equal for parameters that one update may combine."""
     numels: Sequence[tuple[tuple[int, int], int]] = ()
-    """The elements of all its matrices of a shape, by (rows, cols), sorted."""
+    """The number of elements in all its matrices of a shape, by (rows, cols), sorted."""
     most: int = 0
-    """Elements of one shape up to which others are taken along; 0: it takes none along, and none
-    takes it.
+    """The number of elements of one shape up to which others are added; with 0 it adds none and is
+    not added.
     """
 
 
 def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices, ...]]]:
     """Return the updates of each bucket at its turn, last bucket first.
 
-    Parameters of the bucket that are alike come first, then those of lower buckets that are taken
-    along.
+    Each update has parameters of the bucket with equal keys, then those added from lower buckets.
 
     Args:
-        buckets: what one rank has of each.
+        buckets: the matrices of one rank, by bucket.
     """
-    # Parameters that may be taken along, by kind and shapes, next turn first.
+    # The parameters that may be added, by kind and shapes, next turn first.
     waiting: dict[Hashable, dict[tuple[tuple[int, int], ...], deque[tuple[int, Matrices]]]] = {}
     for index in reversed(range(len(buckets))):
         for matrices in buckets[index]:
@@ -64,7 +64,9 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
 def _take_along(
     own: Sequence[Matrices], queues: Sequence[deque[tuple[int, Matrices]]], index: int
 ) -> list[Matrices]:
-    """Take what fills the batches of ``own``, all of one bucket, from ``queues`` of lower ones."""
+    """Take matrices that fill up the batches of ``own``, all of one bucket, from ``queues`` of
+    lower buckets.
+    """
     filled: Counter[tuple[int, int]] = Counter()
     for matrices in own:
         filled.update(dict(matrices.numels))
@@ -81,7 +83,7 @@ def _take_along(
 
     taken: list[Matrices] = []
     while fitting := [queue for queue in queues if queue and fits(queue[0][1])]:
-        # Those whose turn comes next.
+        # Those with the next turn.
         matrices = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
         taken.append(matrices)
         filled.update(dict(matrices.numels))

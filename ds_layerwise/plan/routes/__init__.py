@@ -1,1 +1,1 @@
-"""Routes of parameters: recipes, overrides and tensor parallelism."""
+"""The routes of parameters: recipes, overrides and tensor parallelism."""

@@ -1,8 +1,9 @@
-"""The defaults of kinds of parameters: vectors, element-wise recipes, embeddings, heads, by width.
+"""The defaults for kinds of parameters: vectors, element-wise recipes, embeddings, heads, and rates
+by width.
 
-Weight decay of a parameter, first that is there: what an override sets; what its parameter group
-says for itself; none for vectors, unless ``decay_vectors``; ``scalar_weight_decay`` for
-element-wise recipes; the run's.
+The weight decay of a parameter is the first of these that exists: the value of an override; the
+value that its parameter group sets itself; none for vectors, unless ``decay_vectors``;
+``scalar_weight_decay`` for element-wise recipes; the value of the run.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.client_recipe import ClientTorch
 from ds_layerwise.recipes.targets.mup import Mup, is_hidden
 
-#: The names in model families of a norm over queries or keys, with what is in it.
+#: The names that model families give a norm over queries or keys, and its content.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
 
-#: Parameters of one value for each unit, however they lie: biases, tables of biases, gains, and
-#: Mamba's decays.
+#: The names of parameters with one value per unit, whatever their shape: biases, tables of biases,
+#: gains, and Mamba's decays.
 _VECTOR = re.compile(
     r"(\w+_)?bias(es)?(_(?!proj)\w+)?|(\w+_)?table|A_(log|real|imag)s?|log_A_real|Ds?|"
     r"time_faaaa|r_k|"
@@ -31,7 +32,7 @@ _VECTOR = re.compile(
 
 
 def own_name(name: str) -> str:
-    """Return the last part of ``name``; of a parameter in a list that of the list."""
+    """Return the last part of ``name``; for a parameter in a list, that of the list."""
     *path, last = name.split(".")
     if path and last.isdecimal():
         return path[-1]
@@ -39,14 +40,16 @@ def own_name(name: str) -> str:
 
 
 def is_vector(name: str) -> bool:
-    """Tell whether the parameter ``name`` is a vector by its own name, whatever its shape."""
-    # Relative positions may be the weight of a layer that is called a bias.
+    """Tell whether the parameter ``name`` is a vector according to its own name, whatever its
+    shape.
+    """
+    # Relative positions may be the weight of a layer that is named a bias.
     return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByKind:
-    """The keys of a config that are for kinds of parameters, as it has them."""
+    """The keys of a config for kinds of parameters."""
 
     decay_vectors: bool = False
     scalar_weight_decay: float | None = None
@@ -68,30 +71,30 @@ class ByKind:
         )
 
     def asks_for_tables(self) -> str | None:
-        """Return the first key that is for embeddings and output heads, if one is given."""
+        """Return the first key for embeddings and output heads that is set; None if none is."""
         return next((key for key in (*_OF_TABLES, "mup") if getattr(self, key) is not None), None)
 
     def change_table(self, changes: Changes) -> None:
-        """Add to ``changes`` of an embedding or output head what is said of those.
+        """Add the values for embeddings and output heads to ``changes`` of one of them.
 
         Raises:
-            RoutingError: an override says something else.
+            RoutingError: an override sets a different value.
         """
         for key, sets in _OF_TABLES.items():
             if (value := getattr(self, key)) is not None:
                 changes.add(f"layerwise.{key}", {sets: value})
 
     def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
-        """Return ``route``, which overrides have changed, with its rates by width.
+        """Return ``route``, already changed by overrides, with its rates scaled by width.
 
-        A rate, or an eps, that an override gives is what it is.
+        A rate, or an eps, that an override sets is not scaled.
 
         Args:
-            shape: gives that of the whole parameter; only called if it matters.
-            table: whether it is an embedding, an output head or a vector.
+            shape: returns the shape of the whole parameter; only called if it matters.
+            table: True for an embedding, an output head or a vector.
 
         Raises:
-            RoutingError: its rate does not carry over from another width, or it is not known how.
+            RoutingError: its rate does not transfer from another width, or it is unknown how.
         """
         if self.mup is None:
             return route
@@ -115,12 +118,13 @@ class ByKind:
     def decayed(
         self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
     ) -> Route:
-        """Return ``route`` of a parameter of ``shape``, after overrides, with its decay.
+        """Return ``route`` of a parameter of ``shape``, already changed by overrides, with its
+        weight decay.
 
         Args:
-            vector: whether it is one although it has two axes or more, unless it is orthogonalised
-                all the same.
-            own_decay: whether its parameter group says for itself what its weight decay is.
+            vector: True if it is a vector although it has two axes or more; ignored if it is
+                orthogonalised.
+            own_decay: True if its parameter group sets a weight decay itself.
         """
         if route.weight_decay is not None or own_decay:
             return route
@@ -142,7 +146,7 @@ def idle_keys(
 
     Args:
         routes: those of the whole model.
-        groups: what the script has given each parameter group.
+        groups: the keys that the script has set in each parameter group.
     """
     acting = _acting_keys(optimizer, routes)
     idle = []
@@ -176,7 +180,7 @@ def _idle_in_layerwise(
 
 
 def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[str]:
-    """Return the keys of the optimizer's section that change something for ``routes``."""
+    """Return the keys of the optimizer's section that have an effect on ``routes``."""
     acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
     for recipe in {route.recipe for route in routes}:
         acting.update(recipe.keys(), recipe.hyper)
@@ -192,10 +196,10 @@ def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[s
     return acting
 
 
-#: The keys of a group for a script's own schedule, or for torch's beside "max_lr"; here only
-#: overrides have it.
+#: The keys of a group for a script's own scheduler, or for torch's in addition to "max_lr". Here
+#: only overrides have them.
 OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
 
-#: The keys for embeddings and output heads, and what of them each sets.
+#: The keys for embeddings and output heads, each with the value that it sets for them.
 _OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

@@ -1,5 +1,5 @@
-"""Fewer bits that would cost what nobody asked for: accuracy in silence, or a result that depends
-on the ranks.
+"""Checks of storage in fewer bits: it must not silently cost accuracy, or make results depend on
+the ranks.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def check_kept(
     *,
     host_ratio: float,
 ) -> None:
-    """Refuse masters and states in fewer bits where that cannot be honoured, or averages would
-    stand still.
+    """Refuse masters and states in fewer bits if that is not possible, or if averages would stop
+    moving.
 
     Args:
         groups: the parameter groups, as they are at the start.
-        host_ratio: how much of masters and states lives in host memory.
+        host_ratio: the share of masters and states in host memory.
 
     Raises:
         ConfigError: names the key, its value and the way out.
@@ -62,10 +62,10 @@ def check_accuracy(
     *,
     told: str = "",
 ) -> None:
-    """Refuse averages that would stand still in the bits that they are kept in.
+    """Refuse averages that would stop moving because of their few bits.
 
     Args:
-        told: what the error says of where ``groups`` come from.
+        told: the source of ``groups``, for the error.
 
     Raises:
         ConfigError: names the parameter, its state, and the way out.

@@ -1,4 +1,4 @@
-"""The changes of overrides to each parameter, by which of them, and its norm group."""
+"""The changes that overrides make to each parameter, with their source, and its norm group."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ds_layerwise.recipes.targets.conditions import Facts
 from ds_layerwise.recipes.targets.norm_groups import NormGroup
 from ds_layerwise.recipes.targets.overrides import Override
 
-#: Keys that set the same thing in two ways.
+#: The keys that set the same thing in two ways.
 _EXCLUSIVE = ("lr", "lr_scale")
 
 
 @dataclass(slots=True)
 class Changes:
-    """The changes to one parameter, by key. Their order makes no difference."""
+    """The changes to one parameter, by key. Their order does not matter."""
 
     name: str
     values: dict[str, Any] = field(default_factory=dict)
     by: dict[str, str] = field(default_factory=dict)
-    """The setter of each key, as errors call it."""
+    """The override that sets each key, as errors name it."""
 
     def add(self, label: str, values: Mapping[str, Any]) -> None:
-        """Set ``values`` as well, in the name of ``label``.
+        """Add ``values``, set by ``label``.
 
         Raises:
-            RoutingError: somebody has set one of them to something else, or both of two that
-                exclude each other.
+            RoutingError: another source sets a different value, or two keys that exclude each other
+                are set.
         """
         for key, value in values.items():
             if self.values.get(key, value) != value:
@@ -48,10 +48,10 @@ class Changes:
 
 
 def matched(params: Iterable[Facts], overrides: Sequence[Override]) -> frozenset[int]:
-    """Return the overrides, by index, that are for some of ``params``.
+    """Return the indices of the overrides that match some of ``params``.
 
     Raises:
-        RoutingError: a condition cannot be answered.
+        RoutingError: a condition cannot be evaluated.
     """
     params = list(params)
     return frozenset(
@@ -68,14 +68,14 @@ def overrides_by_name(
     """Return the changes of overrides to each of ``params``.
 
     Args:
-        params: by name, what conditions ask. Experts that go by one name on one rank or another are
-            several, counted over all ranks; overrides are for those, so that they mean the same
-            experts however many ranks share them.
-        elsewhere: the overrides, by index, that are for a parameter which is not here.
+        params: by name, the facts that conditions need. Experts that different ranks hold under one
+            name are several, counted over all ranks. Overrides match these, so that they mean the
+            same experts for every number of ranks.
+        elsewhere: the indices of overrides that match a parameter on another rank.
 
     Raises:
         RoutingError: an override that is not optional matches nothing, one contradicts another, a
-            condition cannot be answered, or they are for some of the experts that go by one name.
+            condition cannot be evaluated, or only some of the experts under one name match.
     """
     meant: dict[str, list[tuple[Facts, list[int]]]] = {}
     used = set(elsewhere)
@@ -108,7 +108,7 @@ def overrides_by_name(
 
 
 def _same_for_experts(name: str, merged: Sequence[Changes]) -> Changes:
-    """Return the changes to all of ``merged``, experts that go by the name ``name``."""
+    """Return the common changes of ``merged``, for experts that share the name ``name``."""
     first, *others = merged
     for other in others:
         for key in first.values.keys() | other.values.keys():
@@ -131,11 +131,11 @@ def grouped(
     """Return the norm group of each of ``params`` that is in one.
 
     Args:
-        params: as :func:`overrides_by_name` has them.
+        params: as in :func:`overrides_by_name`.
 
     Raises:
-        RoutingError: one is in two groups, a condition cannot be answered, or some of the experts
-            that go by one name are in a group and others not.
+        RoutingError: a parameter is in two groups, a condition cannot be evaluated, or only some of
+            the experts under one name are in a group.
     """
     found: dict[str, str] = {}
     for name, called in params.items():
@@ -167,10 +167,10 @@ def require_members(groups: Mapping[str, NormGroup], found: Collection[str]) -> 
     """Refuse a norm group without a parameter, unless it is optional.
 
     Args:
-        found: the groups that have one, anywhere.
+        found: the groups that have a parameter on any rank.
 
     Raises:
-        RoutingError: one has none.
+        RoutingError: a group has none.
     """
     for key, group in groups.items():
         if key not in found and not group.optional:
@@ -183,14 +183,14 @@ def require_members(groups: Mapping[str, NormGroup], found: Collection[str]) -> 
 def check_norm_groups(
     params: Iterable[tuple[str, tuple[int, ...]]], groups: Mapping[str, NormGroup]
 ) -> None:
-    """Refuse norm groups that names and shapes show to be wrong; those that ask for more are left
-    out.
+    """Refuse norm groups that are wrong according to names and shapes. Groups with other conditions
+    are skipped.
 
     Args:
-        params: of all trained parameters, name and shape.
+        params: the names and shapes of all trained parameters.
 
     Raises:
-        RoutingError: as :func:`grouped` and :func:`require_members` do.
+        RoutingError: as in :func:`grouped` and :func:`require_members`.
     """
     known = {}
     for key, group in groups.items():

@@ -1,4 +1,6 @@
-"""The route of a parameter, and its changes by ``layerwise.overrides``: by name and shape alone."""
+"""The route of a parameter, and the changes of ``layerwise.overrides`` to it, by name and shape
+alone.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from ds_layerwise.recipes.recipe_registry import REGISTRY, entry_of
 from ds_layerwise.recipes.rules.any_torch_recipe import is_path
 from ds_layerwise.recipes.targets.fused_parts import Parts, Split
 
-#: The axis of a matrix that is cut: rows or columns, whatever axes are in front of them.
+#: The axis along which a matrix is cut: rows or columns, after any number of other axes.
 Axis = Literal[-2, -1]
 
 
@@ -26,56 +28,60 @@ Axis = Literal[-2, -1]
 class Route:
     """The route of one parameter.
 
-    ``matrix_shape`` is how its rule sees a whole parameter: (rows, cols) or (batch, rows, cols),
-    with as many elements as the parameter; None for one that is split. With ``parts`` the rule sees
-    those, each as a parameter of its own.
+    ``matrix_shape`` is the shape in which its rule sees a whole parameter: (rows, cols) or (batch,
+    rows, cols), with as many elements as the parameter; None for a parameter that is split. With
+    ``parts``, the rule sees each part as a parameter of its own.
     """
 
     name: str
     recipe: Recipe
-    """The rule that is computed for it, with its settings."""
+    """The rule that updates it, with its settings."""
     reason: str
     group: int
-    """Index into the user's ``param_groups``."""
+    """The index into the user's ``param_groups``."""
     matrix_shape: tuple[int, ...] | None = None
     weight_decay: float | None = None
-    """Replaces the group's, if set; so do the next three."""
+    """Replaces the group's value if it is set; so do the next three."""
     momentum: float | None = None
     betas: tuple[float, float] | None = None
     eps: float | None = None
     lr_scale: float = 1.0
     eps_scale: float = 1.0
-    """Multiplies the group's ``eps``, if nothing of its own replaces that."""
+    """The factor of the group's ``eps``, unless ``eps`` of the route replaces that."""
     lr: float | None = None
-    """Replaces the rate that it would have while its group's ``lr`` stands at its configured value,
-    if set.
-    """
+    """The rate while ``lr`` of its group has its configured value; None for the group's own."""
     min_lr: float | None = None
-    """The rate that no schedule goes below."""
+    """The lowest rate that a scheduler can set."""
     is_cut: bool = False
-    """True where tensor-parallel peers have other parts of the parameter, and not copies."""
+    """True if tensor-parallel peers have other parts of the parameter, and not copies."""
     by_user: bool = False
-    """True where the user chose its recipe, and not a rule."""
+    """True if the user chose its recipe; False if a routing rule did."""
     sent_away: bool = False
-    """True where the user, not a rule, sent two axes or more to the scalar optimizer."""
+    """True if the user, not a routing rule, sent a parameter with two axes or more to the scalar
+    optimizer.
+    """
     tp_axis: Axis | None = None
-    """The axis along which tensor parallelism cuts the matrix; ``matrix_shape`` is that of this
-    rank's tensor shard.
+    """The axis along which tensor parallelism cuts the matrix. ``matrix_shape`` is then that of
+    this rank's tensor shard.
     """
     transposed: bool = False
-    """True for a linear layer that holds (inputs, outputs): its heads are blocks of columns."""
+    """True if a linear layer stores (inputs, outputs): its heads are blocks of columns."""
     parts: Parts | None = None
-    """The parts that its rule sees in place of the whole matrix."""
+    """The parts that its rule sees instead of the whole matrix."""
     bare: bool = False
-    """True where a rule chose its recipe by name and shape alone: it is in no known layer."""
+    """True if a routing rule chose its recipe from name and shape alone, because its layer is
+    unknown.
+    """
 
     @property
     def whole(self) -> bool:
-        """True where one rank owns it."""
+        """True if one rank owns it."""
         return self.recipe.whole
 
     def described(self) -> str:
-        """Return all that is computed for it beside its group: ranks that hold it must agree."""
+        """Return everything that determines its update, except its group. The ranks that hold it
+        must agree on it.
+        """
         own = ", ".join(f"{key} {getattr(self, key)}" for key in (*_OF_ROUTES, "eps_scale"))
         if self.whole:
             kind = "matrix"
@@ -94,34 +100,38 @@ class Route:
         return f"the {kind} optimizer, {rule}, {own}{seen}"
 
     def because(self, more: str) -> Route:
-        """Return this route with one more reason."""
+        """Return this route with ``more`` added to its reason."""
         return replace(self, reason=f"{self.reason}, {more}")
 
     def seen(self, numel: int) -> dict[str, tuple[int, ...]]:
-        """Return by part the shapes that its rule sees of ``numel`` elements; "" without parts."""
+        """Return the shapes in which its rule sees ``numel`` elements, by part; "" without
+        parts.
+        """
         if self.parts is None or self.matrix_shape is None:
             return {"": self.matrix_shape or (numel,)}
         return self.parts.shapes(self.matrix_shape)
 
     def states(self, numel: int) -> Mapping[str, StateSpec]:
-        """Return the states that its recipe keeps of ``numel`` elements of it."""
+        """Return the states that its recipe keeps for ``numel`` elements of it."""
         return _states(
             self.recipe, self.parts, self.matrix_shape, numel if self.matrix_shape is None else 0
         )
 
     def multiplied(self, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-        """Return the shape in matrix products of what its rule sees as ``shape``.
+        """Return the shape in matrix products of a matrix that its rule sees as ``shape``.
 
-        That is the whole of matrices that tensor parallelism has cut into ``tp_size`` parts, unless
-        the rule takes a part for a matrix.
+        That is the shape of the whole matrix if tensor parallelism has cut it into ``tp_size``
+        parts, unless the rule treats a part as a matrix.
         """
         return whole_shape(shape, None if self.recipe.sees_tensor_shards else self.tp_axis, tp_size)
 
     @property
     def meaning(self) -> str:
-        """The meaning of its states beyond names and shapes: equal if a run may go on from them.
+        """The meaning of its states beyond names and shapes. A run may only continue from equal
+        ones.
 
-        Empty if there is nothing to say, or if what tensor parallelism leaves here does not say it.
+        It is empty if there is nothing to add, or if this rank's tensor-parallel part does not
+        determine it.
         """
         if self.parts is None or self.is_cut:
             own = ""
@@ -130,12 +140,12 @@ class Route:
         return ", ".join(filter(None, (self.recipe.meaning, own)))
 
     def hyper(self, group: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what an update takes of its parameter group, or of its own instead.
+        """Return the hyper-parameters of an update: those of its parameter group, or its own.
 
-        Numbers are Python's own, whatever a schedule has put into the group.
+        Numbers are Python's own, whatever type a scheduler has put into the group.
 
         Args:
-            group: with ``configured_lr``, where its ``lr`` stood before any schedule.
+            group: with ``configured_lr``, its ``lr`` before any scheduler.
         """
         if self.betas is None:
             betas = group["betas"]
@@ -161,7 +171,7 @@ class Route:
 
     @property
     def copied(self) -> int:
-        """Bytes that its update copies parts of it into; see
+        """The bytes of parts that its update copies; see
         :meth:`.recipes.targets.fused_parts.Parts.copied`.
         """
         parts = self.parts
@@ -171,25 +181,25 @@ class Route:
         return parts.copied(self.recipe, shape)
 
     def configured_lr(self, group: Mapping[str, Any]) -> float:
-        """Return its rate while ``lr`` of ``group``, its own, stands at the configured value."""
+        """Return its rate while ``lr`` of ``group``, its own group, has the configured value."""
         if self.lr is not None:
             return self.lr
         return float(group["configured_lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
 
     def lr_ratio(self, group: Mapping[str, Any]) -> float:
-        """Return the factor of ``lr`` of ``group``, its parameter group."""
+        """Return its rate divided by ``lr`` of ``group``, its parameter group."""
         if self.lr is not None:
             return self.lr / float(group["configured_lr"])
         return float(group[self.recipe.lr_ratio]) * self.lr_scale
 
     @property
     def by_columns(self) -> bool:
-        """True where its matrices are blocks of columns: in memory (rows, batch, cols)."""
+        """True if its matrices are blocks of columns, stored as (rows, batch, cols)."""
         return self.transposed and self.matrix_shape is not None and len(self.matrix_shape) == 3
 
     @property
     def stored_shape(self) -> tuple[int, ...] | None:
-        """``matrix_shape`` with its axes in the order of memory."""
+        """``matrix_shape`` with its axes in memory order."""
         if not self.by_columns or self.matrix_shape is None:
             return self.matrix_shape
         batch, rows, cols = self.matrix_shape
@@ -200,7 +210,7 @@ class Route:
 def _states(
     recipe: Recipe, parts: Parts | None, matrix_shape: tuple[int, ...] | None, numel: int
 ) -> Mapping[str, StateSpec]:
-    """The same for all layers of a model; a plan asks for each several times."""
+    """Cached: it is the same for all layers of a model, and a plan needs each several times."""
     if parts is None or matrix_shape is None:
         return MappingProxyType(recipe.states(matrix_shape or (numel,)))
     return MappingProxyType(parts.states(recipe, matrix_shape))
@@ -215,15 +225,15 @@ def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[i
 
 
 def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:
-    """Return the recipe that an override calls ``name``: one of the run's, or of the registry.
+    """Return the recipe that an override names: one of the run's, or of the registry.
 
-    The way that weights decay holds for all optimizers, as far as the config of the run says it.
+    The config's kind of weight decay applies to all optimizers, as far as the config sets it.
 
     Args:
-        changes: what overrides set for the parameter, see :func:`with_changes`.
+        changes: the values that overrides set for the parameter, see :func:`with_changes`.
 
     Raises:
-        ConfigError: this optimizer cannot decay so.
+        ConfigError: this optimizer does not support that kind of decay.
     """
     if name in ("matrix", "scalar"):
         found: Recipe = getattr(recipes, name)
@@ -232,7 +242,7 @@ def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Rec
         if recipe.rule == name:
             return recipe
     if is_path(name):
-        # Its weights decay as it says.
+        # The changes themselves set the kind of its weight decay.
         return entry_of(name, whole=True).recipe()
     said: dict[str, Any] = {}
     for key in Recipe.keys():
@@ -251,8 +261,8 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         recipes: the run's two, whose learning rates a group has.
 
     Raises:
-        RoutingError: one is no setting of its recipe, or it would take a learning rate of another
-            size.
+        RoutingError: a key is no setting of its recipe, or the recipe would get a learning rate of
+            another magnitude.
     """
     if not changes:
         return route
@@ -324,10 +334,11 @@ def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], wh
 def with_effect(
     route: Route, changes: dict[str, Any], recipes: Recipes
 ) -> tuple[Route, dict[str, Any]]:
-    """Return what of ``changes`` counts for ``route``, and the route, which says what does not.
+    """Return the route with those of ``changes`` that have an effect on it, and these changes. The
+    route mentions the others.
 
-    In a run with one recipe for everything, what only the recipe that it stands in for would take
-    does not count.
+    In a run with one recipe for everything, settings that only the replaced recipe has are without
+    effect.
     """
     if recipes.matrix.whole or route.whole:
         return route, changes
@@ -346,7 +357,7 @@ _OF_ROUTES = ("weight_decay", "lr", "lr_scale", "min_lr", "momentum", "betas", "
 
 
 def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple[int, ...]:
-    """Return the matrix that is seen of a parameter that somebody sent to the matrix optimizer.
+    """Return the matrix shape of a parameter that was sent to the matrix optimizer explicitly.
 
     Raises:
         RoutingError: it has fewer than two axes.
@@ -362,11 +373,13 @@ def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple
 
 
 def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
-    """Return ``route`` with its outputs cut into ``num_heads`` matrices, if that is not None.
+    """Return ``route`` with its outputs cut into ``num_heads`` matrices; unchanged if that is None.
+
+    Args:
+        explicit: False to leave the route unchanged if ``num_heads`` does not divide the outputs.
 
     Raises:
-        RoutingError: ``explicit``, and ``num_heads`` does not divide the outputs. Else such a route
-            stays as it is.
+        RoutingError: ``explicit``, and ``num_heads`` does not divide the outputs.
     """
     if num_heads is None:
         return route
@@ -389,14 +402,14 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
 
 
 def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts | None:
-    """Return the parts that ``split`` makes of the matrix of ``route`` over all tensor shards.
+    """Return the parts into which ``split`` cuts the matrix of ``route``, over all tensor shards.
 
     Args:
-        outputs: which axis of it the outputs of its layer are.
-        tp_size: how many tensor shards there are along ``route.tp_axis``.
+        outputs: the axis of the matrix with the outputs of its layer.
+        tp_size: the number of tensor shards along ``route.tp_axis``.
 
     Raises:
-        RoutingError: ``route`` has no matrix, or one of another size than the parts have together.
+        RoutingError: ``route`` has no matrix, or its size differs from that of the parts together.
     """
     if not split.parts:
         return None
@@ -420,7 +433,7 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
 
 
 def with_parts(route: Route, parts: Parts | None) -> Route:
-    """Return ``route`` of which the rule sees ``parts``, those that are here."""
+    """Return ``route`` with a rule that sees ``parts``, as far as they are on this rank."""
     if parts is None:
         return route
     if parts.groups > 1:
@@ -431,7 +444,7 @@ def with_parts(route: Route, parts: Parts | None) -> Route:
 
 
 def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
-    """Return ``route`` as each of ``tp_size`` ranks has a part of it, cut along ``axis``."""
+    """Return ``route`` on one of ``tp_size`` ranks that each have a part, cut along ``axis``."""
     cut = replace(route, is_cut=True, tp_axis=axis)
     if axis is None:
         return cut
@@ -441,14 +454,14 @@ def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
 def require_a_matrix(
     routes: Collection[Route], *, why_none: str = "no parameter requires a gradient; unfreeze some"
 ) -> None:
-    """Refuse a model that leaves the matrix optimizer nothing to do, unless the user took it away,
-    or chose for all.
+    """Refuse a model without any parameter for the matrix optimizer, unless overrides caused that
+    or the user chose every recipe.
 
     Args:
-        why_none: what to say where there is no route at all.
+        why_none: the reason for the error if there is no route at all.
 
     Raises:
-        RoutingError: no route goes to the matrix optimizer, by the rules alone.
+        RoutingError: the routing rules send no parameter to the matrix optimizer.
     """
     if not routes:
         raise RoutingError(f"there is nothing to train: {why_none}")

@@ -1,4 +1,4 @@
-"""Learning rates that nobody chose: what a scheduler of the config would make of them."""
+"""Checks that a scheduler does not set learning rates that nobody chose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.fields import NonNegative, check
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
-#: The key with the rate that a scheduler leads up to, or starts from, instead of the groups'
-#: ``lr``; what it is where the config does not say, None for the groups' own. Schedulers that are
-#: not listed multiply ``lr``.
+#: The key with the rate that a scheduler reaches, or starts from, instead of the groups' ``lr``,
+#: and its default; None if the default is the groups' ``lr``. Schedulers that are not listed
+#: multiply ``lr``.
 PEAKS: dict[str, tuple[str, float | None]] = {
     "WarmupLR": ("warmup_max_lr", None),
     "WarmupDecayLR": ("warmup_max_lr", 0.001),
@@ -29,13 +29,13 @@ PEAKS: dict[str, tuple[str, float | None]] = {
 def check_taken(
     config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()
 ) -> None:
-    """Refuse hyper-parameters that no optimizer of the run takes, or that a class would take as
+    """Refuse hyper-parameters that no optimizer of the run uses, or that a class would need as
     arguments.
 
-    One for everything may leave some: it stands in for another.
+    A single optimizer for everything may ignore some, because it stands in for another one.
 
     Args:
-        groups: what each parameter group says for itself.
+        groups: the keys that each parameter group sets itself.
 
     Raises:
         ConfigError: names the key, the optimizers, and the way out.
@@ -49,7 +49,7 @@ def check_taken(
         if key not in given[where]:
             continue
         for recipe in config.recipes:
-            # What the matrix optimizer takes may be meant for it alone.
+            # A key that the matrix optimizer uses may be meant only for it.
             is_matrixs = not recipe.whole and key in config.matrix.hyper
             if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
                 raise ConfigError(
@@ -66,7 +66,7 @@ def check_taken(
 
 
 def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse a ``min_lr`` above the rate that it is for: no schedule would ever move that.
+    """Refuse a ``min_lr`` above the rate that it belongs to: no scheduler could change that rate.
 
     Args:
         groups: the parameter groups, each with ``configured_lr`` and the two ratios.
@@ -90,18 +90,18 @@ def check_peaks(
     *,
     used: Mapping[int, Collection[str]],
 ) -> None:
-    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by the
-    quotient.
+    """Refuse a ``scheduler`` section whose peak is not ``lr``: it would multiply Muon's rate by
+    their quotient.
 
-    Where a group has one rate, because nothing in it goes to the other optimizer, or because
+    If a group has only one rate, because it has parameters of one optimizer only or because
     ``scale_mode`` is "match_rms_adamw", the peak is simply that rate.
 
     Args:
         groups: the parameter groups, each with ``lr`` and the two ratios.
-        used: by index of a group, which of the two ratios its parameters have.
+        used: by index of a group, the ratios that its parameters use.
 
     Raises:
-        ConfigError: names the key, what both rates would become, and the way out.
+        ConfigError: names the key, the resulting values of both rates, and the way out.
     """
     if not isinstance(scheduler, Mapping) or scheduler.get("type") not in PEAKS:
         return
@@ -142,20 +142,20 @@ def check_schedule(
     *,
     used: Mapping[int, Collection[str]],
 ) -> None:
-    """Refuse a schedule of a script whose peak is not ``lr``, as :func:`check_peaks` does that of a
+    """Refuse a script's scheduler whose peak is not ``lr``, as :func:`check_peaks` does for a
     config.
 
-    The peak is what the object keeps of one, whether DeepSpeed's, torch's or another's; without one
-    it is ``base_lrs``, which torch's classes multiply. Of schedules that are made of others, each
-    is asked.
+    The peak is the attribute in which a scheduler of DeepSpeed, torch or another library keeps it.
+    Without such an attribute it is ``base_lrs``, which torch's classes multiply. For composed
+    schedulers, each part is checked.
 
     Args:
-        lrs: the rate of each group before any schedule.
-        groups: the parameter groups as the schedule has left them.
+        lrs: the rate of each group before any scheduler.
+        groups: the parameter groups as the scheduler has left them.
 
     Raises:
-        ConfigError: names the class and its argument, what both rates would become, and the way
-            out.
+        ConfigError: names the class and its argument, the resulting values of both rates, and the
+            way out.
     """
     parts = _parts(schedule)
     found = [(part, *peak) for part in parts if (peak := _peak_of(part, groups))]
@@ -190,7 +190,7 @@ def _parts(schedule: Any) -> list[Any]:
 
 
 def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
-    """The argument with the peak, and what each group has of it."""
+    """Return the argument with the peak, and its value for each group; None if there is none."""
     kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
     if kind is None:
         key = "max_lr"
@@ -198,7 +198,8 @@ def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, l
         key = PEAKS[kind][0]
     kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
     if kept is None:
-        # OneCycleLR has it in the groups, classes outside of torch have it as they got it.
+        # OneCycleLR keeps it in the groups; classes outside of torch keep the argument as they got
+        # it.
         if kind == "OneCycleLR":
             kept = [group.get(key) for group in groups]
         else:
@@ -210,7 +211,7 @@ def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, l
 
 
 def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
-    """Return the rates that a schedule keeps, one a group; None if they are no rates."""
+    """Return the rates that a scheduler keeps, one per group; None if they are not rates."""
     if isinstance(kept, (list, tuple)):
         rates = kept
     else:
@@ -232,7 +233,7 @@ def _refuse_others(
     where: str,
     omission: str,
 ) -> None:
-    # Of a list of another length DeepSpeed says itself how long it must be.
+    # If a list has another length, DeepSpeed itself reports the right one.
     for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
         peak = check(NonNegative, where, each)
         lr = float(lr)

@@ -1,10 +1,10 @@
-"""The cuts that tensor parallelism would make in a whole model, by the names of its parameters: for
-plans, which see no marks.
+"""The cuts that tensor parallelism would make in a whole model, by parameter names. Plans need this
+because they see no marks on parameters.
 
 Megatron cuts a linear layer that opens a block along its outputs, one that closes it along its
 inputs, and embeddings and the output layer along the vocabulary (arXiv 1909.08053, section 3).
-DeepSpeed's AutoTP cuts linear layers alike; it leaves an embedding whole unless the output layer
-shares it.
+DeepSpeed's AutoTP cuts linear layers in the same way; it leaves an embedding whole unless the
+output layer shares it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ds_layerwise.recipes.targets.model_names import (
     TABLES,
 )
 
-#: Who cuts: a model that marks its parts as Megatron's do, or DeepSpeed when it starts.
+#: The source of the cuts: a model that marks its parts as Megatron's do, or DeepSpeed at its start.
 Cutter = Literal["megatron", "autotp"]
 
 
@@ -36,11 +36,11 @@ def cut(
     """Return the part of ``shapes`` on one of ``tp_size`` tensor-parallel ranks, and its routes.
 
     Args:
-        shapes: name and shape of each parameter of the whole model, in model order.
+        shapes: the name and shape of each parameter of the whole model, in model order.
         routes: of the whole model, by name.
 
     Raises:
-        ConfigError: it is not known how a parameter is cut, or it cannot be cut into equal parts.
+        ConfigError: it is unknown how a parameter is cut, or it cannot be cut into equal parts.
     """
     if tp_size == 1:
         return list(shapes), dict(routes)
@@ -91,10 +91,10 @@ def _module_of(name: str) -> str:
 def _dim_of(
     name: str, shape: tuple[int, ...], transposed: bool, tied: bool, cutter: Cutter
 ) -> int | None:
-    """The axis that is cut; None for what every rank has a copy of.
+    """Return the axis that is cut; None if every rank has a copy of the parameter.
 
     Raises:
-        ConfigError: the name says nothing.
+        ConfigError: the name does not tell.
     """
     module = _module_of(name)
     if module in COPIED:

@@ -1,19 +1,18 @@
-"""Every collective on tensors, through ``deepspeed.comm``, so that DeepSpeed's comms logger sees
-it.
+"""All collectives on tensors. They go through ``deepspeed.comm``, so that DeepSpeed's comms logger
+sees them.
 
-Small objects travel between hosts, see :mod:`.ranks.comm.object_gather`.
-
-Which of them a bucket takes is up to :mod:`.ranks.sync.bucket_transfers`.
+Small objects travel between hosts; see :mod:`.ranks.comm.object_gather`. The choice of the
+collectives for a bucket is in :mod:`.ranks.sync.bucket_transfers`.
 
 Sizes are in elements. ``rank`` is within the group.
 
 Note: both directions at a time
-    gloo has one connection between two ranks, and a rank that is to receive says so on it before
-    the other sends. In an all-to-all that stands behind what the rank sends itself, so that of two
-    ranks the one that comes later sends all of its data first, and the links between them are idle
-    in one direction: over 200 Mbit/s that takes 2.0 times as long as the links need with two nodes,
-    and 1.5 times with eight. With two groups, one for what goes to higher ranks and one for what
-    goes to lower, nothing that is said stands behind data: 1.05 and 1.3 times.
+    gloo has one connection between two ranks. On it, a receiving rank announces that it is ready
+    before the other one sends. In an all-to-all this announcement waits behind the data that the
+    rank itself sends. So the later of two ranks sends all of its data first, and the links are idle
+    in one direction: over 200 Mbit/s an all-to-all takes 2.0 times as long as the links need with
+    two nodes, and 1.5 times with eight. With two groups, one for data to higher ranks and one for
+    data to lower ranks, no announcement waits behind data: 1.05 and 1.3 times.
 """
 
 from __future__ import annotations
@@ -35,24 +34,24 @@ from ds_layerwise.ranks.comm import object_gather
 #: A process group: torch's, or None for the whole world.
 Group = Any
 
-#: The ranks that hold the same experts, by a bucket's ep_size; by 1, all.
+#: The ranks that hold the same experts, by the ep_size of a bucket; 1 is all ranks.
 Groups = Mapping[int, Group]
 
-#: Notes on an error that every rank knows of it.
+#: The attribute that marks an error as known to every rank.
 _AGREED = "_layerwise_agreed"
 
-#: Another group of the same ranks in the same order, by group; see the note on both directions.
+#: By group, a second group of the same ranks in the same order; see the note on both directions.
 _opposite: weakref.WeakKeyDictionary[Group, Group] = weakref.WeakKeyDictionary()
 
 
 class Pending:
-    """A collective under way, and what follows it. It must be over before its result is read.
+    """A pending collective, and the work that follows it. Wait for it before reading its result.
 
     Args:
-        finish: what is left to do after the transfer: something local, or another collective, which
-            it returns.
-        keep: memory that the transfer reads, kept alive until it is over.
-        is_chained: whether ``finish`` begins another collective.
+        finish: the work after the transfer: something local, or another collective, which it
+            returns.
+        keep: memory that the transfer reads, kept alive until it is finished.
+        is_chained: True if ``finish`` begins another collective.
     """
 
     def __init__(
@@ -69,30 +68,34 @@ class Pending:
         self.is_chained = is_chained
 
     def advance(self) -> bool:
-        """Go on as far as it goes without waiting for another rank; tell whether all is over."""
-        # DeepSpeed's work of a device without a backend of its own does not say.
+        """Proceed as far as possible without waiting for another rank. Return True if everything is
+        finished.
+        """
+        # A device without a backend of its own uses a work object of DeepSpeed, which lacks
+        # is_completed.
         while all(hasattr(work, "is_completed") and work.is_completed() for work in self._works):
             if not self._go_on():
                 return True
         return False
 
-    #: The name by which it may be one of the transfers of another.
+    #: The name under which one Pending may be a transfer of another.
     is_completed = advance
 
     def wait(self) -> None:
-        """Wait for the transfer, then do what is left to do."""
+        """Wait for the transfer, then do the work that follows it."""
         while self._go_on():
             pass
 
     def _go_on(self) -> bool:
-        """Wait for the transfer at hand, do what follows it, and tell whether that is another
-        transfer.
+        """Wait for the current transfer, do the work that follows it, and tell whether that is
+        another transfer.
         """
         for work in self._works:
             work.wait()
         self._works = ()
         self._keep = None
-        # Before it is forgotten: it may find no memory, and who waits again is not to miss it.
+        # Run it before it is forgotten: it may run out of memory, and a second wait must run it
+        # again.
         following = self._finish and self._finish()
         self.__dict__.update(vars(following or Pending()))
         return following is not None
@@ -103,7 +106,7 @@ class Pending:
             self._go_on()
 
     def then(self, more: Callable[[], object]) -> Pending:
-        """Return this collective, with ``more`` to do locally at the end."""
+        """Return this collective, with the local work ``more`` added at its end."""
         finish = self._finish
 
         def finish_and_more() -> Pending | None:
@@ -128,33 +131,33 @@ def size_of(group: Group) -> int:
 
 
 def take_over_timeout(group: Group) -> None:
-    """Let collectives of ``group`` wait as long as those of the whole world, as the user has said.
+    """Give collectives of ``group`` the timeout of the world group, as the user has set it.
 
-    DeepSpeed makes its groups without one, so that after a rank has stopped the others would wait
-    for torch's default.
+    DeepSpeed makes its groups without a timeout. If a rank stopped, the others would wait for
+    torch's default.
     """
     world: Group = torch.distributed.group.WORLD
     if group is None or group is world:
         return
     for device in group._device_types:
         own = group._get_backend(device)
-        # Not every backend has one, or says what it is.
+        # Not every backend has a timeout or reports it.
         timeout = object_gather.timeout_of(world, [device])
         if timeout is not None and hasattr(own, "_set_default_timeout"):
             own._set_default_timeout(timeout)
 
 
 def send_both_ways(group: Group, opposite: Group) -> None:
-    """Let what :func:`all_to_all` sends to lower ranks of ``group`` go by ``opposite``: other
-    connections, same ranks.
+    """Use ``opposite`` for the data that :func:`all_to_all` sends to lower ranks of ``group``. It
+    has the same ranks and other connections.
 
-    Every rank of ``group`` must do so at the same point.
+    Every rank of ``group`` must call this at the same point.
     """
     _opposite[group or torch.distributed.group.WORLD] = opposite
 
 
 def opposite_of(group: Group) -> Group:
-    """Return the opposite of :func:`send_both_ways`, or None."""
+    """Return the opposite group set by :func:`send_both_ways`, or None."""
     group = group or torch.distributed.group.WORLD
     return group and _opposite.get(group)
 
@@ -167,11 +170,11 @@ def all_to_all(
     received: Sequence[int] | None = None,
     sent_to: Sequence[int] | None = None,
 ) -> Any:
-    """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to fill 1-D ``out`` with
-    what they send.
+    """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to receive their parts
+    into 1-D ``out``.
 
     Args:
-        received, sent_to: elements from and to each rank; equal parts where None.
+        received, sent_to: the number of elements from and to each rank; equal parts if None.
     """
     opposite = opposite_of(group)
     if opposite is None:
@@ -218,8 +221,8 @@ def _all_to_all(
 
 
 def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
-    """Begin to add up 1-D ``sent`` over ``group`` the backend's way; ``out`` is this rank's of as
-    many equal parts.
+    """Begin to sum 1-D ``sent`` over ``group`` with the backend's reduce-scatter. ``out`` is this
+    rank's part of as many equal parts as there are ranks.
 
     ``out`` may be that part of ``sent``.
     """
@@ -227,28 +230,28 @@ def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
 
 
 def reduce_scatter_ragged(out: Tensor, parts: Sequence[Tensor], *, group: Group) -> Any:
-    """Begin to sum ``parts`` over the ranks, one for each of them and of any length, into its
-    ``out``; not on gloo.
+    """Begin to sum ``parts``, one per rank and of any length, each into the ``out`` of its rank;
+    not on gloo.
     """
     return dist.reduce_scatter(out, list(parts), group=group, async_op=True)
 
 
 def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
-    """Begin to fill 1-D ``out`` with equal parts of all ranks; ``own`` may be this rank's part of
+    """Begin to gather equal parts of all ranks into 1-D ``out``. ``own`` may be this rank's part of
     it.
     """
     return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
 
 
 def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> Any:
-    """Begin to fill ``parts``, one for each rank and of any length, with every rank's ``own``; not
-    on gloo.
+    """Begin to gather every rank's ``own`` into ``parts``, one per rank and of any length; not on
+    gloo.
     """
     return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
 def broadcast(value: Tensor, *, out_of: int, group: Group) -> Any:
-    """Begin to fill ``value`` with that of rank ``out_of`` of ``group``."""
+    """Begin to broadcast ``value`` from rank ``out_of`` of ``group``."""
     return dist.broadcast(value, global_rank(group, out_of), group=group, async_op=True)
 
 
@@ -258,17 +261,17 @@ def send(value: Tensor, *, to: int) -> None:
 
 
 def receive(out: Tensor, *, out_of: int) -> None:
-    """Fill ``out`` with what rank ``out_of`` of the world sends, and wait."""
+    """Receive ``out`` from rank ``out_of`` of the world, and wait."""
     dist.recv(out, out_of)
 
 
 def ranks_of(group: Group) -> list[int]:
-    """Return the ranks in the whole world of those in ``group``, in its order."""
+    """Return the world ranks of the members of ``group``, in its order."""
     return [global_rank(group, rank) for rank in range(size_of(group))]
 
 
 def global_rank(group: Group, rank: int) -> int:
-    """Return the rank in the whole world of ``rank`` in ``group``."""
+    """Return the world rank of ``rank`` in ``group``."""
     if group is None:
         return rank
     return int(dist.get_global_rank(group, rank))
@@ -284,8 +287,8 @@ def sum_over_ranks(value: Tensor, *, group: Group) -> Tensor:
 
 
 def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
-    """Return the largest of ``value`` over ``group``, element by element. ``value``, which has no
-    NaN, is overwritten.
+    """Return the element-wise maximum of ``value`` over ``group``. ``value`` must have no NaN and
+    is overwritten.
     """
     if size_of(group) > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
@@ -293,7 +296,7 @@ def max_over_ranks(value: Tensor, *, group: Group) -> Tensor:
 
 
 class Peers:
-    """The ranks with the other parts of this rank's matrices, as an update of parts asks them; see
+    """The ranks with the other parts of this rank's matrices, for updates of parts; see
     :mod:`.orthogonalize.tensor_shards`.
 
     Args:
@@ -306,25 +309,25 @@ class Peers:
         self.rank = rank_of(group)
 
     def gather(self, value: Tensor) -> Tensor:
-        """Return everyone's contiguous ``value``, stacked along a new first axis."""
+        """Return the contiguous ``value`` of all ranks, stacked along a new first axis."""
         everyone = value.new_empty((self.size, *value.shape))
         dist.all_gather_into_tensor(everyone.view(-1), value.view(-1), group=self._group)
         return everyone
 
     def sum_(self, value: Tensor) -> Tensor:
-        """Return the sum of everyone's ``value``, which is overwritten with it."""
+        """Return the sum of ``value`` over all ranks. ``value`` is overwritten with it."""
         return sum_over_ranks(value, group=self._group)
 
 
 def raise_on_all_ranks(error: Exception | None, *, group: Group) -> None:
-    """Raise on every rank if any rank has an error: its own where it has one, else one that names
-    that rank.
+    """Raise on every rank if any rank has an error: its own error if it has one, else one that
+    names the failed rank.
 
     Every rank must call this at the same point. Without it the other ranks would wait in the next
     collective.
 
     Raises:
-        LayerWiseError: another rank failed, or does not come here, and this one has no error of its
+        LayerWiseError: another rank failed or did not get here, and this one has no error of its
             own.
     """
     message = None if error is None else f"{type(error).__name__}: {error}"
@@ -341,18 +344,19 @@ def raise_on_all_ranks(error: Exception | None, *, group: Group) -> None:
 
 
 def is_agreed(error: BaseException) -> bool:
-    """Tell whether every rank has raised because of ``error``, by :func:`raise_on_all_ranks`."""
+    """Tell whether every rank has raised because of ``error``, through
+    :func:`raise_on_all_ranks`.
+    """
     return hasattr(error, _AGREED)
 
 
 @contextmanager
 def errors_on_all_ranks(group: Group) -> Iterator[None]:
-    """Raise on every rank after a block that any rank leaves by an error; see
+    """Raise on every rank if any rank leaves the block with an error; see
     :func:`raise_on_all_ranks`.
 
-    Every rank must enter it. A collective inside must be one that a rank which failed takes part
-    in, too. A block that is left by something else than an Exception, such as Ctrl-C, is left at
-    once.
+    Every rank must enter it. A collective inside must be one that a failed rank also takes part in.
+    Anything other than an Exception, such as Ctrl-C, leaves the block at once.
     """
     with (attempt := Attempt()):
         yield
@@ -375,8 +379,8 @@ def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Gr
     """Raise on every rank unless ``digest`` is the same everywhere.
 
     Args:
-        what: named in the error, such as "the model".
-        items: what ``digest`` was made from, each a name and what there is of it, after a space;
+        what: the name in the error, such as "the model".
+        items: the items that ``digest`` was made from. Each is a name, a space and a description;
             the error shows the first one that differs.
 
     Raises:
@@ -393,10 +397,10 @@ def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Gr
 
 
 def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
-    """Say where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must call
-    this.
+    """Describe where ``items`` of rank 0 and of rank ``other`` differ. Every rank of the group must
+    call this.
 
-    It is found by halves, by digests: there may be as many items as a model has parameters, and
+    It uses a binary search on digests: there may be as many items as parameters in a model, and
     thousands of ranks.
     """
 
@@ -420,8 +424,8 @@ def _first_difference(items: Sequence[str], other: int, group: Group) -> str:
         return f"only rank {other} has {second}"
     if second is None:
         return f"only rank 0 has {first}"
-    # What one of them lacks shifts all that follows: what stands in the same place there is about
-    # something else.
+    # If one of them lacks an item, all later items are shifted, and items at the same position have
+    # different names.
     names = {item.partition(" ")[0] for item in items}
     lacks = []
     for item in (first, second):

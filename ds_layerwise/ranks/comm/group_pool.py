@@ -1,10 +1,10 @@
-"""Process groups in which one optimizer alone reduces gradients.
+"""Process groups in which only one optimizer reduces gradients.
 
 Note: why none is shared on a host
-    Collectives of a group must begin in the same order on every rank. On a host it is a matter of
-    time when a bucket begins inside a backward pass, and one pass may go through the models of two
-    engines: those of a generator and its critic. On a device with streams a bucket begins as soon
-    as its gradients are there, so they may share.
+    Collectives of a group must begin in the same order on every rank. On a host, timing decides
+    when a bucket begins inside a backward pass, and one pass may go through the models of two
+    engines, such as those of a generator and its critic. On a device with streams, a bucket begins
+    as soon as its gradients are complete, so groups may be shared.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_layerwise.ranks.comm import comm
 
 @dataclass(slots=True)
 class _Seat:
-    """A group, and who has it; torch owns the group."""
+    """A group and its user. torch owns the group."""
 
     group: weakref.ref[Any]
     user: weakref.ref[Any] | None = None
@@ -31,13 +31,13 @@ class _Seat:
         return self.group() is None or (self.user is not None and self.user() is not None)
 
 
-#: A process group and its copies, in the same order on all of its ranks, by group.
+#: By group, the group and its copies, in the same order on all of its ranks.
 _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
 
 
 def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
-    """Return ``groups``, or copies where others have those, for the reductions of ``user`` until
-    :func:`release`.
+    """Reserve ``groups``, or copies if they are in use, for the reductions of ``user`` until
+    :func:`release`. Return them.
 
     Every rank of the world must call this at the same point.
     """
@@ -53,7 +53,7 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
     for ranks, seats in mine.items():
         taken[ranks] = [seat.is_taken for seat in seats]
     if any(comm.gather_objects(any(map(any, taken.values())), group=None)):
-        # One rank may still hold on to an engine that is gone on another.
+        # One rank may still hold an engine that another rank has dropped.
         for other in comm.gather_objects(taken, group=None):
             for ranks, flags in other.items():
                 own = taken.get(ranks, flags)
@@ -76,7 +76,7 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
 
 
 def release(user: object) -> None:
-    """Let others have the groups of ``user``."""
+    """Free the groups of ``user``."""
     for seats in _seats.values():
         for seat in seats:
             if seat.user is not None and seat.user() is user:

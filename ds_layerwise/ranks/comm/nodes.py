@@ -1,5 +1,5 @@
-"""The nodes of ranks, the groups of ranks on one node, and those of ranks in the same place on each
-node.
+"""The nodes of ranks, the groups of ranks on one node, and the groups of ranks in the same place on
+each node.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from torch import distributed
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 
-#: Groups that were made for a group of all ranks, by their ranks: torch lets go of none before its
-#: end.
+#: Groups made from a group of all ranks, by their ranks. torch frees none before the parent group
+#: ends.
 _levels: weakref.WeakKeyDictionary[comm.Group, dict[tuple[int, ...], comm.Group]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def node_of_each_rank() -> list[int]:
-    """Return the number of the node, counted in rank order, by rank of the world. Every rank must
-    call this.
+    """Return the node number of each rank of the world, counted in rank order. Every rank must call
+    this.
 
-    A node begins where the host's name changes, or where local ranks begin again: nodes may be
-    namespaces of one host. Where that makes several nodes of one host, rank 0 says so.
+    A node begins where the host name changes, or where local ranks start again, because nodes may
+    be namespaces of one host. If one host counts as several nodes, rank 0 reports that.
     """
     said = os.environ.get("LOCAL_RANK", "")
     local_rank = int(said) if said.isdecimal() else -1
@@ -47,7 +47,7 @@ def node_of_each_rank() -> list[int]:
 
 @cache
 def _warn_of_nodes(num_ranks: int, num_hosts: int, num_nodes: int) -> None:
-    """Say once that hosts are taken for several nodes."""
+    """Report once that hosts count as several nodes."""
     announce(
         f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are taken for "
         f"{num_nodes} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among "
@@ -57,11 +57,11 @@ def _warn_of_nodes(num_ranks: int, num_hosts: int, num_nodes: int) -> None:
 
 
 def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
-    """Return how many of ``ranks``, in the order of their group, are on each node; 1 where nodes
-    have different numbers.
+    """Return the number of ``ranks`` on each node; 1 if nodes have different numbers.
 
     Args:
-        nodes: by rank of the world.
+        ranks: in the order of their group.
+        nodes: the node of each rank of the world.
     """
     counts = counts_on_nodes(ranks, nodes)
     if len(set(counts)) > 1:
@@ -73,10 +73,10 @@ def ranks_per_node(ranks: Sequence[int], nodes: Sequence[int]) -> int:
 
 
 def counts_on_nodes(ranks: Iterable[int], nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of ``ranks`` are on each node that has any.
+    """Return the number of ``ranks`` on each node that has any.
 
     Args:
-        nodes: by rank of the world.
+        nodes: the node of each rank of the world.
     """
     return tuple(Counter(nodes[rank] for rank in ranks).values())
 
@@ -84,15 +84,15 @@ def counts_on_nodes(ranks: Iterable[int], nodes: Sequence[int]) -> tuple[int, ..
 def make_levels(
     groups: Mapping[int, comm.Group], nodes: Sequence[int], *, wants: bool = True
 ) -> dict[int, tuple[comm.Group, comm.Group]]:
-    """Return the group of this rank's node and that of the ranks in its place on the other nodes,
+    """Return the group of this rank's node, and the group of the ranks in its place on all nodes,
     by key of ``groups``.
 
-    Only for groups of which several nodes have several ranks each. The same ``groups`` get the same
-    ones again. Every rank of the world must call this, also one that has no use for them, as
-    another stage of a pipeline may.
+    The result has only groups in which several nodes have several ranks each. Calls with the same
+    ``groups`` return the same groups. Every rank of the world must call this, also one that does
+    not need them, such as one of another pipeline stage.
 
     Args:
-        wants: whether this rank has a use for them; else there are none for it.
+        wants: False if this rank does not need the groups; the result is then empty.
     """
     wanted: dict[int, list[tuple[int, ...]]] = {}
     for key, group in groups.items():
@@ -108,8 +108,8 @@ def make_levels(
 
 
 def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
-    """Let the all-to-alls of those of ``groups`` that have several nodes send in both directions at
-    a time, over gloo.
+    """Let the all-to-alls of ``groups`` that span several nodes send in both directions at a time,
+    over gloo.
 
     Every rank of the world must call this at the same point.
     """
@@ -123,7 +123,7 @@ def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
 
 
 def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], comm.Group]:
-    """Make groups that this rank is in, by their ranks; the others make theirs at the same time."""
+    """Make the groups that this rank is in, by their ranks, while the other ranks make theirs."""
     everyone = comm.gather_objects(sorted(set(wanted)), group=None)
     left = sorted(set(chain(*everyone)))
     world: comm.Group = distributed.group.WORLD
@@ -131,8 +131,8 @@ def _make_groups(wanted: Iterable[tuple[int, ...]]) -> dict[tuple[int, ...], com
     splits = device is not None and world._get_backend(device).supports_splitting
     made = {}
     while left:
-        # A group that is made by itself would be a split of the whole world, too: all that share no
-        # rank are one.
+        # A group made by itself would be a split of the whole world. Groups that share no rank are
+        # made in one split.
         at_once: list[tuple[int, ...]] = []
         for ranks in left:
             if not at_once or (splits and set(ranks).isdisjoint(chain(*at_once))):

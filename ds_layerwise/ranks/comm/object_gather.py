@@ -1,13 +1,13 @@
-"""Small objects between ranks, over the hosts' own network: no device takes part, and none has to
-be chosen yet.
+"""The exchange of small objects between ranks over the hosts' network. It needs no device, not even
+a chosen one.
 
-Note: why not over the group that is there
-    NCCL sends what lies on the current device. Before a process has chosen its own, that is the
-    first one of the node in all of them, and they fail or wait for ever. Afterwards the objects
-    would queue behind all work of the device, and a rank that ran out of its memory could not even
-    say so. So objects travel over gloo: over the group itself where gloo or its like is what it
-    talks over, else over one group of all ranks that is made at the first use, waits as long as the
-    default group does, and ends with it.
+Note: why not over the existing group
+    NCCL sends data of the current device. Before a process has chosen its device, all processes of
+        a node use the first one, and fail or hang. Afterwards, the objects would queue behind all
+        work of the device, and a rank out of device memory could not report it. So objects travel
+        over gloo: over the group itself if it uses gloo or a similar backend, else over one group
+        of all ranks. That group is made at the first use, has the timeout of the default group, and
+        ends with it.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def gather(value: Any, *, group: Any) -> list[Any]:
     """Return ``value`` of every rank of ``group``, in its order; None stands for all ranks. It is
     pickled, so keep it small.
 
-    The first use in a process group is by all ranks, whatever ``group`` is.
+    All ranks must take part in the first use in a process group, whatever ``group`` is.
 
     Raises:
-        LayerWiseError: the hosts do not reach each other over gloo, or some rank does not come to
+        LayerWiseError: the hosts cannot reach each other over gloo, or some rank does not get to
             this point.
     """
     try:
@@ -67,8 +67,8 @@ def _gathered(value: Any, group: Any) -> list[Any]:
 
 
 def timeout_of(group: Any, devices: Iterable[Any]) -> timedelta | None:
-    """Return how long a collective of ``group`` on one of ``devices`` may wait, None where no
-    backend says so.
+    """Return the timeout of collectives of ``group`` on one of ``devices``; None if no backend
+    reports it.
     """
     for device in devices:
         options = getattr(group._get_backend(device), "options", None)
@@ -79,7 +79,9 @@ def timeout_of(group: Any, devices: Iterable[Any]) -> timedelta | None:
 
 
 def _talks_on_the_host(group: Any) -> bool:
-    """Tell whether what is on the CPU travels as it is, as torch's object collectives prefer."""
+    """Tell whether the group sends CPU tensors directly, which torch's object collectives
+    prefer.
+    """
     by_device = dict(entry.split(":") for entry in distributed.get_backend_config(group).split(","))
     return by_device.get("cpu") in _ON_THE_HOST
 
@@ -89,13 +91,12 @@ def _hosts(world: Any) -> Any:
         return world
     hosts = _made[world]() if world in _made else None
     if hosts is None:
-        # What is gathered goes round in a ring: each rank needs two others, not a connection to all
-        # of them.
+        # The gather is a ring: each rank needs connections to two others, not to all.
         is_ours = "TORCH_GLOO_LAZY_INIT" not in os.environ
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         try:
-            # The store, which knows the timeout, is all that the ranks share until the first object
-            # travels.
+            # Until the first object travels, the ranks share only the store, which knows the
+            # timeout.
             hosts = distributed.new_group(
                 backend="gloo",
                 timeout=timeout_of(world, world._device_types),
@@ -118,18 +119,18 @@ def _hosts(world: Any) -> Any:
 
 def _of_all(value: Any, group: Any) -> list[Any]:
     values: list[Any] = [None] * distributed.get_world_size(group)
-    # Not deepspeed.comm's: its comms logger does not know this collective, and ends the process
-    # with exit code 0.
+    # Not the function of deepspeed.comm: its comms logger does not know this collective, and ends
+    # the process with exit code 0.
     distributed.all_gather_object(values, value, group=group)
     return values
 
 
 def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
-    """Gather from ``ranks`` of ``hosts``, of which the others know nothing: through the first of
-    them.
+    """Gather from ``ranks`` of ``hosts``, through the first of them. The other ranks of ``hosts``
+    do not take part.
 
-    A group of gloo for each would be named after how many groups each of its ranks is in already,
-    which may differ.
+    A gloo group for each set of ranks would not work: its name counts the groups that a rank is
+    already in, and that may differ between ranks.
     """
     first = ranks[0]
     through: dict[str, Any] = {"group": hosts, "device": torch.device("cpu")}

@@ -1,4 +1,4 @@
-"""Ranges of a step in a profiler: ``ds_layerwise.reduce``, ``.update`` and ``.gather``."""
+"""The ranges of a step in a profiler: ``ds_layerwise.reduce``, ``.update`` and ``.gather``."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _NOTHING = nullcontext()
 def profiled(what: Literal["reduce", "update", "gather"]) -> AbstractContextManager[object]:
     """Return a range of :mod:`torch.profiler` around the work on one bucket.
 
-    Without a profiler it is nothing: a range takes some microseconds, and a step has three for each
-    bucket.
+    Without a profiler it does nothing: a range takes some microseconds, and a step has three for
+    each bucket.
     """
     if not torch.autograd.profiler._is_profiler_enabled:
         return _NOTHING

@@ -1,4 +1,4 @@
-"""Memory for buckets on their way, in turns."""
+"""Reusable memory for buckets in transit, in turns."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from torch import Tensor
 
 
 class Turn:
-    """Memory for one bucket on its way, by use; it grows to what the largest needs, and stays.
+    """The memory for one bucket in transit, by use. It grows to the largest size needed, and stays.
 
     Note: why it stays
-        Large blocks of host memory go back to the system when they are let go of, and of the next
-        ones each page is new again when it is written to: over gloo that takes up to a tenth of a
-        step.
+        Freed large blocks of host memory go back to the system, and every page of a new block costs
+        a page fault at its first write. Over gloo that takes up to a tenth of a step.
 
-    Note: of a device
-        Between two passes the device's allocator has it, see :meth:`release`. Who knows from the
-        last pass how much it needs asks for that at once, in each pass for blocks of the same
-        sizes: nothing grows, and nothing is left over between blocks.
+    Note: memory of a device
+        Between two passes the device's allocator has the memory; see :meth:`release`. In each pass,
+        a turn asks at once for the sizes that it needed in the last pass. So blocks keep their
+        sizes: nothing grows, and there are no gaps between blocks.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._memory: dict[str, Tensor] = {}
         self._most: dict[str, int] = {}
-        # Most buckets of a model are as long as another, and a view takes as long as the rest of a
-        # call.
+        # Many buckets of a model have equal lengths, and making a view takes as long as the rest of
+        # a call.
         self._views: dict[str, dict[object, Tensor]] = {}
 
     def empty(self, what: str, shape: int | tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of ``shape``, or 1-D, that holds anything. The next call with the same
-        ``what`` gives its memory away again.
+        """Return an uninitialized tensor of ``shape``; an int means 1-D. The next call with the
+        same ``what`` reuses its memory.
         """
         found = self._views.get(what, {}).get((shape, dtype))
         if found is None:
@@ -43,7 +42,7 @@ class Turn:
 
     def _bytes(self, what: str, nbytes: int) -> Tensor:
         if what not in self._memory or self._memory[what].numel() < nbytes:
-            # The smaller one is gone before there is a larger.
+            # Free the smaller block before the larger one is allocated.
             self._memory.pop(what, None)
             self._views[what] = {}
             most = self._most[what] = max(nbytes, self._most.get(what, 0))
@@ -51,12 +50,12 @@ class Turn:
         return self._memory[what][:nbytes]
 
     def cast(self, what: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return 1-D ``value`` itself if it is of ``dtype``, else a copy in memory of this turn."""
+        """Return 1-D ``value`` itself if it has ``dtype``, else a copy in memory of this turn."""
         if value.dtype == dtype:
             return value
         return self.empty(what, value.numel(), dtype).copy_(value)
 
     def release(self) -> None:
-        """Let go of all memory. What was handed out must not be in use any more."""
+        """Free all memory. Tensors of this turn must not be in use any more."""
         self._views.clear()
         self._memory.clear()

@@ -1,5 +1,5 @@
 """The agreement of all ranks before a step changes anything, in the small all-reduce that the norm
-takes anyway.
+needs anyway.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from ds_layerwise.ranks.comm import comm
 
 
 class Agreement:
-    """Sums over all ranks of a model, one rank's error raised on all of them, and who is left out
-    of an update.
+    """Sums over all ranks of a model. It also raises the error of one rank on all ranks, and finds
+    the parameters to leave out of an update.
 
     Args:
-        ep_size: the number of ranks in a row with other experts under a parameter's name; in model
-            order.
-        group: ranks with the same part of the model.
-        model_group: ranks with its other parts; None where the model is whole on each.
-        tensor_group: ranks with parts of the same parameters, which are updated together.
-        tied: parameters that other stages of a pipeline hold, too, and the ranks of those stages.
+        ep_size: the number of consecutive ranks that hold different experts under a parameter's
+            name; in model order.
+        group: the ranks with the same part of the model.
+        model_group: the ranks with its other parts; None if each rank has the whole model.
+        tensor_group: the ranks with parts of the same parameters, which are updated together.
+        tied: the parameters that other pipeline stages also hold, with the ranks of those stages.
     """
 
     def __init__(
@@ -47,12 +47,12 @@ class Agreement:
     def reach(
         self, values: Tensor, error: Exception | None, idle: Collection[str]
     ) -> tuple[list[float], frozenset[str]]:
-        """Sum ``values`` over all ranks. Every rank must call this at the same point, with an error
-        or without.
+        """Sum ``values`` over all ranks. Every rank must call this at the same point, with or
+        without an error.
 
         Args:
             values: 1-D, on the device of collectives.
-            error: what this rank has found, and cannot go on with.
+            error: the error that stops this rank, if any.
             idle: the parameters that are frozen on this rank and got no gradient here in the whole
                 step.
 
@@ -74,16 +74,16 @@ class Agreement:
         return summed, self._idle_everywhere(idle, values.device) if frozen else frozenset()
 
     def sum_over_everyone(self, values: Tensor) -> Tensor:
-        """Return the sum of ``values`` over all ranks of a model, which all call this; ``values``
-        are overwritten.
+        """Return the sum of ``values`` over all ranks of a model, which must all call this.
+        ``values`` are overwritten.
         """
         for group in self._groups:
             comm.sum_over_ranks(values, group=group)
         return values
 
     def _idle_everywhere(self, idle: Collection[str], device: torch.device) -> frozenset[str]:
-        """Return the parameters of ``idle`` that are idle wherever they, or tensor shards of them,
-        are updated.
+        """Return the parameters of ``idle`` that are idle on all ranks that update them or their
+        tensor shards.
         """
         trained = torch.zeros(self._numel, dtype=torch.int32, device=device)
         for name, place in self._place.items():

@@ -1,6 +1,6 @@
 """Streams beside that of the computation, for work that no backward pass may wait for.
 
-On a device without streams, such as a CPU, everything runs at once, and all of this does nothing.
+On a device without streams, such as a CPU, work runs at once, and this module does nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream of its own for what is queued inside ``with side:``."""
+    """A stream for the work that is queued inside ``with side:``."""
 
     def __init__(self) -> None:
         accelerator = get_accelerator()
@@ -25,64 +25,62 @@ class SideStream:
         return self._stream is not None
 
     def follow(self) -> None:
-        """Let what is queued here next run after everything that the current stream has been given
-        so far.
-        """
+        """Make later work on this stream wait for all work queued so far on the current stream."""
         if self.exists:
             self._stream.wait_stream(get_accelerator().current_stream())
 
     def join(self) -> None:
-        """Let what the current stream is given next run after everything that was queued here. The
-        host goes on.
+        """Make later work on the current stream wait for all work queued here. The host does not
+        wait.
         """
         if self.exists:
             get_accelerator().current_stream().wait_stream(self._stream)
 
     def moment(self) -> Moment:
-        """Return the end of everything that was queued here so far."""
+        """Return the end of all work queued here so far."""
         return Moment(self._stream)
 
     def synchronize(self) -> None:
-        """Let the host wait for everything that was queued here."""
+        """Make the host wait for all work queued here."""
         if self.exists:
             self._stream.synchronize()
 
     def keep(self, tensor: Tensor) -> None:
-        """Let nobody have the memory of ``tensor``, made on another stream, before what is queued
-        here is over.
+        """Reserve the memory of ``tensor``, made on another stream, until the work queued here is
+        finished.
         """
         if self.exists:
             tensor.record_stream(self._stream)
 
     def __enter__(self) -> None:
-        """Queue here."""
+        """Make this the current stream."""
         if self.exists:
             self._inside.append(get_accelerator().stream(self._stream))
             self._inside[-1].__enter__()
 
     def __exit__(self, *error: object) -> None:
-        """Queue where it was before."""
+        """Restore the previous stream."""
         if self.exists:
             self._inside.pop().__exit__(*error)
 
 
 class Moment:
-    """The end of all that ``stream`` has been given so far, to wait for as for a collective."""
+    """The end of all work queued on ``stream`` so far. It can be waited for like a collective."""
 
     def __init__(self, stream: Any) -> None:
         self._event = None if stream is None else stream.record_event()
 
     def wait(self) -> None:
-        """Let what the current stream is given next run after it. The host goes on."""
+        """Make later work on the current stream wait for it. The host does not wait."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
 
 
 class LaunchStream:
-    """The stream on which something was launched, for whoever waits for it on another one.
+    """The stream on which something was launched, for waits on another stream.
 
-    A wait holds up the stream that is current for whoever waits, and no other: work that goes on
-    where it was launched would take it for done.
+    A wait blocks only the stream that is current for the waiting code. Work that continues on the
+    launching stream would assume that the collective is finished.
     """
 
     def __init__(self) -> None:
@@ -92,7 +90,7 @@ class LaunchStream:
         )
 
     def follow(self) -> None:
-        """Let it go on after all that the current stream waits for."""
+        """Make it continue only after everything that the current stream waits for."""
         if self._stream is not None:
             current = get_accelerator().current_stream()
             if current != self._stream:

@@ -21,14 +21,13 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 class FlatBuffer:
-    """The memory of a Layout: a 1-D tensor a bucket, and views into it.
+    """The memory of a Layout: one 1-D tensor per bucket, and views into it.
 
     Args:
-        stored_as: the dtype to allocate for each dtype of the layout; the layout's own where
-            missing. A buffer of gradients follows the layout of the parameters, often in another
-            dtype.
-        fill: called with every parameter's name and its view, which is full of zeros, bucket by
-            bucket: memory that it frees makes room for the next bucket.
+        stored_as: the dtype to allocate for a dtype of the layout; a dtype that is missing stands
+            for itself. A gradient buffer has the layout of the parameters, often in another dtype.
+        fill: called bucket by bucket with every parameter's name and its view, which is all zeros.
+            Memory that it frees makes room for the next bucket.
     """
 
     def __init__(
@@ -52,28 +51,28 @@ class FlatBuffer:
                 if fill is not None:
                     fill(slot.name, view)
         self.tensors = tuple(buckets)
-        """The memory: one tensor a bucket."""
+        """The memory, one tensor per bucket."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype in which this buffer stores the layout's dtype ``name``."""
+        """Return the dtype that this buffer allocates for the layout's dtype ``name``."""
         return self._dtypes[name]
 
     def param(self, name: str) -> Tensor:
-        """Return the whole parameter ``name``, 1-D, a view."""
+        """Return the whole parameter ``name`` as a 1-D view."""
         return self._params[name]
 
     def bucket(self, bucket: Bucket) -> Tensor:
-        """Return all shards of ``bucket``, rank after rank, 1-D; padding included."""
+        """Return all shards of ``bucket`` in rank order, 1-D, with padding."""
         return self.tensors[bucket.index]
 
     def shard(self, bucket: Bucket, rank: int) -> Tensor:
-        """Return the shard of ``rank`` in ``bucket``, 1-D, a view; padding included."""
+        """Return the shard of ``rank`` in ``bucket`` as a 1-D view, with padding."""
         start, stop = bucket.shard(rank)
         return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
 
 class OwnShards:
-    """The shards of one rank alone, where no rank has the memory of a whole bucket."""
+    """The shards of one rank, for runs in which no rank has the memory of a whole bucket."""
 
     def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
         self.layout = layout
@@ -83,7 +82,7 @@ class OwnShards:
             start, stop = bucket.shard(rank)
             shards.append(torch.zeros(stop - start, dtype=DTYPES[bucket.dtype], device=device))
         self.tensors = tuple(shards)
-        """The memory: one tensor a bucket."""
+        """The memory, one tensor per bucket."""
 
     def shard(self, bucket: Bucket, rank: int) -> Tensor:
         """Return the shard of ``rank``, which must be this one, in ``bucket``, 1-D."""
@@ -93,7 +92,7 @@ class OwnShards:
 
 
 def lay_in_rows(value: Tensor, rows: Tensor) -> None:
-    """Copy 1-D ``value`` into ``rows``, row by row; what it does not reach stays as it is."""
+    """Copy 1-D ``value`` into ``rows``, row by row. Elements past the end of ``value`` stay."""
     length = rows.shape[1]
     full, rest = divmod(value.numel(), length)
     rows[:full].copy_(value[: full * length].view(full, length))
@@ -111,18 +110,18 @@ def out_of_rows(rows: Tensor, value: Tensor) -> None:
 
 
 def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
-    """Return the cut of ``rank`` in ``memory``, the whole of ``bucket``, 1-D, a view."""
+    """Return the cut of ``rank`` as a 1-D view of ``memory``, which is the whole ``bucket``."""
     return memory.narrow(0, rank // bucket.ep_size * bucket.cut_numel, bucket.cut_numel)
 
 
 class ShardBuffer:
-    """The shards of one rank: one 1-D tensor a bucket, as long as the rank's shard.
+    """The shards of one rank: one 1-D tensor per bucket, as long as the rank's shard.
 
     Args:
-        shards: the memory, one tensor a bucket in index order. May be views into a
-            :class:`FlatBuffer`. None where the pieces of the bucket are in ``apart``, or have
-            another form.
-        apart: by parameter name, pieces with memory of their own.
+        shards: the memory, one tensor per bucket in index order, which may be views into a
+            :class:`FlatBuffer`. None for a bucket whose pieces are in ``apart`` or have another
+            form.
+        apart: pieces with memory of their own, by parameter name.
     """
 
     def __init__(
@@ -138,7 +137,7 @@ class ShardBuffer:
         self._shards = {index: shard for index, shard in enumerate(shards) if shard is not None}
         self._views = dict(apart or {})
         self.tensors = (*self._shards.values(), *self._views.values())
-        """The memory: one tensor a bucket, and those apart."""
+        """The memory: one tensor per bucket, and the separate pieces."""
         for index, shard in self._shards.items():
             self._views.update(self.pieces_of(index, shard))
 
@@ -155,17 +154,17 @@ class ShardBuffer:
         return index in self._shards
 
     def bucket(self, index: int) -> Tensor:
-        """Return this rank's shard of bucket ``index``, padding included.
+        """Return this rank's shard of bucket ``index``, with padding.
 
         Raises:
-            KeyError: its pieces are apart, or have another form.
+            KeyError: its pieces are separate or have another form.
         """
         return self._shards[index]
 
     def piece(self, name: str) -> Tensor:
-        """Return this rank's piece of parameter ``name``, 1-D, a view.
+        """Return this rank's piece of the parameter ``name`` as a 1-D view.
 
         Raises:
-            KeyError: this rank has nothing of the parameter.
+            KeyError: this rank has no piece of the parameter.
         """
         return self._views[name]

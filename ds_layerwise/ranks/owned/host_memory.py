@@ -1,4 +1,4 @@
-"""Host memory for tensors of a device: for a while (:class:`Parking`), or between updates
+"""Host memory for device tensors: temporary (:class:`Parking`), or between updates
 (:class:`HostMemory`).
 """
 
@@ -18,18 +18,16 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.host_pieces import STAGING_SLOTS
 from ds_layerwise.ranks.comm.streams import Moment, SideStream
 
-#: By kind, storages and memory for what is in them.
+#: Storages and the host memory for their contents, by kind.
 Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
 
 
 class Parking:
-    """Storages whose memory is elsewhere. What looks into one of them must not be touched until it
-    is back.
+    """Storages whose contents are on the host. Their tensors must not be used until they are back.
 
     Note: how views survive
-        Many views lead into one storage: pieces of a shard, parameters of a buffer. The storage
-        object stays where it is and gives up its memory; filled again, it is behind all of them as
-        before.
+        Many views share one storage: pieces of a shard, parameters of a buffer. The storage object
+            remains and frees its memory. When it is filled again, all views are valid again.
     """
 
     def __init__(self) -> None:
@@ -37,15 +35,15 @@ class Parking:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds that are away."""
+        """The kinds that are on the host."""
         return tuple(self._parked)
 
     def find_room(self, tensors: Mapping[str, Iterable[Tensor]], *, pin_memory: bool) -> Room:
-        """Take host memory for the storages of ``tensors``, by kind, page-locked if asked and
-        possible; see :meth:`park`.
+        """Allocate host memory for the storages of ``tensors``, by kind, for :meth:`park`. It is
+        page-locked if requested and possible.
 
         Raises:
-            LayerWiseError: the host has no such memory left.
+            LayerWiseError: the host lacks the memory.
         """
         room: Room = {}
         seen: set[int] = set()
@@ -63,7 +61,7 @@ class Parking:
         return room
 
     def park(self, room: Room) -> None:
-        """Move the storages of ``room`` to the host memory that :meth:`find_room` has taken."""
+        """Move the storages of ``room`` into the host memory from :meth:`find_room`."""
         for parked in room.values():
             for storage, away in parked:
                 away.copy_(_bytes(storage, storage.device))
@@ -71,8 +69,8 @@ class Parking:
         self._parked.update(room)
 
     def unpark(self) -> None:
-        """Bring everything back. After an error, what has come back stays, and the rest can still
-        come.
+        """Bring everything back. After an error, storages that are back stay, and the rest can be
+        brought back later.
         """
         for kind, parked in list(self._parked.items()):
             while parked:
@@ -84,10 +82,10 @@ class Parking:
 
 
 def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
-    """Return a 1-D tensor on the host, not filled, in page-locked memory if asked.
+    """Return an uninitialized 1-D tensor on the host, in page-locked memory if requested.
 
     Raises:
-        LayerWiseError: the host has no such memory left, or allows no more of it.
+        LayerWiseError: the host lacks the memory or does not allow so much of it.
     """
     accelerator = get_accelerator()
     try:
@@ -95,7 +93,7 @@ def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
             pinned: Tensor = accelerator.pin_empty(numel, dtype=dtype)
             return pinned
         memory = torch.empty(numel, dtype=dtype, device="cpu")
-        # The oldest release has to be given memory that is not locked.
+        # The oldest supported DeepSpeed can only lock memory that exists.
         if pin_memory:
             memory = accelerator.pin_memory(memory)
         return memory
@@ -118,28 +116,29 @@ def _bytes(storage: torch.UntypedStorage, device: torch.device) -> Tensor:
 
 
 class HostMemory:
-    """Tensors that live in host memory, bucket by bucket, and are worked on by the device.
+    """Tensors that are stored in host memory, bucket by bucket, and updated on the device.
 
     Note: why every update runs on the device
-        Newton-Schulz on a host would take longer than the rest of the step. What is element-wise
-        could run there, but then the two kinds would round apart from a run without offload; on the
-        device they get the same kernels, as far as batches are the same, which end at buckets here.
+        Newton-Schulz on the host would take longer than the rest of the step. Element-wise updates
+        could run on the host, but would then round differently from a run without offload. On the
+        device both use the same kernels, as far as the batches are the same; with offload, batches
+        end at buckets.
 
-    Note: what runs when
-        The tensors of a bucket are one piece of host memory, so that a bucket is one copy each way.
-        While one bucket is updated, the next one comes over a stream of its own and the one before
-        goes back over another. Two slots of device memory, each for the largest bucket, take turns:
-        a bucket comes into a slot after the one that was there has gone back. At the end of a step
-        the host waits until all is back, so that whoever looks into host memory between two steps,
-        such as a checkpoint, finds what it should. On a device without streams, a CPU, all of that
-        takes place at once, and the copies are made all the same.
+    Note: the order of copies and updates
+        The tensors of a bucket are one piece of host memory, so a bucket is one copy in each
+            direction. While one bucket is updated, the next one arrives on a stream of its own, and
+            the previous one goes back on another. Two slots of device memory, each for the largest
+            bucket, take turns: a bucket comes into a slot after the previous one there has gone
+            back. At the end of a step the host waits until everything is back, so that readers
+            between two steps, such as a checkpoint, find current values. On a device without
+            streams, a CPU, everything runs at once, and the copies are made all the same.
 
-    Use :meth:`put` for every bucket first, in ascending order, then ``with memory:`` around every
-    step, :meth:`bring` and :meth:`send_back` in it, in descending order.
+    Call :meth:`put` for every bucket first, in ascending order. Then use ``with memory:`` around
+    every step, with :meth:`bring` and :meth:`send_back` in it, in descending order.
 
     Args:
-        device: where the work is done.
-        pin_memory: whether to use page-locked memory, where the device knows that.
+        device: the device that runs the updates.
+        pin_memory: True to use page-locked memory, if the device supports it.
     """
 
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
@@ -159,11 +158,11 @@ class HostMemory:
     def put(
         self, index: int, tensors: Mapping[tuple[str, str], Tensor]
     ) -> dict[tuple[str, str], Tensor]:
-        """Copy ``tensors`` of bucket ``index`` to the host; the same keys, shapes and dtypes there,
-        for good.
+        """Copy ``tensors`` of bucket ``index`` to the host, and return the copies under the same
+        keys. The copies are permanent and have the same shapes and dtypes.
 
         Raises:
-            LayerWiseError: the host has no such memory left.
+            LayerWiseError: the host lacks the memory.
         """
         words = -(-sum(tensor.nbytes for tensor in tensors.values()) // 4)
         memory = host_memory(words, torch.float32, pin_memory=self._pin)
@@ -177,22 +176,22 @@ class HostMemory:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The host memory: one tensor a bucket that has any."""
+        """The host memory, one tensor per bucket that has any."""
         return tuple(bucket.memory for bucket in self._buckets.values())
 
     def __enter__(self) -> None:
-        """Begin a step: take device memory for what comes."""
+        """Begin a step: allocate device memory for the buckets."""
         if not self._buckets:
             return
         numel = max(memory.numel() for memory in self.tensors)
         for _ in range(min(STAGING_SLOTS, len(self._buckets))):
             memory = torch.empty(numel, dtype=torch.float32, device=self._device)
             self._slots.append(_Slot(memory, self._outgoing.moment()))
-        # What had this memory before may still be at work.
+        # Earlier work in this memory may still be running.
         self._incoming.follow()
 
     def __exit__(self, *_: object) -> None:
-        """End a step, also one that failed: wait until everything is back, and let go of the device
+        """End a step, also a failed one: wait until everything is back, and free the device
         memory.
         """
         if self._buckets:
@@ -201,8 +200,8 @@ class HostMemory:
             self._reset()
 
     def bring(self, index: int) -> dict[tuple[str, str], Tensor]:
-        """Return the tensors of bucket ``index`` on the device; the next bucket starts on its
-        way.
+        """Return the tensors of bucket ``index`` on the device, and start to copy the next
+        bucket.
         """
         if index not in self._buckets:
             return {}
@@ -216,7 +215,9 @@ class HostMemory:
         return self._buckets[index].views(slot.memory)
 
     def send_back(self, index: int) -> None:
-        """Write what :meth:`bring` gave of bucket ``index`` to the host, after the work on it."""
+        """Copy the tensors of bucket ``index`` that :meth:`bring` returned back to the host, after
+        the work on them.
+        """
         if index not in self._buckets:
             return
         slot = self._here.pop(index)
@@ -241,10 +242,10 @@ class _HostBucket:
     kinds: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]
 
     def views(self, memory: Tensor) -> dict[tuple[str, str], Tensor]:
-        """Cut ``memory``, which may be longer, as this bucket's is.
+        """Cut ``memory``, which may be longer, into the tensors of this bucket.
 
-        In descending order of :func:`_steps` every tensor starts at a multiple of it, as it would
-        alone: where one starts changes last bits of a product on a CPU.
+        Tensors are in descending order of :func:`_steps`, so each starts at a multiple of its step,
+        as it would in memory of its own. On a CPU, the start changes the last bits of a product.
         """
         views = {}
         start = 0

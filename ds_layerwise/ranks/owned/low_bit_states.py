@@ -1,4 +1,4 @@
-"""States of one rank in 8 or 16 bits between two updates, and in float32 inside updates."""
+"""The states of one rank that have 8 or 16 bits between updates and are float32 during updates."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from ds_layerwise.recipes.base.recipe import StateSpec
 
 
 class LowBitStates:
-    """The states of this rank that have fewer bits than their rules get.
+    """The states of this rank that are stored in fewer bits than their rules use.
 
     Args:
-        seed: the seed for states that are rounded by chance.
+        seed: the seed of stochastic rounding.
     """
 
     def __init__(self, seed: int) -> None:
@@ -40,12 +40,11 @@ class LowBitStates:
         *,
         by_chance: tuple[str, int] | None,
     ) -> Tensor:
-        """Return ``value``, a state before the first update, in its form between updates; of the
-        same shape.
+        """Return the initial state ``value`` in its stored form, of the same shape.
 
         Args:
-            by_chance: the name of the parameter in a checkpoint, and which of its elements this
-                rank's first one is, if it is rounded by chance; None if to the nearest.
+            by_chance: for stochastic rounding, the parameter's name in a checkpoint and the offset
+                of this rank's first element in it; None to round to nearest.
         """
         if spec.kept_as in (None, spec.dtype):
             return value
@@ -62,24 +61,26 @@ class LowBitStates:
         return kept
 
     def __contains__(self, which: tuple[str, str]) -> bool:
-        """Tell whether a state, by parameter and name, has fewer bits than its rule gets."""
+        """Tell whether a state, given by parameter and name, is stored in fewer bits than its rule
+        uses.
+        """
         return which in self._signed
 
     def of(self, name: str) -> Sequence[str]:
-        """List the states of a parameter that have fewer bits."""
+        """Return the names of the states of a parameter that are stored in fewer bits."""
         return self._keys.get(name, ())
 
     def is_codes(self, name: str, key: str) -> bool:
-        """Tell whether a state says nothing without its scales."""
+        """Tell whether a state is stored as codes, which mean nothing without their scales."""
         return (name, key) in self._scales
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory of scales."""
+        """The memory of the scales."""
         return tuple(self._scales.values())
 
     def read(self, name: str, key: str, kept: Tensor) -> Tensor:
-        """Return the float32 state of ``kept``: new memory, the same shape."""
+        """Return the stored state ``kept`` as float32, in new memory of the same shape."""
         if not self.is_codes(name, key):
             return kept.float()
         scales = self._scales[name, key]
@@ -89,11 +90,10 @@ class LowBitStates:
     def write(
         self, name: str, key: str, kept: Tensor, value: Tensor, step: int | None = None
     ) -> None:
-        """Write ``value`` into ``kept``.
+        """Store ``value`` in ``kept``.
 
         Args:
-            step: the number of the update that made ``value``; without one it is rounded to the
-                nearest.
+            step: the number of the update that made ``value``; None to round to nearest.
         """
         if self.is_codes(name, key):
             flat = value.to(kept.device).reshape(-1).float()

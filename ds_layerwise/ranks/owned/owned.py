@@ -1,4 +1,4 @@
-"""Masters, averaged gradients and optimizer states of one rank's shards, and their update."""
+"""The masters, averaged gradients and optimizer states of one rank's shards, and their update."""
 
 from __future__ import annotations
 
@@ -31,50 +31,50 @@ from ds_layerwise.recipes.base.dtypes import MasterDtype
 from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.targets.fused_parts import whole_states
 
-#: The name of a master where states have theirs.
+#: The key of a master among the keys of states.
 MASTER = "fp32"
 
-#: Masters and states by parameter and name, where others than those that lie in place are meant.
+#: Masters and states by parameter and name, used instead of those stored in place.
 Opened = Mapping[tuple[str, str], Tensor]
 
-#: The mapping of a caller that has nothing to say.
+#: The empty mapping, as a default value.
 NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedSettings:
-    """Settings of an :class:`Owned`."""
+    """The settings of an :class:`Owned`."""
 
     names: Mapping[str, Sequence[str]]
-    """The names that a parameter's experts have in a checkpoint, by parameter; see
+    """The names of a parameter's experts in a checkpoint, by parameter; see
     :func:`.checkpoint.new_names.expert_names`.
     """
     batch_matrices: bool
-    """True where a rule gets whole parameters together, and not one by one."""
+    """True if a rule gets whole parameters together, and not one by one."""
     on_host: Collection[str] = ()
-    """The parameters whose masters and states live in host memory: a bucket at a time comes to the
-    device. The master of a float32 parameter is that parameter, which stays on the device.
+    """The parameters whose masters and states are in host memory and come to the device one bucket
+    at a time. The master of a float32 parameter is the parameter itself, which stays on the device.
     """
     pin_memory: bool = False
-    """True where that memory is page-locked."""
+    """True if that host memory is page-locked."""
     master_dtype: MasterDtype = "float32"
-    """The form of masters of bfloat16 parameters between two updates; float32 with ``on_host``."""
+    """The form of the masters of bfloat16 parameters between updates; float32 with ``on_host``."""
     rounding_seed: int = 0
-    """The seed for states that are rounded by chance."""
+    """The seed of stochastic rounding of states."""
     tp_size: int = 1
-    """The number of parts into which tensor parallelism has cut matrices."""
+    """The number of tensor-parallel parts of a matrix."""
 
 
 class Owned:
-    """Shards of ``rank`` of every bucket, which rules update in float32.
+    """The shards of ``rank`` in every bucket, which rules update in float32.
 
-    Where parameters are float32, masters share the memory of the parameter buffer; where gradients
-    accumulate in float32, averaged gradients share the memory of the gradient buffer.
+    The masters of float32 parameters share the memory of the parameter buffer. If gradients are
+    accumulated in float32, the averaged gradients share the memory of the gradient buffer.
 
     Args:
-        values: the parameter buffer; masters start as its shards.
+        values: the parameter buffer, whose shards are the initial masters.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
-        rules: the rule that updates a parameter, by its name.
+        rules: the rule that updates each parameter, by name.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Owned:
         self._routes = routes
         self._names = settings.names
         self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
-        """The name that a checkpoint has for this rank's piece of a parameter."""
+        """The checkpoint name of this rank's piece of a parameter, by parameter."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
         self.pieces = self._values.pieces
@@ -105,11 +105,11 @@ class Owned:
                 reduced.append(_float32(grads.shard(bucket, rank)))
         self.reduced = ReducedGradients(layout, rank, reduced)
         self.device = self._values.bucket(0).device
-        """The device that does the work."""
+        """The device that runs the updates."""
         self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
         self.states: dict[str, State] = {}
-        """States by parameter, shaped as the parameter's rule sees it, or like the whole of which
-        it sees parts.
+        """The states by parameter, in the shape that the parameter's rule sees; if it sees parts,
+        in the shape of the whole.
         """
         self._low_bit = LowBitStates(settings.rounding_seed)
         has_split_masters = settings.master_dtype == "bfloat16+remainder"
@@ -119,7 +119,7 @@ class Owned:
         )
         self._init_masters(settings.on_host)
         self.written = torch.zeros((), dtype=torch.bool, device=self.device)
-        """True once masters have followed values, until somebody sets it to False."""
+        """True after masters have followed the values, until a reader sets it to False."""
         self._views_once = {
             name: self._make_views(name, {})
             for name in self.states
@@ -139,7 +139,9 @@ class Owned:
         self._begun: set[int] = set()
 
     def _init_masters(self, on_host: Collection[str]) -> None:
-        """Make masters and first states, bucket by bucket; those ``on_host`` go there at once."""
+        """Create masters and initial states, bucket by bucket. Those ``on_host`` move there at
+        once.
+        """
         shards: list[Tensor | None] = []
         apart: dict[str, Tensor] = {}
         for index, pieces in enumerate(self.pieces):
@@ -160,7 +162,7 @@ class Owned:
         self._masters = ShardBuffer(self.layout, self.rank, shards, apart)
 
     def _move_to_host(self, index: int, names: Sequence[str], apart: dict[str, Tensor]) -> None:
-        """Move states of bucket ``index``, and masters that are ``apart``, to the host."""
+        """Move the states of bucket ``index``, and the masters in ``apart``, to the host."""
         moving = {(name, MASTER): apart[name] for name in names if name in apart}
         for name in names:
             for key, spec in self._state_specs(name).items():
@@ -174,7 +176,7 @@ class Owned:
                     self.states[name][key] = tensor
 
     def _init_states(self, piece: Piece, master: Tensor) -> None:
-        """Start the states of a piece."""
+        """Create the initial states of a piece."""
         name = piece.name
         route = self._routes[name]
         seed = (self.saved_as[name], piece.param_start) if route.recipe.rounds_by_chance else None
@@ -186,11 +188,11 @@ class Owned:
         }
 
     def _state_specs(self, name: str) -> Mapping[str, StateSpec]:
-        """Return the states that the recipe of ``name`` has for this rank's piece."""
+        """Return the specs of the states that the recipe of ``name`` has for this rank's piece."""
         return self._routes[name].states(self._values.piece(name).numel())
 
     def _first_state(self, name: str, master: Tensor) -> State:
-        """Return the state before the first update, in the memory order of the parameter."""
+        """Return the initial state, in the memory order of the parameter."""
         route = self._routes[name]
         init = self._rules[name].init_state
         if route.parts is not None:
@@ -204,13 +206,17 @@ class Owned:
         return state
 
     def _as_seen(self, name: str, value: Tensor) -> Tensor:
-        """Return ``value`` as the rule of ``name`` sees it: blocks of columns are a batch, too."""
+        """Return ``value`` in the shape that the rule of ``name`` sees; blocks of columns become a
+        batch, too.
+        """
         if self._routes[name].by_columns and value.dim() == 3:
             return value.transpose(0, 1)
         return value
 
     def _gradient(self, name: str) -> Tensor:
-        """Return the gradient of ``name`` as it lies: a matrix, a batch of matrices, or 1-D."""
+        """Return the gradient of ``name`` in its stored shape: a matrix, a batch of matrices, or
+        1-D.
+        """
         shape = self._routes[name].stored_shape
         gradient = self.reduced.piece(name)
         if shape is None:
@@ -218,7 +224,7 @@ class Owned:
         return gradient.view(shape)
 
     def _at(self, name: str, key: str, opened: Opened) -> Tensor:
-        """Return a state or a master: what is ``opened``, else what lies in its place."""
+        """Return a state or a master: the one in ``opened``, else the stored one."""
         if (name, key) in opened:
             return opened[name, key]
         if key == MASTER:
@@ -227,8 +233,8 @@ class Owned:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Open while all buckets are updated, once each."""
-        # An update that was left half-way may have begun some.
+        """Enter this context to update all buckets, once each."""
+        # An interrupted update may have begun some buckets.
         self._begun.clear()
         with self.host:
             yield
@@ -244,20 +250,21 @@ class Owned:
         scaled: Mapping[str, Factors] = NONE,
         watch: UpdateStats | None = None,
     ) -> None:
-        """Rescale the gradients of bucket ``index``, update masters and states, and write the
+        """Rescale the gradients of bucket ``index``, update its masters and states, and write the
         values.
 
-        Nothing of the parameters ``leave_out`` changes. Inside ``with owned.updating():``, last
-        bucket first: some parameters of other buckets are updated with them.
+        Parameters in ``leave_out`` do not change. Call it inside ``with owned.updating():``, last
+        bucket first. It also updates some parameters of other buckets, batched with those of this
+        one.
 
         Args:
             rescale_: rescales gradients in place, by parameter, as all ranks have decided.
             step: the number of this update in the run.
-            scaled: by parameter, what masters are multiplied with after their update.
+            scaled: the factors for masters after their update, by parameter.
             watch: the statistics to add to.
 
         Raises:
-            StepError: a rule cannot update a parameter, which the error names; others are updated.
+            StepError: a rule cannot update a parameter; names the parameter. Others are updated.
         """
         brought = self.host.bring(index)
         self._begin(index, brought, rescale_)
@@ -271,7 +278,7 @@ class Owned:
                 master = self._at(piece.name, MASTER, opened)
                 scaled[piece.name].scale_(master, piece.param_start)
         for (name, key), value in opened.items():
-            # What was brought for a parameter that is left out is there as it is kept.
+            # A parameter in ``leave_out`` was brought in its stored form.
             if (name, key) in self._low_bit and name not in leave_out:
                 self._low_bit.write(name, key, self._at(name, key, brought), value, step)
         if masters is None:
@@ -288,12 +295,12 @@ class Owned:
         leave_out: Collection[str],
         watch: UpdateStats | None,
     ) -> None:
-        """Let a rule update those of its parameters that are not left out."""
+        """Run a rule on those of its parameters that are not in ``leave_out``."""
         names: list[str] = []
         views: list[Seen] = []
         for name in update.names:
             if name not in leave_out:
-                # What is always the same is made once.
+                # Views that never change are made once.
                 own = self._views_once.get(name) or self._make_views(name, opened)
                 views += own
                 names += [name] * len(own)
@@ -315,8 +322,8 @@ class Owned:
     def _begin(
         self, index: int, brought: Opened, rescale_: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
-        """Rescale the gradients of bucket ``index``, and let its masters follow, unless that was
-        done ahead.
+        """Rescale the gradients of bucket ``index`` and let its masters follow written weights,
+        unless that was done ahead.
         """
         if index not in self._begun:
             self._begun.add(index)
@@ -326,10 +333,10 @@ class Owned:
     def _open(
         self, index: int, brought: Opened, leave_out: Collection[str]
     ) -> tuple[Tensor | None, Opened]:
-        """Return what rules update of bucket ``index`` in memory of its own: all that was
-        ``brought``, and in float32 what has fewer bits between two updates.
+        """Return the tensors of bucket ``index`` that rules update in temporary memory: everything
+        in ``brought``, and the float32 form of states that are stored in fewer bits.
 
-        Split masters are one tensor for the whole shard, which comes first, else None.
+        If masters are split, the first element is one tensor for the whole shard, else None.
         """
         opened = dict(brought)
         masters = None
@@ -346,8 +353,8 @@ class Owned:
         return masters, opened
 
     def _make_views(self, name: str, opened: Opened) -> list[Seen]:
-        """Return master, gradient and state of ``name``, or of each of its parts, as its rule sees
-        them.
+        """Return the master, gradient and state of ``name``, or of each of its parts, in the shapes
+        that its rule sees.
         """
         route = self._routes[name]
         grad = self._gradient(name)
@@ -371,25 +378,25 @@ class Owned:
             values.copy_(brought.get((name, MASTER), masters))
 
     def follow_values(self, index: int, brought: Opened = NONE) -> None:
-        """Let masters follow writes of others than :meth:`update` into this rank's shard of the
-        parameter buffer; see :mod:`.ranks.owned.weight_writes`.
+        """Update masters from weights that something other than :meth:`update` has written into
+        this rank's shard of the parameter buffer; see :mod:`.ranks.owned.weight_writes`.
 
-        States stay as they are. Split masters follow whenever they are read.
+        States do not change. Split masters follow whenever they are read.
         """
         for name, values, masters in self._homes(index):
             followed = follow_(brought.get((name, MASTER), masters), values)
             self.written |= followed.to(self.device)
 
     def values_to_masters(self, index: int) -> None:
-        """Set masters to this rank's shard of the parameter buffer."""
+        """Set the masters from this rank's shard of the parameter buffer."""
         if index in self._split:
             self._split.follow(index)
         for _, values, masters in self._homes(index):
             masters.copy_(values)
 
     def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
-        """List the values of bucket ``index`` and masters with memory of their own: by name, or all
-        at once, without a name, if none is apart.
+        """List the values of bucket ``index`` with the masters that have memory of their own: by
+        name, or as one entry without a name if none is separate.
         """
         values = self._values.bucket(index)
         if values.dtype == torch.float32 or index in self._split:
@@ -406,8 +413,9 @@ class Owned:
     def followed(self, name: str) -> Tensor:
         """Return the master that the next update of a parameter starts from.
 
-        It is live, or a copy on the host that has followed a write into its value. The master
-        itself waits: the old value may come back before the update.
+        It is the stored master, or, if its weight was written, a copy on the host that follows the
+        write. The stored master stays as it is, because the old weight may come back before the
+        update.
         """
         master = self.value(name)
         value = self._values.piece(name)
@@ -416,8 +424,8 @@ class Owned:
         return followed(master, value)
 
     def rule_records(self, elsewhere: Mapping[str, Route] = NONE) -> dict[str, RuleRecord]:
-        """Return what a checkpoint needs to know of optimizers: by a parameter's name in it, over
-        all ranks; also of those ``elsewhere``, which are not in this layout.
+        """Return the optimizers for a checkpoint, by the parameter's name in it, over all ranks.
+        Parameters in ``elsewhere``, which are not in this layout, are included.
         """
         routes = dict(elsewhere)
         for bucket in self.layout.buckets:
@@ -426,7 +434,8 @@ class Owned:
         records: dict[object, RuleRecord] = {}
         found: dict[str, RuleRecord] = {}
         for name, route in routes.items():
-            # The states of a foreign class may depend on the shape, and parts have states each.
+            # The states of a foreign class may depend on the shape, and each part has states of its
+            # own.
             kind = (route.recipe, route.parts, route.matrix_shape, route.is_cut)
             if kind not in records:
                 records[kind] = RuleRecord(
@@ -439,8 +448,8 @@ class Owned:
         return found
 
     def state_keys(self, name: str) -> tuple[str, ...]:
-        """List the states of ``name`` that have one element for each of the parameter, and ``step``
-        if there is one.
+        """Return the names of the states of ``name`` with one element per element of the parameter,
+        and ``step`` if there is one.
         """
         route = self._routes[name]
         shape = route.matrix_shape or (1,)
@@ -450,8 +459,9 @@ class Owned:
     def record(self, *, to_save: bool = False) -> ShardRecord:
         """Return masters and states by name in a checkpoint, as views into live memory.
 
-        Split masters and 8-bit codes say nothing by themselves: they are float32 on the host, which
-        :meth:`take_back` takes. With ``to_save`` masters are :meth:`followed`, to be read alone.
+        Split masters and 8-bit codes mean nothing by themselves: they are returned as float32 on
+        the host, for :meth:`take_back`. With ``to_save``, masters are those of :meth:`followed` and
+        must only be read.
         """
         records = []
         for pieces in self.pieces:
@@ -473,7 +483,7 @@ class Owned:
         )
 
     def _recorded(self, name: str, key: str) -> Tensor:
-        """Return a master or a state as :meth:`record` gives it."""
+        """Return a master or a state in the form of :meth:`record`."""
         if self._is_live(name, key):
             value = self._at(name, key, NONE)
         else:
@@ -490,11 +500,12 @@ class Owned:
     def take_back(
         self, record: ShardRecord, written: Callable[[Tensor], bool], *, masters_win: bool
     ) -> None:
-        """Take over what of :meth:`record` is no view of live memory, and was ``written`` since.
+        """Store the tensors of :meth:`record` that are not views of live memory and have been
+        ``written`` since.
 
         Args:
-            masters_win: True where weights become what masters round to, False where masters become
-                those weights that they do not round to.
+            masters_win: True to set weights to the rounded masters; False to set masters to weights
+                that they do not round to.
         """
         for piece in record.pieces:
             name = self._known_as[piece.name]
@@ -505,8 +516,8 @@ class Owned:
                     self.set_value(name, key, value)
 
     def value(self, name: str, key: str = MASTER) -> Tensor:
-        """Return this rank's piece of the master of a parameter, or of one of its states: live, or
-        a float32 copy of what says nothing by itself.
+        """Return this rank's piece of the master of a parameter, or of one of its states. It is
+        live memory, or a float32 copy if the stored form means nothing by itself.
         """
         if self._is_live(name, key):
             return self._at(name, key, NONE)
@@ -515,8 +526,8 @@ class Owned:
         return self._low_bit.read(name, key, self.states[name][key])
 
     def set_value(self, name: str, key: str, value: Tensor) -> None:
-        """Write what :meth:`value` gives; with split masters, the weights that a master rounds to
-        as well.
+        """Set the piece that :meth:`value` returns. For a split master, this also sets the weights
+        it rounds to.
         """
         if key != MASTER:
             state = self.states[name][key]
@@ -527,22 +538,22 @@ class Owned:
             self._masters.piece(name).copy_(value)
 
     def set_weight(self, name: str, value: Tensor) -> None:
-        """Write this rank's piece of a parameter; its master does not follow yet."""
+        """Write this rank's piece of a parameter. Its master does not follow yet."""
         self._values.piece(name).copy_(value)
 
     @property
     def masters(self) -> tuple[Tensor, ...]:
-        """The memory of masters; what it shares with parameters is in it."""
+        """The memory of masters, including memory that they share with parameters."""
         return (*self._masters.tensors, *self._split.tensors)
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The memory of states that is not in them."""
+        """The memory of scales, which are stored beside their states."""
         return self._low_bit.tensors
 
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
-        """Set states of a parameter, by its name in a checkpoint, back to what they are before the
-        first update.
+        """Reset states of a parameter, given by its name in a checkpoint, to their initial
+        values.
         """
         name = self._known_as[saved_as]
         start = self._first_state(name, self.value(name).view_as(self._gradient(name)))
@@ -550,7 +561,9 @@ class Owned:
             self.set_value(name, key, start[key])
 
     def master_from_values(self, saved_as: str) -> None:
-        """Set this rank's piece of a master, by its name in a checkpoint, to the value."""
+        """Set this rank's piece of a master, given by its name in a checkpoint, from the
+        weights.
+        """
         name = self._known_as[saved_as]
         values = self._values.piece(name)
         if values.dtype != torch.float32:
@@ -558,5 +571,5 @@ class Owned:
 
 
 def _float32(shard: Tensor) -> Tensor:
-    """Return ``shard`` itself where it is float32, else a float32 copy."""
+    """Return ``shard`` itself if it is float32, else a float32 copy."""
     return shard.detach().float()

@@ -1,4 +1,4 @@
-"""Sums over many tensors of a rank, in few operations, and without a copy of a whole tensor."""
+"""Sums over many tensors of a rank, in few operations and without a copy of a whole tensor."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from torch import Tensor
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 
-#: Elements of which the norm is taken at a time.
+#: The number of elements per norm operation.
 _SQUARED_AT_A_TIME = 1 << 22
 
 
 def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all elements of 1-D ``views``, 0-d, float64 where the device
-    has it.
+    """Return the sum of the squares of all elements of the 1-D ``views``: 0-d, float64 if the
+    device has it.
 
-    No finite float32 overflows it, and how parameters are cut does not show in the float32 norm.
+    Finite float32 values cannot overflow it, and the way parameters are cut does not change the
+    norm rounded to float32.
     """
     wide = widest_float()
     parts: list[Tensor] = []
     for view in views:
-        # Each part may be copied into the wide dtype.
+        # Each part may be copied to the wide dtype.
         small = view.numel() <= _SQUARED_AT_A_TIME
         parts += [view] if small else torch.split(view, _SQUARED_AT_A_TIME)
     if not parts:
@@ -32,7 +33,7 @@ def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 class ReducedGradients(ShardBuffer):
-    """Averaged gradients of one rank."""
+    """The averaged gradients of one rank."""
 
     def sum_of_squares(
         self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None
@@ -40,16 +41,17 @@ class ReducedGradients(ShardBuffer):
         """Return :func:`sum_of_squares` of all parameters.
 
         Args:
-            leave_out: parameters that do not count.
+            leave_out: the parameters that do not count.
             only: the only parameters that count; None for all.
         """
         return sum_of_squares(self._parts(leave_out, only), self.bucket(0).device)
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
-        """Count the elements that are zero, 0-d, in the widest float of the device; NaN is not.
+        """Count the elements that are zero: 0-d, in the widest float of the device. NaN does not
+        count.
 
         Args:
-            leave_out: parameters that do not count.
+            leave_out: the parameters that do not count.
         """
         parts = self._parts(leave_out)
         if not parts:
@@ -67,5 +69,5 @@ class ReducedGradients(ShardBuffer):
         return found
 
     def pieces_in(self, index: int) -> dict[str, Tensor]:
-        """Return the 1-D views of bucket ``index``, by parameter."""
+        """Return the gradients of bucket ``index`` as 1-D views, by parameter."""
         return {piece.name: self.piece(piece.name) for piece in self.pieces[index]}

@@ -1,4 +1,6 @@
-"""Factors by output of a layer, for a piece of its weight or bias that is cut anywhere."""
+"""Factors for the outputs of a layer, applied to a piece of its weight or bias that is cut
+anywhere.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ class Factors:
     """Factors for the outputs of a layer.
 
     Args:
-        values: 1-D float32, one for each output.
-        axis: the axis of the parameter that the outputs are.
-        cols: the length of its last axis; 1 for a bias.
+        values: 1-D float32, one per output.
+        axis: the axis of the parameter that indexes the outputs.
+        cols: the length of the parameter's last axis; 1 for a bias.
     """
 
     values: Tensor
@@ -23,12 +25,12 @@ class Factors:
     cols: int
 
     def scale_(self, piece: Tensor, start: int) -> None:
-        """Multiply, in place, 1-D ``piece``, which begins ``start`` elements into the flattened
+        """Multiply the 1-D ``piece`` in place. It starts at offset ``start`` of the flattened
         parameter.
         """
         cols = self.cols
         values = self.values.to(piece.device)
-        # At most three times: the rest of a row, whole rows, the beginning of a row.
+        # At most three iterations: the rest of a row, whole rows, the start of a row.
         while piece.numel():
             row, column = divmod(start, cols)
             rows = 0 if column else piece.numel() // cols

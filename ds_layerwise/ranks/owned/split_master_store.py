@@ -1,4 +1,4 @@
-"""Masters of one rank as its bfloat16 weights and a remainder; see
+"""The split masters of one rank: its bfloat16 weights and remainders; see
 :mod:`ds_layerwise.optimizers.split_masters`.
 """
 
@@ -15,15 +15,14 @@ from ds_layerwise.recipes.base.dtypes import BLOCK
 
 
 class SplitMasters:
-    """Remainders and marks of the shards of one rank, one tensor each a bucket.
+    """The remainders and marks of the shards of one rank, one tensor of each per bucket.
 
-    Blocks start where shards do, and so do parameters: what a parameter is cut into does not move
-    them.
+    Blocks start at shard starts, and parameters at block borders, so cutting a parameter does not
+    move its blocks.
 
     Args:
-        values: the shards of the parameter buffer, of a layout with an alignment that is a multiple
-            of 64.
-        buckets: the indices of the buckets with split masters; of bfloat16.
+        values: the shards of the parameter buffer. The layout's alignment must be a multiple of 64.
+        buckets: the indices of the buckets with split masters, all bfloat16.
     """
 
     def __init__(self, values: ShardBuffer, buckets: Collection[int]) -> None:
@@ -49,21 +48,21 @@ class SplitMasters:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The memory, without that of the weights."""
+        """The memory, without the weights."""
         return (*self._remainders.values(), *self._marks.values())
 
     def open(self, index: int) -> tuple[Tensor, Tensor]:
-        """Make float32 masters of this rank's shard of bucket ``index``; :meth:`close` takes them
-        back.
+        """Return float32 masters of this rank's shard of bucket ``index``. :meth:`close` stores
+        them.
 
         Returns:
-            The masters, 1-D, padding included; and 0-d bool, whether some follow weights that
-            somebody else has written: then all of a block do.
+            The masters, 1-D, with padding; and a 0-d bool, True if masters follow weights that
+            something else has written. All masters of such a block follow.
         """
         return _merged(self._values.bucket(index), self._remainders[index], self._marks[index])
 
     def close(self, index: int, masters: Tensor) -> None:
-        """Write ``masters`` of this rank's whole shard of bucket ``index``, and the weights that
+        """Store ``masters`` of this rank's whole shard of bucket ``index``, and the weights that
         they round to.
         """
         split_(masters, self._values.bucket(index), self._remainders[index], self._marks[index])
@@ -78,14 +77,14 @@ class SplitMasters:
         return masters[: self._values.piece(name).numel()]
 
     def set_piece(self, name: str, master: Tensor) -> None:
-        """Write this rank's piece of the master of ``name``, and the weights that it rounds to."""
+        """Store this rank's piece of the master of ``name``, and the weights that it rounds to."""
         blocks = self._blocks(name)
         masters, _ = _merged(*blocks)
         masters[: master.numel()].copy_(master)
         split_(masters, *blocks)
 
     def _blocks(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Return weights, remainders and marks of the blocks that this rank's piece fills."""
+        """Return the weights, remainders and marks of the blocks that this rank's piece fills."""
         index = self._index_of[name]
         shard = self._values.bucket(index)
         piece = self._values.piece(name)

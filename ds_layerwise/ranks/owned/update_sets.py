@@ -1,4 +1,4 @@
-"""Parameters of a rank that one call of a rule updates."""
+"""The parameters of a rank that one call of a rule updates."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ class UpdateSet:
 
     rule: UpdateRule
     route: Route
-    """The route of the first; the others' differ in nothing that an update asks for."""
+    """The route of the first parameter. The other routes are equal in everything that an update
+    uses.
+    """
     names: tuple[str, ...]
     buckets: tuple[int, ...]
     """The buckets of these parameters, last first."""
@@ -35,17 +37,17 @@ def update_sets(
     most: int,
     tp_size: int = 1,
 ) -> list[list[UpdateSet]]:
-    """List by bucket what is updated when it is its turn, last bucket first; see
+    """Return, by bucket, the sets to update at its turn, last bucket first; see
     :mod:`.plan.planner.update_batches`.
 
     Args:
-        pieces: this rank's pieces by bucket.
-        rules: the rule that updates a parameter, by its name.
-        batch_matrices: whether a rule gets whole parameters together, or one by one.
-        in_place: parameters that are updated where they lie. Others take memory during their
-            update: a bucket that has one is updated by itself.
-        most: elements of matrices of one shape that the device takes together.
-        tp_size: the number of parts into which tensor parallelism has cut matrices.
+        pieces: this rank's pieces, by bucket.
+        rules: the rule that updates each parameter, by name.
+        batch_matrices: True if a rule gets whole parameters together, False if one by one.
+        in_place: the parameters that are updated in their stored memory. Others need temporary
+            memory; a bucket with one of these is updated by itself.
+        most: the largest number of elements in a batch of matrices of one shape on the device.
+        tp_size: the number of tensor-parallel parts of a matrix.
     """
     bucket_of: dict[str, int] = {}
     matrices: list[list[Matrices]] = []
@@ -57,7 +59,7 @@ def update_sets(
         for piece in own:
             route = routes[piece.name]
             bucket_of[piece.name] = index
-            # Copies are as large as what is copied: one parameter after another.
+            # Copies take as much memory as their originals, so these go one parameter at a time.
             alone = ""
             if route.copied or (route.whole and not batch_matrices):
                 alone = piece.name

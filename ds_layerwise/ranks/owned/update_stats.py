@@ -1,4 +1,6 @@
-"""Sizes of updates and of momenta by optimizer, measured while masters are where they work."""
+"""The sizes of updates and momenta by optimizer, measured where the masters are during the
+update.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,18 @@ from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import State
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 
-#: The states that a rule may keep its momentum in; the first that it has counts.
+#: The states that may hold a rule's momentum. The first one that the rule has is used.
 _MOMENTA = ("momentum_buffer", "exp_avg")
 
 
 class UpdateStats:
-    """Sums of squares of one update, by rule, over the ranks of a model.
+    """The sums of squares of one update, by rule, over the ranks of a model.
 
     Args:
         rules: the names of all rules of the model, the same on every rank.
-        update_rms, momentum_norm: the statistics to make.
-        counted_elsewhere: parameters that another rank of the same model has, too, and counts.
-        sum_over_ranks: adds up a tensor over all ranks of a model, in place.
+        update_rms, momentum_norm: True to compute that statistic.
+        counted_elsewhere: parameters that another rank of the same model also has and counts.
+        sum_over_ranks: sums a tensor over all ranks of a model, in place.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class UpdateStats:
         self.restart()
 
     def restart(self) -> None:
-        """Forget what was added up."""
-        # Sums of squares and numbers of elements of changes and of momenta.
+        """Reset the sums."""
+        # The sums of squares, and the numbers of elements, of changes and of momenta.
         self._squares: dict[tuple[str, str], list[Tensor]] = {}
         self._numels: Counter[tuple[str, str]] = Counter()
 
     def before(self, names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-        """Copy masters that are about to be updated, for :meth:`after`."""
+        """Copy the masters of the next update, for :meth:`after`."""
         found = []
         for name, param in zip(names, params, strict=True):
             if self._update_rms and name not in self._elsewhere:
@@ -68,7 +70,7 @@ class UpdateStats:
         params: Sequence[Tensor],
         states: Sequence[State],
     ) -> None:
-        """Add up an update by the rule of that name; ``before`` is overwritten."""
+        """Add an update by the rule of that name to the sums. ``before`` is overwritten."""
         counted = [i for i, name in enumerate(names) if name not in self._elsewhere]
         if before:
             torch._foreach_sub_(before, [params[i] for i in counted])
@@ -92,12 +94,11 @@ class UpdateStats:
         the same point.
 
         Args:
-            failed: whether the update ended on this rank before its time: then no rank has
-                anything.
+            failed: True if the update failed on this rank. Then no rank gets statistics.
         """
         keys = list(product(("update", "momentum"), self._rules))
         none = torch.zeros((), dtype=widest_float(), device=self._device)
-        # Filled on the device: a copy would wait for it.
+        # Fill on the device: a copy would make the host wait for it.
         sums = [torch.full_like(none, failed)]
         for key in keys:
             squares = self._squares.get(key)

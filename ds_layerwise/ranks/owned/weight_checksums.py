@@ -1,5 +1,5 @@
-"""A comparison over ranks of weights that are written between two steps: each rank steps from its
-own part of them.
+"""A comparison over ranks of weights that a script has written between two steps. Each rank steps
+from its own part of them, so they must be equal.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 
-#: Elements that are added up at a time: the memory that it takes is some 24 bytes for each.
+#: The number of elements per summation, which takes about 24 bytes of memory for each.
 _AT_A_TIME = 1 << 22
 
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
@@ -22,17 +22,18 @@ _SPREAD = 0x1E3779B97F4A7C15
 
 
 class SameWeights:
-    """A comparison over ranks of what was written through parameters.
+    """A comparison over ranks of weights written through parameters.
 
-    Note: what is noticed
-        A parameter counts what is written through it (``load_state_dict``, any operation in place),
-        but not what is written through its ``data``. Ranks may write in different ways, one from a
-        file and the others in a broadcast: what counts is what is there in the end.
+    Note: which writes are noticed
+        A parameter counts writes through itself (``load_state_dict``, any in-place operation), but
+        not writes through its ``data``. Ranks may write in different ways, for example one from a
+        file and the others by a broadcast. Only the final values are compared.
 
     Args:
         params: the trained parameters by name.
-        ep_size: the number of ranks in a row with other experts under a parameter's name.
-        group: ranks with the same part of the model.
+        ep_size: the number of consecutive ranks that hold different experts under a parameter's
+            name.
+        group: the ranks with the same part of the model.
     """
 
     def __init__(
@@ -45,15 +46,16 @@ class SameWeights:
         self._said = False
 
     def noticed(self, followed: Tensor) -> Tensor:
-        """Return what is added up over all ranks for :meth:`settle`, 0 or 1 each.
+        """Return flags, each 0 or 1, to be summed over all ranks for :meth:`settle`.
 
         Args:
-            followed: 0-d bool, whether masters had to follow weights on this rank.
+            followed: 0-d bool, True if masters have followed written weights on this rank.
         """
         return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
 
     def settle(self, followed: bool, written: bool) -> None:
-        """Announce once that masters followed weights, and compare weights written on any rank.
+        """Announce once that masters have followed written weights, and compare the weights if any
+        rank has written some.
 
         Raises:
             StepError: see :meth:`check`.
@@ -61,7 +63,7 @@ class SameWeights:
         if followed and not self._said:
             self._said = True
             if comm.rank_of(None) == 0:
-                # DeepSpeed's logger is silent below warnings by default.
+                # Printed, because DeepSpeed's logger shows only warnings by default.
                 announce(
                     "ds_layerwise: weights were written between two steps; their float32 masters "
                     "followed, and momentum and averages stayed"
@@ -70,7 +72,7 @@ class SameWeights:
             self.check()
 
     def written(self) -> list[str]:
-        """List the parameters that were written on this rank since :meth:`check`."""
+        """List the parameters written on this rank since the last :meth:`check`."""
         found = []
         for name, param in self._params.items():
             if param._version != self._seen[name]:
@@ -78,11 +80,11 @@ class SameWeights:
         return found
 
     def check(self) -> None:
-        """Compare what was written on any rank. Every rank of every group must call this at the
-        same point.
+        """Compare the weights that any rank has written. Every rank of every group must call this
+        at the same point.
 
         Raises:
-            StepError: ranks have different values for it, of which most would be lost.
+            StepError: ranks have different values. Most of them would be lost.
         """
         everywhere = comm.gather_objects(self.written(), group=self._group)
         anywhere = dict.fromkeys(chain(*everywhere))
@@ -119,15 +121,15 @@ def _compare(name: str, sums: Sequence[object], ep_size: int) -> None:
 
 
 def checksum(values: Tensor) -> tuple[int, int]:
-    """Return the numbers of :func:`checksum_of`."""
+    """Return :func:`checksum_of` as two numbers."""
     plain, placed = checksum_of(values).tolist()
     return plain, placed
 
 
 @torch.no_grad()
 def checksum_of(values: Tensor) -> Tensor:
-    """Return two whole numbers that tell tensors of one shape and dtype apart, also by where in
-    them a value stands: int64, (2,), on the device of ``values``.
+    """Return two integers that distinguish tensors of one shape and dtype, also by the positions of
+    values: int64, (2,), on the device of ``values``.
     """
     dtype = torch.int32 if values.element_size() == 4 else torch.int16
     bits = values.detach().reshape(-1).view(dtype)

@@ -1,7 +1,7 @@
-"""Writes into weights by others than the optimizer, such as ``load_state_dict`` or an average that
-is tried.
+"""Writes into weights that do not come from the optimizer, such as ``load_state_dict`` or a trial
+of averaged weights.
 
-A step starts from masters, which would undo the write without a word.
+A step starts from masters. Without this module it would silently undo the write.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-#: Elements that are compared at a time: the memory that it takes is a few bytes for each.
+#: The number of elements per comparison, which takes a few bytes of memory for each.
 _AT_A_TIME = 1 << 22
 
 
 def followed(masters: Tensor, values: Tensor) -> Tensor:
-    """Return ``masters`` itself where it rounds to ``values``, else a copy on the host that has
-    followed them.
+    """Return ``masters`` itself if it rounds to ``values``, else a copy on the host that follows
+    them.
     """
     if not any(_differs(*some).any() for some in _some_at_a_time(masters, values)):
         return masters
@@ -27,17 +27,17 @@ def followed(masters: Tensor, values: Tensor) -> Tensor:
 
 
 def follow_(masters: Tensor, values: Tensor) -> Tensor:
-    """Set masters to those values that they do not round to.
+    """Set each master that does not round to its value in ``values`` to that value.
 
-    Element by element, so that the result does not depend on how parameters are cut, and what was
-    not written keeps its precision.
+    It works element by element, so the result does not depend on how parameters are cut, and
+    masters of unchanged weights keep their precision.
 
     Args:
         masters: 1-D float32, written in place.
-        values: 1-D, as many, in a dtype of 16 bits; may be on another device.
+        values: 1-D, of the same length, in a 16-bit dtype; may be on another device.
 
     Returns:
-        0-d bool on the device of ``masters``: whether there were any. Nobody waits for the device.
+        0-d bool on the device of ``masters``: True if any master changed. The host does not wait.
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for master, value in _some_at_a_time(masters, values):
@@ -56,5 +56,5 @@ def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, T
 
 
 def _differs(master: Tensor, value: Tensor) -> Tensor:
-    # Of all that is not a number, some is rounded to other bits, by where in a vector it stands.
+    # Some NaNs round to other bits, depending on their position in a vector.
     return master.to(value.dtype).view(torch.int16) != value.view(torch.int16)

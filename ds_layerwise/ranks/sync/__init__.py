@@ -1,1 +1,1 @@
-"""Buckets on their way: gradients to owners, parameters to all."""
+"""The transfer of buckets: gradients to owners, parameters to all ranks."""

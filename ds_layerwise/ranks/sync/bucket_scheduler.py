@@ -1,4 +1,4 @@
-"""The order in which buckets of gradients start on their way to their owners, and their waits."""
+"""The order in which reductions of buckets start, and when ranks wait for them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ds_layerwise.ranks.sync.exchange import Exchange
 
 
 def late_gradient(name: str, bucket: int) -> StepError:
-    """Return the error for a gradient that comes when its bucket is gone."""
+    """Return the error for a gradient that comes after the reduction of its bucket."""
     return StepError(
         f"{name} got a gradient after its bucket {bucket} was reduced, so it would be lost; call "
         "engine.step() after every micro-batch, also of those that accumulate. Where the loss of "
@@ -50,54 +50,55 @@ class Gradients(Enum):
     """The state of the gradients of a step."""
 
     NONE = auto()
-    """No backward pass has left any."""
+    """No backward pass has left a gradient."""
     SUMS = auto()
-    """Gradients add up: at stage 1 each rank's own, at stage 2, after every backward pass, those of
-    all ranks.
+    """Gradients are being summed: at stage 1 those of each rank, at stage 2 those of all ranks
+    after every backward pass.
     """
     UNDER_WAY = auto()
-    """Some buckets are being reduced, or have been in a backward pass that has not ended: neither
-    sums nor averages.
+    """Some buckets are being reduced, or have been reduced in a backward pass that has not ended.
+    There are neither sums nor averages.
     """
     AVERAGES = auto()
-    """The averages over all ranks, at their owners: nothing is to come before the step."""
+    """The averages over all ranks are at their owners. No gradient may come before the step."""
 
 
 class BucketScheduler(ABC):
-    """Starts a bucket once its gradients and all buckets before it are there, a few at a time.
+    """Starts the reduction of a bucket when its gradients are complete and all earlier buckets have
+    started, a few at a time.
 
     Note: what a backward pass may wait for
-        Nothing that depends on the backward pass of another rank: that one may not use a parameter,
-        so that its bucket starts there when the pass is over, and may stand before that in a
-        collective of the model, such as that of SyncBatchNorm, in which it waits for this rank. So
-        on a device with streams reductions have a stream of their own, and computation waits for it
-        when the pass is over. On a host a bucket that may start does so in the hook of its last
-        gradient if enough of those before it are over by then; else in a later hook, or after the
-        pass. With ``max_waiting`` it waits nevertheless, as the user of a model without collectives
-        may ask for.
+        Nothing that depends on the backward pass of another rank. That rank may not use a
+        parameter, so its bucket starts there only after the pass. Before that, the rank may be in a
+        collective of the model, such as that of SyncBatchNorm, which waits for this rank. So on a
+        device with streams, reductions have a stream of their own, and computation waits for it
+        after the pass. On a host, a bucket starts in the hook of its last gradient if enough
+        earlier buckets are finished by then; otherwise it starts in a later hook, or after the
+        pass. With ``max_waiting`` a backward pass does wait; the user of a model without
+        collectives may ask for this.
 
     Note: one order for all ranks
-        Collectives of a group must begin in the same order on every rank, though gradients arrive
-        in another on each. Buckets start in the order of their index. Where one takes two
-        collectives, in groups of their own, the second begins when the first is over and those of
-        all buckets before it have begun. What buckets in cuts hold goes on to its owners when all
-        have arrived.
+        Collectives of a group must begin in the same order on every rank, but gradients arrive in a
+        different order on each. Buckets start in the order of their index. If a bucket needs two
+        collectives, in groups of their own, the second begins when the first is finished and the
+        second collectives of all earlier buckets have begun. The contents of buckets in cuts go on
+        to their owners when all buckets have arrived.
 
     Note: collectives of a bucket on a device
-        The last is waited for on a stream that belongs to the bucket's turn, one before it on the
-        stream of reductions: so the next bucket is copied while this one travels, and is inside its
-        node while this one is between nodes. The next but one, whose turn it is then, waits for
-        both.
+        Each turn has a stream, on which the last collective of its bucket is waited for. An earlier
+        one is waited for on the stream of reductions. So the next bucket is copied while this one
+        is in transit, and moves inside its node while this one moves between nodes. The bucket
+        after that has the same turn and waits for both.
 
     Args:
         params: the trainable parameters by name.
-        reduced: the memory of the averaged gradient of this rank's shards, float32; may alias
+        reduced: the memory of the averaged gradients of this rank's shards, float32; may alias
             ``grads``.
         grads: the memory in which micro-batches accumulate, laid out like the parameters, if any.
-        divide_by: the sum over ranks over this is the average.
-        wire_dtype: returns the dtype that the gradients of a bucket travel in.
-        max_waiting: the number of buckets that may have all their gradients and wait, before the
-            backward pass waits for them; None for any number.
+        divide_by: the sum over ranks divided by this is the average.
+        wire_dtype: returns the dtype in which the gradients of a bucket are sent.
+        max_waiting: the number of buckets that may be complete and not started before the backward
+            pass waits for them; None for any number.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class BucketScheduler(ABC):
         self._wires = wires
         self._divide_by = divide_by
         self._wire_dtype = wire_dtype
-        # On a device, where a number may wait: gradients, and when they have been copied.
+        # On a device with a limit: gradients, each with the moment when it has been copied.
         self._copied: deque[tuple[Moment, list[Tensor]]] = deque()
         self._max_waiting = math.inf if max_waiting is None else max_waiting
         self._exchange = Exchange(self.layout.buckets, self.rank, wires, self._sum_dtype)
@@ -139,7 +140,7 @@ class BucketScheduler(ABC):
         self.reset()
 
     def _sum_dtype(self, bucket: Bucket) -> str:
-        """Return the layout's name for the dtype of sums of a bucket in cuts, until they are at
+        """Return the layout's name of the dtype for sums of a bucket in cuts, before they reach
         their owners.
         """
         wire_dtype = dtype_name(self._wire_dtype(bucket))
@@ -148,8 +149,8 @@ class BucketScheduler(ABC):
         return sum_dtype(wire_dtype, "native" if native else "ordered", stage=stage)
 
     def _make_cut(self, bucket: Bucket) -> Tensor:
-        """Return memory for this rank's cut of ``bucket``: that of gradients, if it has the dtype
-        of sums.
+        """Return memory for this rank's cut of ``bucket``: the gradient memory, if that has the
+        dtype of sums.
         """
         dtype = DTYPES[self._sum_dtype(bucket)]
         if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
@@ -159,27 +160,27 @@ class BucketScheduler(ABC):
 
     @property
     def cuts(self) -> tuple[Tensor, ...]:
-        """The memory of this rank's cuts, which may be that of gradients."""
+        """The memory of this rank's cuts, which may be the gradient memory."""
         return tuple(self._cuts.values())
 
     @property
     @abstractmethod
     def gradients(self) -> Gradients:
-        """The state of the gradients of the step at hand."""
+        """The state of the gradients of the current step."""
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
-        # A backward pass that an exception ended may have left buckets under way, which read what
-        # it writes next. Which of them have started depends on how fast others are, which may
-        # start, on gradients alone.
+        # If an exception ended a backward pass, some buckets may be pending and read memory that
+        # the next pass writes. Which ones have started depends on the speed of other ranks; which
+        # ones may start, only on gradients.
         self._advance(wait=True)
         self._wait()
         self._start_pass()
         self._finished = False
         self.got: set[str] = set()
-        """Parameters that got a gradient on this rank in this step, in any micro-batch."""
+        """The parameters that got a gradient on this rank in any micro-batch of this step."""
         self.by_hand = False
-        """True once a gradient of this step comes from elsewhere than from a backward pass."""
+        """True once a gradient of this step comes from something other than a backward pass."""
         self._late: StepError | None = None
 
     def _start_pass(self) -> None:
@@ -188,15 +189,17 @@ class BucketScheduler(ABC):
         self._ready = self._launched = 0
 
     def accumulate(self, name: str, *, launch: bool) -> None:
-        """Take note of ``param.grad`` of ``name``; with ``launch``, start every bucket that may
-        start now.
+        """Take ``param.grad`` of ``name``.
 
-        A gradient whose bucket was reduced already, and which would be lost, is an error of
-        :meth:`finish`.
+        If its bucket has already been reduced, the gradient would be lost; :meth:`finish` raises
+        the error.
+
+        Args:
+            launch: True to start every bucket that may start now.
         """
         if torch.is_grad_enabled():
-            # As where a backward pass makes a graph. Elsewhere asking is all that it takes, in
-            # every hook.
+            # A backward pass may build a graph. Otherwise this check is all that every hook pays
+            # for.
             with torch.no_grad():
                 self.accumulate(name, launch=launch)
             return
@@ -205,8 +208,7 @@ class BucketScheduler(ABC):
             return
         bucket = self._bucket_of[name]
         if bucket < self._ready:
-            # Not at once: the other ranks need what is left of this backward pass to come to an
-            # end.
+            # Do not raise here: the other ranks need the rest of this backward pass.
             self._late = self._late or late_gradient(name, bucket)
             return
         self.got.add(name)
@@ -223,9 +225,9 @@ class BucketScheduler(ABC):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait."""
+        """Reduce all remaining buckets, including parameters without a gradient, and wait."""
         for name, param in self._params.items():
-            # A gradient that waits for the start of its bucket is no new one.
+            # A gradient that waits for its bucket to start is not a new one.
             if param.grad is not None and not self._launched <= self._bucket_of[name] < self._ready:
                 self.accumulate(name, launch=False)
         self._ready = len(self.layout.buckets)
@@ -233,7 +235,7 @@ class BucketScheduler(ABC):
         self._advance(wait=True)
         self._wait()
         if self._side.exists:
-            # A device's allocator keeps it, for the exchange and whoever else needs it until the
+            # The device's allocator keeps the memory for the exchange and other users until the
             # next pass.
             for turn in self._turns:
                 turn.release()
@@ -243,7 +245,8 @@ class BucketScheduler(ABC):
         the same point.
 
         Args:
-            aside: take part in what others need, and be as unfinished as before.
+            aside: True to take part in the collectives of other ranks, and leave this rank's
+                gradients unfinished.
 
         Raises:
             StepError: nothing was reduced, because no backward pass reached the boundary; or a
@@ -251,19 +254,19 @@ class BucketScheduler(ABC):
         """
         if self._late is not None:
             raise self._late
-        # The step may be on another stream than the end of the backward pass.
+        # The step may run on another stream than the end of the backward pass.
         self._side.join()
         if not (self._finished or aside):
             raise nothing_reduced()
 
     def divisor(self, *, to_write: bool = False) -> float:
-        """Return what ``reduced`` must be divided by to hold the averages of the step so far.
+        """Return the divisor that turns ``reduced`` into the averages of the step so far.
 
         Args:
-            to_write: whether somebody is to write them.
+            to_write: True if the caller will write the averages.
 
         Raises:
-            StepError: it holds none now.
+            StepError: there are no averages now.
         """
         if self.gradients is not Gradients.AVERAGES:
             raise StepError(
@@ -274,7 +277,7 @@ class BucketScheduler(ABC):
         return 1.0
 
     def _advance(self, *, wait: bool) -> None:
-        """Start buckets that may start; without ``wait``, as far as that takes no waiting for
+        """Start buckets that may start. Without ``wait``, stop where starting one would wait for
         another rank.
         """
         while self._launched < self._ready:
@@ -289,46 +292,48 @@ class BucketScheduler(ABC):
                 self._launch()
 
     def _wait(self) -> None:
-        """Wait until nothing is under way."""
+        """Wait until nothing is pending."""
         self._begin_last()
         while self._pending:
             self._pending.popleft().wait()
         with self._side:
-            # So does the stream that has taken the memory of turns, and gets it back.
+            # The stream that has used the memory of turns waits, too, and gets it back.
             for end in self._ends:
                 end.join()
         self._side.join()
-        # Computation may be on another stream than who waits here.
+        # The computation may be on another stream than the caller.
         while self._copied:
             for gradient in self._copied.popleft()[1]:
                 self._side.keep(gradient)
 
     def _begin_last(self) -> None:
-        """Wait until the last collective of everything under way has begun: one travels while
-        another is waited for.
+        """Wait until the last collective of every pending bucket has begun. One bucket is in
+        transit while another is waited for.
         """
         for pending in self._pending:
             pending.begin_last()
 
     def _to_owners(self, *, add: bool = False) -> None:
-        """Send sums of buckets in cuts on to ``reduced`` of their owners, with ``add`` on top."""
+        """Send the sums of buckets in cuts to ``reduced`` of their owners; with ``add``, add them
+        there.
+        """
         self._side.follow()
         with self._side:
             self._exchange.to_owners(self._cuts, self.reduced.bucket, add=add)
         self._side.join()
 
     def _turn(self) -> Turn:
-        """Return memory for the next bucket, which the one whose turn it was has left; ``with
-        self._side``.
+        """Return the memory for the next bucket, after the previous bucket of that turn has left
+        it. Call it in ``with self._side``.
         """
         turn = self._launched % len(self._turns)
         self._ends[turn].join()
         return self._turns[turn]
 
     def _start(self, pending: comm.Pending) -> None:
-        """Take over the next bucket, which has begun to travel; ``with self._side``."""
+        """Register the next bucket, whose collective has begun. Call it in ``with self._side``."""
         if self._side.exists:
-            # Streams wait, and neither the host nor the computation.
+            # Streams wait here; the host and the computation do not.
             pending.begin_last()
             end = self._ends[self._launched % len(self._ends)]
             end.follow()

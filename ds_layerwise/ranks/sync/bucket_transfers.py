@@ -1,28 +1,28 @@
 """The transport of a bucket between the ranks of one group, and its sums.
 
-Note: two ways to add up
-    ``native`` is the backend's reduce-scatter: on NCCL the fewest bytes out of a node; it adds in
-    the dtype that travels and in an order of its own. ``ordered`` sends every rank all summands of
-    its cut, and the rank adds them in float32, in rank order, so that the sum depends neither on
-    the size of a bucket nor on the backend. Where several nodes have several ranks each it goes in
-    two levels: first between the ranks of a node, then the sums of nodes, in the order of nodes,
-    between the ranks in the same place on each; they travel in the dtype of the gradients, too. So
-    a node sends what a hierarchical reduce-scatter does: of two nodes, half of the bucket.
-    Gradients of which sums are made, or sent on, in float16 are multiplied by :func:`room_in`
-    before: then none overflows that a rank's does not.
+Note: two methods to sum
+    ``native`` is the backend's reduce-scatter. On NCCL it sends the fewest bytes out of a node. It
+    adds in the dtype on the wire and in an order of its own. ``ordered`` sends every rank all
+    summands of its cut, and the rank adds them in float32, in rank order, so that the sum depends
+    neither on the bucket size nor on the backend. If several nodes have several ranks each, it has
+    two levels: first between the ranks of a node, then for the sums of nodes, in node order,
+    between the ranks in the same place on each node. These sums are also sent in the dtype of the
+    gradients. So a node sends as much as in a hierarchical reduce-scatter; with two nodes, half of
+    the bucket. Before gradients are summed or sent in float16, they are multiplied by
+    :func:`room_in`: then a sum overflows only if a gradient of a rank does.
 
 Note: the backend in two levels
-    Rings through all ranks of many nodes are mostly latency. The buckets of ``rings`` take two:
-    ``native`` sums are reduce-scattered inside each node and then between nodes, parameters
-    gathered between nodes and then inside each.
+    Rings through all ranks of many nodes are mostly latency. The buckets in ``rings`` use two
+    levels: ``native`` sums are reduce-scattered inside each node and then between nodes; parameters
+    are gathered between nodes and then inside each node.
 
 Note: where each of gloo's collectives is fast
     gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an
-    all-to-all. Its all-gather is a ring in which two ranks wait for each other: they are 1.5 times
-    as fast with an all-to-all of copies, over links of 200 Mbit/s to 1 Gbit/s. From four ranks on
-    the ring is the faster one there. torch gives that all-gather new memory for all that arrives,
-    and copies it from there. On one node such copies are most of the work: a broadcast from each
-    rank, straight to where it belongs, takes 0.3 to 0.4 times as long with 2 to 16 ranks.
+    all-to-all. Its all-gather is a ring in which two ranks wait for each other: over links of 200
+    Mbit/s to 1 Gbit/s, an all-to-all of copies is 1.5 times as fast for two ranks. From four ranks
+    on the ring is faster there. For that all-gather torch allocates memory for everything that
+    arrives, and copies from it. On one node these copies are most of the work: a broadcast from
+    each rank, directly to its destination, takes 0.3 to 0.4 times as long with 2 to 16 ranks.
 """
 
 from __future__ import annotations
@@ -40,24 +40,24 @@ from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.comm import Group, Pending
 from ds_layerwise.ranks.comm.scratch import Turn
 
-#: The most ranks of one node that gather by broadcasts, which are a launch a rank; see the note on
-#: gloo.
+#: The largest number of ranks of one node that gather by broadcasts, one launch per rank; see the
+#: note on gloo.
 _BROADCASTS_UP_TO = 8
 
 
 @dataclass(slots=True, eq=False)
 class Wire:
-    """The ranks that share buckets, and how they send.
+    """The ranks that share buckets, and their transports.
 
     Args:
-        group: all of them.
-        native: True where the backend makes sums, see the note.
-        on_host: True where what travels lies in host memory, where gloo sends it.
-        inside, across: the ranks of this node, and those in this rank's place on every node; both
-            None where a node has one rank, or all, or nothing goes in two levels.
-        one_node: True where all of them are on one node.
-        rings: the buckets that the backend reduces, and gathers on a device, in two levels; see the
-            note.
+        group: all of these ranks.
+        native: True if the backend computes sums; see the note.
+        on_host: True if the data is in host memory, from which gloo sends it.
+        inside, across: the ranks of this node, and the ranks in this rank's place on every node.
+            Both are None if a node has one rank or all ranks, or if nothing uses two levels.
+        one_node: True if all ranks are on one node.
+        rings: the buckets that the backend reduces, and on a device also gathers, in two levels;
+            see the note.
     """
 
     group: Group
@@ -70,7 +70,7 @@ class Wire:
     rank: int = field(init=False)
     size: int = field(init=False)
     per_node: int = field(init=False)
-    """Ranks of ``inside``; 1 where there is none."""
+    """The number of ranks of ``inside``; 1 if it is None."""
 
     def __post_init__(self) -> None:
         self.rank = comm.rank_of(self.group)
@@ -78,11 +78,12 @@ class Wire:
         self.per_node = 1 if self.inside is None else comm.size_of(self.inside)
 
     def connect(self, device: torch.device) -> None:
-        """Let each rank send something to every other. Every rank of the group must call this at
+        """Send something from each rank to every other. Every rank of the group must call this at
         the same point.
 
-        NCCL connects two ranks when one first sends to the other: that takes seconds, and memory,
-        and may fail, and would do so in the first backward pass, when memory is fullest.
+        NCCL connects two ranks when one first sends to the other. That takes seconds and memory,
+        and may fail. Without this call it would happen in the first backward pass, when memory is
+        fullest.
         """
         groups = [self.group]
         if self.inside is not None:
@@ -103,19 +104,19 @@ class Wire:
         wire_dtype: torch.dtype,
         turn: Turn | None = None,
     ) -> Pending:
-        """Average ``memory`` over the ranks: each gets its own shard, or its own cut where the
+        """Average ``memory`` over the ranks. Each rank gets its own shard, or its own cut if the
         bucket travels in cuts.
 
         Args:
-            memory: 1-D, the whole of ``bucket``; read until the result has been waited for, and
+            memory: 1-D, the whole ``bucket``; read until the result has been waited for, and
                 perhaps overwritten.
             out: float32, as long as this rank's shard or cut; may be that part of ``memory``. A cut
-                may be of ``wire_dtype``, with a ``divide_by`` of 1: then the sum is left multiplied
-                by :func:`room_in`.
-            divide_by: the sum over ranks is divided by this, in float32.
-            wire_dtype: what the elements travel in.
-            turn: memory for what travels, which nobody else has until the result has been waited
-                for; None for new.
+                may have ``wire_dtype`` if ``divide_by`` is 1; the sum in it is then multiplied by
+                :func:`room_in`.
+            divide_by: the divisor of the sum over ranks, applied in float32.
+            wire_dtype: the dtype in which elements are sent.
+            turn: memory for data in transit, reserved until the result has been waited for; None
+                for new memory.
         """
         turn = turn or Turn(memory.device)
         if self.size == 1:
@@ -156,12 +157,12 @@ class Wire:
     def _reduce_at_owners(
         self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor, divide_by: float
     ) -> Pending:
-        """Send every rank all summands of its own, by rank ``numels`` of them; equal parts if
-        None.
+        """Send every rank all summands of its own part: ``numels`` elements by rank, or equal parts
+        if None.
         """
         own = out.numel()
         if self.size == 2:
-            # Only the summands of the other rank travel; this one's are read where they are.
+            # Only the other rank's summands are sent. This rank's own are read in place.
             numels = numels or (own, own)
             other = 1 - self.rank
             both = list(sent.split_with_sizes(numels))
@@ -188,7 +189,7 @@ class Wire:
         return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
 
     def _spare(self, turn: Turn, numel: int) -> Tensor | None:
-        """Return memory for partial sums, as :func:`average` takes it."""
+        """Return memory for partial sums, in the form that :func:`average` takes."""
         if self.on_host or not numel:
             return None
         return turn.empty("partial sums", numel, torch.float32)
@@ -198,8 +199,8 @@ class Wire:
     ) -> Pending:
         cut = out.numel()
         of_node = memory.numel() // self.per_node
-        # All memory before the first collective: a rank that finds none between the two cannot
-        # begin again.
+        # Allocate everything before the first collective: a rank that runs out of memory between
+        # the two cannot begin again.
         sums = turn.empty("sums", of_node, wire_dtype if self.native else out.dtype)
         sent = turn.empty("sent", memory.numel(), wire_dtype)
         places = self._by_place(memory, cut)
@@ -219,7 +220,7 @@ class Wire:
 
         def between_nodes() -> Pending:
             average(turn.empty("received", (self.per_node, of_node), wire_dtype), sums, 1, spare)
-            # What the first level has sent, and received, nobody needs any more.
+            # The data that the first level has sent and received is not needed any more.
             rounded = turn.cast("received", sums, wire_dtype)
             arrived = turn.empty("sent", of_node, wire_dtype)
             rows = turn.empty("sent", (of_node // cut, cut), wire_dtype)
@@ -234,15 +235,16 @@ class Wire:
     def _by_place(self, memory: Tensor, cut: int) -> Tensor:
         """View 1-D ``memory`` as cuts by their place in a node, and then by node.
 
-        So it lies as each rank of a node, and those in its place on the other nodes, get it. In one
-        call: thousands a step are milliseconds of a host.
+        This is the order in which the ranks of a node, and then those in the same place on other
+        nodes, get them. It is one call, because thousands of calls per step cost milliseconds of
+        host time.
         """
         shape = (self.per_node, self.size // self.per_node, cut)
         return memory.as_strided(shape, (cut, self.per_node * cut, 1))
 
     def gather(self, memory: Tensor, bucket: Bucket, turn: Turn | None = None) -> Pending:
-        """Fill every rank's ``memory`` in place with the shards, or the cuts, of all ranks; each
-        gives its own.
+        """Gather the shards, or the cuts, of all ranks into every rank's ``memory``, in place. Each
+        rank sends its own.
 
         Args:
             turn: as in :meth:`reduce`, for two levels.
@@ -273,7 +275,7 @@ class Wire:
 
     def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
         places = self._by_place(memory, own.numel())
-        # Before the first collective, as for reductions.
+        # Allocate before the first collective, as in reductions.
         of_my_place = turn.empty("of my place", memory.numel() // self.per_node, memory.dtype)
         everything = turn.empty("everything", memory.numel(), memory.dtype)
         sorted_ = turn.empty("everything", tuple(places.shape), memory.dtype)
@@ -290,7 +292,7 @@ class Wire:
         return Pending([work], inside_the_node, keep=own, is_chained=True)
 
 
-#: The wires of a rank by a bucket's ep_size; by 1, the wire of all ranks.
+#: The wires of a rank by the ep_size of a bucket; 1 is the wire of all ranks.
 Wires = Mapping[int, Wire]
 
 
@@ -305,8 +307,8 @@ def make_wires(
     """Make the wires of ``groups``. Every rank of the world must call this at the same point.
 
     Args:
-        where: by rank of the world, its node; see :func:`.ranks.comm.nodes.node_of_each_rank`.
-        rings: see :class:`Wire`; none if None.
+        where: the node of each rank of the world; see :func:`.ranks.comm.nodes.node_of_each_rank`.
+        rings: see :class:`Wire`; None for no such buckets.
     """
     on_host = device.type == "cpu"
     rings = rings or InLevels()
@@ -323,7 +325,7 @@ def make_wires(
 
 
 def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
-    """Begin to gather equal parts of ranks on a node each."""
+    """Begin to gather equal parts of ranks that are each on another node."""
     if comm.size_of(group) == 2:
         return _send_copies(out, own, group)
     return Pending([comm.all_gather(out, own, group=group)], keep=own)
@@ -332,7 +334,9 @@ def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
 def _send_copies(
     out: Tensor, own: Tensor, group: Group, numels: Sequence[int] | None = None
 ) -> Pending:
-    """Begin to gather by an all-to-all, ``numels`` elements from each rank; equal parts if None."""
+    """Begin to gather by an all-to-all, with ``numels`` elements from each rank; equal parts if
+    None.
+    """
     size = comm.size_of(group)
     copies = own.repeat(size)
     sent_to = None if numels is None else [own.numel()] * size
@@ -341,10 +345,10 @@ def _send_copies(
 
 
 def room_in(dtype: torch.dtype, ranks: int) -> float:
-    """Return the power of two that keeps a sum over so many ranks in ``dtype`` as small as the
+    """Return the power of two that keeps a sum over ``ranks`` ranks in ``dtype`` no larger than the
     largest summand.
 
-    It is 1 but for float16: the others have the range of float32.
+    It is 1 except for float16, because the other dtypes have the range of float32.
     """
     if dtype != torch.float16:
         return 1.0
@@ -352,15 +356,15 @@ def room_in(dtype: torch.dtype, ranks: int) -> float:
 
 
 def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = None) -> None:
-    """Write the sum of ``rows`` over ``divide_by`` into ``out``, float32.
+    """Write the sum of ``rows`` divided by ``divide_by`` into ``out``, float32.
 
-    On a CPU it is made in the order of rows, a kernel a row: the kernel for many adds up the first
-    elements of a row in another order than the last ones. On a device it is made in an order that
-    depends on how many they are alone.
+    On a CPU, rows are added in order, one kernel per row; a kernel for many rows adds the first
+    elements of a row in another order than the last ones. On a device, the order depends only on
+    the number of rows.
 
     Args:
-        spare: on a device, 1-D, float32, room for :func:`~.plan.network.reduction.partial_sums` of
-            so many rows; None for new.
+        spare: on a device, 1-D float32 memory for :func:`~.plan.network.reduction.partial_sums` of
+            that number of rows; None for new memory.
     """
     if rows.shape[0] == 1 or out.device.type == "cpu":
         _add_up(rows.unbind(), out, divide_by)
@@ -387,7 +391,9 @@ def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:
 
 
 def _add_up(rows: Sequence[Tensor], out: Tensor, divide_by: float) -> None:
-    """Do as :func:`average`, a kernel a row. One of two rows may be ``out``."""
+    """Do the same as :func:`average`, with one kernel per row. If there are two rows, one may be
+    ``out``.
+    """
     first, *others = rows
     if others and first.dtype == out.dtype:
         torch.add(first, others.pop(0), out=out)

@@ -1,5 +1,5 @@
-"""The sending of updated parameters to the cuts that ZeRO stage 3 keeps of them on all ranks, and
-of these back to their owners.
+"""The transfer of updated parameters from owners to the cuts that ZeRO stage 3 keeps on all ranks,
+and of written cuts back to the owners.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from ds_layerwise.ranks.owned.weight_checksums import SameWeights, check_same, c
 
 
 class Place(NamedTuple):
-    """A parameter in the shard of its owner."""
+    """The place of a parameter in the shard of its owner."""
 
     name: str
     start: int
     """The offset of its first element in the shard."""
     numel: int
     cut: int
-    """The elements of each rank's cut of it."""
+    """The number of elements in each rank's cut of the parameter."""
 
 
 class Round(NamedTuple):
     """An all-to-all, in which each owner sends all ranks their cuts of one of its shards."""
 
     buckets: frozenset[int]
-    """The buckets of which shards take part."""
+    """The buckets whose shards take part."""
     own: int | None
-    """The bucket of this rank's shard; None where none takes part."""
+    """The bucket of this rank's shard; None if none takes part."""
     places: Mapping[int, tuple[Place, ...]]
     """The parameters that take part, by owner, in rank order."""
 
     def sizes(self, holders: int) -> list[int]:
-        """Return the elements that each owner sends a rank, by owner."""
+        """Return the number of elements that each owner sends a rank, by owner."""
         sizes = [0] * holders
         for owner, places in self.places.items():
             sizes[owner] = sum(place.cut for place in places)
@@ -74,7 +74,7 @@ def rounds_of(layout: Layout, rank: int) -> list[Round]:
 
 
 class Cuts(Protocol):
-    """This rank's cuts of parameters, which others make whole while they use them."""
+    """This rank's cuts of parameters. Modules gather the whole parameters while they use them."""
 
     @property
     def tensors(self) -> Mapping[int, Tensor]:
@@ -84,10 +84,10 @@ class Cuts(Protocol):
         """Return the cut of a parameter, 1-D."""
 
     def release(self) -> None:
-        """Let no parameter be whole."""
+        """Release all parameters, so that none is whole."""
 
     def fetch_persistent(self) -> None:
-        """Make those whole that stay so. A collective."""
+        """Gather the parameters that stay whole. A collective."""
 
     def persistent(self) -> Mapping[str, Tensor]:
         """Return those that stay whole, and are, by name."""
@@ -96,15 +96,15 @@ class Cuts(Protocol):
         """Tell whether somebody has written into one of those that stay whole: 0-d bool."""
 
     def follow_persistent(self) -> None:
-        """Let cuts follow what was written into those that stay whole."""
+        """Copy writes into parameters that stay whole to their cuts."""
 
 
 class CutSync:
-    """Sends what owners have updated to every rank's cut of it, in rounds.
+    """Sends the parameters that owners have updated to every rank's cuts, in rounds.
 
-    A round begins when its last bucket is launched, in one order on all ranks, and at most
-    :data:`~ds_layerwise.plan.network.transport.MAX_UNDER_WAY` are pending at a time. Parameters
-    that are cut by element stay where they are: their cuts are the shards.
+    A round begins when its last bucket is launched, in one order on all ranks. At most
+    :data:`~ds_layerwise.plan.network.transport.MAX_UNDER_WAY` rounds are pending at a time.
+    Parameters that are split by element are not sent: their cuts are the shards.
 
     Args:
         values: this rank's shards.
@@ -139,9 +139,9 @@ class CutSync:
     # --- owners to cuts
 
     def launch(self, index: int) -> None:
-        """Start sending bucket ``index``; its shards must not be written until :meth:`finish`."""
+        """Start to send bucket ``index``. Its shards must not be written until :meth:`finish`."""
         if not self._launched:
-            # What is whole has the values of before.
+            # Parameters that are whole now have old values.
             self._all_cuts.release()
         self._launched.add(index)
         while self._next < len(self._rounds):
@@ -181,13 +181,15 @@ class CutSync:
         return comm.Pending([work], into_place, keep=rows)
 
     def _shard(self, round_: Round) -> Tensor:
-        """Return this rank's shard that takes part; an empty one of its dtype if there is none."""
+        """Return this rank's shard that takes part; an empty tensor of its dtype if there
+        is none.
+        """
         if round_.own is None:
             return self._values.tensors[min(round_.buckets)][:0]
         return self._values.tensors[round_.own]
 
     def _cuts(self, round_: Round) -> list[Tensor]:
-        """Return this rank's cuts of what takes part, by owner."""
+        """Return this rank's cuts that take part, by owner."""
         cuts: list[Tensor] = []
         for places in round_.places.values():
             cuts += [self._all_cuts.of(place.name) for place in places]
@@ -200,12 +202,12 @@ class CutSync:
         self.finish()
 
     def finish(self) -> None:
-        """Wait for everything pending."""
+        """Wait for all pending rounds."""
         if not self._launched:
             return
         while self._pending:
             self._pending.popleft().wait()
-        # An update that was left half-way launched some of the buckets of a round.
+        # An interrupted update may have launched only some buckets of a round.
         self._start()
         self._sent = self._checksums(self._all_cuts.tensors)
         self._all_cuts.fetch_persistent()
@@ -213,7 +215,7 @@ class CutSync:
     leave_under_way = finish
 
     def remove_hooks(self) -> None:
-        """Do nothing: there are none."""
+        """Do nothing: this class has no hooks."""
 
     # --- cuts to owners
 
@@ -289,14 +291,14 @@ class CutSync:
 
 
 class CutWrites(SameWeights):
-    """Writes of scripts into cuts between two steps, which owners have to follow."""
+    """The writes of scripts into cuts between two steps, which owners must follow."""
 
     def __init__(self, cut_sync: CutSync, *, group: comm.Group) -> None:
         super().__init__({}, {}, group=group)
         self._cut_sync = cut_sync
 
     def noticed(self, followed: Tensor) -> Tensor:
-        """Return what is added up over all ranks, as :meth:`.SameWeights.noticed` does."""
+        """Return flags to be summed over all ranks, as :meth:`.SameWeights.noticed` does."""
         return torch.stack([followed, self._cut_sync.written()]).float()
 
     def check(self) -> None:

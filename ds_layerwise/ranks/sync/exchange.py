@@ -1,5 +1,5 @@
-"""The exchange between equal cuts of buckets and the owners of what is in them, in the rounds of
-:mod:`.plan.network.exchange_rounds`.
+"""The exchange between equal cuts of buckets and the owners of the parameters in them, in the
+rounds of :mod:`.plan.network.exchange_rounds`.
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ class Run(NamedTuple):
     numel: int
 
     def of(self, cuts: Mapping[int, Tensor]) -> Tensor:
-        """Return the elements meant, of this rank's ``cuts`` by bucket: a view, or the whole cut
-        itself.
-        """
+        """Return this part of this rank's ``cuts`` by bucket: a view, or the whole cut itself."""
         cut = cuts[self.bucket]
         if self.numel == cut.numel():
             return cut
@@ -39,27 +37,29 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """An all-to-all of an :class:`Exchange`, as one rank sees it."""
+    """An all-to-all of an :class:`Exchange`, from the view of one rank."""
 
     ep_size: int
     dtype: str
-    """The layout's name for the dtype of what travels."""
+    """The layout's name of the dtype that is sent."""
     own: int | None
-    """The bucket of which this rank's shard takes part; None where it has no more."""
+    """The bucket whose shard on this rank takes part; None if no more does."""
     by_holder: Sequence[int]
-    """The elements of this rank's shard of ``own`` that travel between here and the cut of each
-    rank of the group.
+    """The number of elements of this rank's shard of ``own`` to exchange with the cut of each rank
+    of the group.
     """
     by_owner: Sequence[int]
-    """The elements of this rank's cuts that travel between here and each rank of the group."""
+    """The number of elements of this rank's cuts to exchange with each rank of the group."""
     runs: Sequence[Run]
-    """The parts of this rank's cuts that travel, by owner."""
+    """The parts of this rank's cuts to exchange, by owner."""
     stay: Run | None
-    """The part of this rank's shard that stays in its own cut; see the note."""
+    """The part of this rank's shard that is in its own cut and stays; see the note."""
     parts: tuple[int, int, int]
-    """The elements of this rank's shard before what stays, those that stay, and those behind."""
+    """The number of elements of this rank's shard before the part that stays, in it, and
+    after it.
+    """
     buckets: frozenset[int]
-    """The buckets of which anybody's shard takes part."""
+    """The buckets of which a shard of any rank takes part."""
 
     @property
     def held(self) -> Sequence[Run]:
@@ -74,12 +74,12 @@ def rounds_of(
     rank: int,
     dtype_of: Callable[[Bucket], str] = attrgetter("dtype"),
 ) -> list[Round]:
-    """Return the rounds for those of ``buckets`` that travel in cuts, which take part in the order
-    given.
+    """Return the rounds for those of ``buckets`` that travel in cuts, in the given order.
 
     Args:
-        rank: of the layout.
-        dtype_of: returns the layout's name for what travels of a bucket; that of parameters.
+        rank: the rank in the layout.
+        dtype_of: returns the layout's name of the dtype in which a bucket is sent; by default that
+            of its parameters.
     """
     found = []
     for dealt in deal(buckets, dtype_of):
@@ -88,14 +88,14 @@ def rounds_of(
 
 
 def _in_cut(shard: Shard, number: int) -> tuple[int, int]:
-    """Return where a shard begins in a cut of its bucket, and the number of its elements there."""
+    """Return the offset of a shard in a cut of its bucket, and the number of its elements there."""
     cut = shard.bucket.cut_numel
     first = max(shard.start, number * cut)
     return first - number * cut, min(shard.stop, (number + 1) * cut) - first
 
 
 def _as_seen(dealt: Deal, holder: int) -> Round:
-    """Return a round as the rank with the cuts number ``holder`` sees it."""
+    """Return a round from the view of the rank with the cuts number ``holder``."""
     holders = dealt.shards[0].bucket.holders
     by_holder = [0] * holders
     by_owner = [0] * holders
@@ -130,12 +130,12 @@ def _as_seen(dealt: Deal, holder: int) -> Round:
 
 
 class Exchange:
-    """Moves what is in this rank's cuts to its owners, and back.
+    """Moves the contents of this rank's cuts to their owners, and back.
 
     Args:
         buckets: of the layout, in the order in which they take part.
-        rank: of the layout.
-        wires: by ep_size.
+        rank: the rank in the layout.
+        wires: the wires by ep_size.
         dtype_of: as in :func:`rounds_of`.
     """
 
@@ -155,9 +155,9 @@ class Exchange:
         """Send ``cuts`` to their owners, and wait. Every rank of the groups must call this.
 
         Args:
-            cuts: by bucket, this rank's cut, 1-D; may share memory with the same place in a shard.
-            shard: returns this rank's shard of a bucket, 1-D: overwritten, or added to with
-                ``add``; of the dtype of ``cuts``, or of one that holds it exactly.
+            cuts: this rank's cuts by bucket, 1-D; may share memory with the same place in a shard.
+            shard: returns this rank's shard of a bucket, 1-D, which is overwritten, or added to
+                with ``add``. Its dtype is that of ``cuts``, or one that holds it exactly.
         """
         pending: deque[comm.Pending] = deque()
         for round_ in self.rounds:
@@ -202,9 +202,9 @@ class Exchange:
         """Begin one round of the way back: every owner's shard into the cuts of all ranks.
 
         Args:
-            shard: this rank's of bucket ``round_.own``, 1-D; empty where it has none.
-            cuts: by bucket, 1-D, of the same dtype; may share memory with the same place in
-                ``shard``.
+            shard: this rank's shard of bucket ``round_.own``, 1-D; empty if it has none.
+            cuts: this rank's cuts by bucket, 1-D, of the same dtype; may share memory with the same
+                place in ``shard``.
         """
         before, stays, behind = shard.split_with_sizes(round_.parts)
         sent = before if before.numel() else behind
@@ -227,11 +227,11 @@ class Exchange:
 
 
 def pack(parts: list[Tensor]) -> Tensor:
-    """Return ``parts`` back to back."""
+    """Return ``parts`` concatenated."""
     return torch.cat(parts)
 
 
 def unpack(packed: Tensor, places: list[Tensor]) -> None:
-    """Undo :func:`pack`, into ``places``."""
+    """Undo :func:`pack`: copy ``packed`` into ``places``."""
     if places:
         torch._foreach_copy_(places, packed.split_with_sizes([place.numel() for place in places]))

@@ -1,4 +1,4 @@
-"""The sums of gradients of a step, and their averages at the owners."""
+"""The sums of gradients in a step, and their averages at the owners."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from ds_layerwise.ranks.sync.bucket_transfers import room_in
 
 
 def half_a_pass(*, outside: bool) -> StepError:
-    """Return the error for a step after a backward pass that was not reduced; ``outside`` where the
-    engine knew of none.
+    """Return the error for a step after a backward pass that was not reduced.
+
+    Args:
+        outside: True if the engine did not know of the pass.
     """
     if outside:
         return StepError(
@@ -35,7 +37,7 @@ def half_a_pass(*, outside: bool) -> StepError:
 
 
 def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
-    """Copy ``gradient`` to the place of ``slot`` in ``memory``, the whole of ``bucket``."""
+    """Copy ``gradient`` to the place of ``slot`` in ``memory``, which is the whole ``bucket``."""
     if bucket.way == "by_param":
         first = bucket.offset_in_shard(slot)
         rows = memory.view(bucket.holders, -1)[:, first : first + bucket.cut_of(slot)]
@@ -46,10 +48,10 @@ def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> Non
 
 
 class GradSync(BucketScheduler):
-    """Accumulates gradients into buckets and averages every bucket over the ranks, into its owners'
+    """Accumulates gradients into buckets, and averages every bucket over the ranks into its owners'
     shards.
 
-    It needs ``grads``. ``param.grad`` is None after it was taken over.
+    It needs ``grads``. It sets ``param.grad`` to None when it has taken a gradient.
 
     Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and
     ``finish`` once, ``reset``.
@@ -74,7 +76,7 @@ class GradSync(BucketScheduler):
 
     @property
     def gradients(self) -> Gradients:
-        """The state of the gradients of the step at hand."""
+        """The state of the gradients of the current step."""
         if self._finished:
             return Gradients.AVERAGES
         if self._ready:
@@ -84,8 +86,8 @@ class GradSync(BucketScheduler):
         return Gradients.NONE
 
     def accumulated(self) -> dict[str, Tensor]:
-        """Return the gradients of a step that has not been reduced yet, by name, 1-D, as views;
-        none once it has begun to.
+        """Return the gradients of a step before its reduction, by name, as 1-D views. Empty once
+        the reduction has begun.
         """
         if self.gradients is not Gradients.SUMS:
             return {}
@@ -95,13 +97,13 @@ class GradSync(BucketScheduler):
         return found
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
-        """Return this rank's own sum for ``name`` before the step is reduced, 1-D, a view; zeros
-        where it has none so far.
+        """Return this rank's own sum for ``name`` before the reduction of the step, as a 1-D view;
+        zeros if it has no gradient so far.
 
-        None where there is nothing to add up: no gradient at all yet, or reduced ones.
+        Return None if there are no sums: no gradients at all yet, or reduced ones.
 
         Args:
-            to_write: whether what it holds is to count.
+            to_write: True if the caller will write the sum, so that it counts.
         """
         if self.gradients is not Gradients.SUMS:
             return None
@@ -113,7 +115,9 @@ class GradSync(BucketScheduler):
         return whole
 
     def _sum_of(self, name: str) -> Tensor:
-        """Return the sum of ``name`` so far, 1-D, a view; without gradients it is set to zeros."""
+        """Return the sum for ``name`` so far, as a 1-D view. Without gradients it is set to
+        zeros.
+        """
         whole = self._grads.param(name)
         if name not in self._has_grad:
             whole.zero_()
@@ -121,15 +125,15 @@ class GradSync(BucketScheduler):
 
     @torch.no_grad()
     def sum_over(self, name: str, *, group: comm.Group) -> None:
-        """Add up what has accumulated of ``name`` on the ranks of ``group``, which have it in their
-        layouts, too.
+        """Sum the accumulated gradient of ``name`` over the ranks of ``group``, which have it in
+        their layouts, too.
         """
         self.accumulate(name, launch=False)
         comm.sum_over_ranks(self._sum_of(name), group=group)
         self._has_grad.add(name)
 
     def _take(self, name: str, grad: Tensor) -> None:
-        """Add the gradient into the bucket; None stays behind."""
+        """Add the gradient to the bucket, and set ``param.grad`` to None."""
         view = self._shaped[name]
         if name in self._has_grad:
             view.add_(grad)
@@ -140,11 +144,11 @@ class GradSync(BucketScheduler):
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait."""
+        """Reduce all remaining buckets, including parameters without a gradient, and wait."""
         super().reduce()
         if self._finished:
-            # What comes after the first time, on this rank alone perhaps, sends nothing and leaves
-            # averages alone.
+            # A second call, perhaps on this rank alone, must send nothing and not change the
+            # averages.
             return
         self._to_owners()
         with self._side:
@@ -160,7 +164,7 @@ class GradSync(BucketScheduler):
         bucket = self.layout.buckets[self._launched]
         with self._side:
             for slot in bucket.slots:
-                self._sum_of(slot.name)  # zeros where no gradient has come
+                self._sum_of(slot.name)  # zeros if no gradient has come
             out = self._cuts.get(bucket.index)
             if out is None:
                 out = self.reduced.bucket(bucket.index)
@@ -168,7 +172,7 @@ class GradSync(BucketScheduler):
                 self._grads.bucket(bucket),
                 bucket,
                 out,
-                # What is not float32 yet is divided when it is.
+                # A sum in another dtype is divided when it becomes float32.
                 divide_by=self._divide_by if out.dtype == torch.float32 else 1,
                 wire_dtype=self._wire_dtype(bucket),
                 turn=self._turn(),
@@ -177,14 +181,14 @@ class GradSync(BucketScheduler):
 
 
 class EagerGradSync(BucketScheduler):
-    """Averages gradients into their owners' shards after every micro-batch: nobody keeps gradients
-    of other owners.
+    """Averages gradients into their owners' shards after every micro-batch, so that no rank keeps
+    gradients of other owners.
 
-    Gradients stay where autograd put them, on ``param.grad``, until their bucket is complete; then
-    they are copied into a bucket that lives as long as it travels, and are None. Their sums over
-    ranks are added up in float32. Reduction follows accumulation where :class:`GradSync` has it the
-    other way round, so with several micro-batches the two round differently; of whole numbers they
-    make the same sums.
+    Gradients stay in ``param.grad`` until their bucket is complete. Then they are copied into a
+    bucket that exists only while it is in transit, and set to None. The sums over ranks are added
+    up in float32. This class reduces first and then accumulates; :class:`GradSync` accumulates
+    first and then reduces. So with several micro-batches the two round differently, but integer
+    gradients have the same sums.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
@@ -193,14 +197,15 @@ class EagerGradSync(BucketScheduler):
         """Forget all gradients: the next one starts a new step."""
         super().reset()
         self._passes = 0
-        # Buckets that have sums: in cuts, not yet at their owners; and in ``reduced``.
+        # The buckets whose sums are in cuts, not yet at their owners; and those whose sums are in
+        # ``reduced``.
         self._in_cuts: set[int] = set()
         self._in_shards: set[int] = set()
         self._have_owners = False
 
     @property
     def gradients(self) -> Gradients:
-        """The state of the gradients of the step at hand."""
+        """The state of the gradients of the current step."""
         if self._ready:
             return Gradients.UNDER_WAY
         if self._finished:
@@ -214,14 +219,14 @@ class EagerGradSync(BucketScheduler):
         return None
 
     def divisor(self, *, to_write: bool = False) -> float:
-        """Return what ``reduced`` must be divided by to hold the averages of the step so far. Every
+        """Return the divisor that turns ``reduced`` into the averages of the step so far. Every
         rank must call this.
 
         Args:
-            to_write: whether somebody is to write them.
+            to_write: True if the caller will write the averages.
 
         Raises:
-            StepError: it holds none now.
+            StepError: there are no averages now.
         """
         if self.gradients is not Gradients.SUMS:
             return super().divisor(to_write=to_write)
@@ -240,11 +245,11 @@ class EagerGradSync(BucketScheduler):
         self._have_owners = True
 
     def _take(self, name: str, grad: Tensor) -> None:
-        """Leave the gradient where it is."""
+        """Leave the gradient in ``param.grad``."""
 
     @torch.no_grad()
     def reduce(self) -> None:
-        """Reduce what is left, including parameters without a gradient, and wait."""
+        """Reduce all remaining buckets, including parameters without a gradient, and wait."""
         super().reduce()
         self._passes += 1
         self._start_pass()
@@ -253,14 +258,14 @@ class EagerGradSync(BucketScheduler):
         """Turn the sums of this step into averages.
 
         Args:
-            aside: take part in what others need, and leave them sums.
+            aside: True to take part in the collectives of other ranks, and keep sums.
 
         Raises:
-            StepError: there was no backward pass; or a gradient came too late.
+            StepError: there was no backward pass, or a gradient came too late.
         """
         self._side.join()
-        # Also on a rank that has lost its gradients, or has finished where another could not:
-        # others count on it.
+        # Also on a rank that has lost its gradients, or that has finished while another could not:
+        # the other ranks need it.
         if self._exchange.rounds:
             self._exchange_sums()
         if self._passes and not (self._finished or aside):
@@ -283,7 +288,7 @@ class EagerGradSync(BucketScheduler):
         is_first = bucket.index not in has_sums
         with self._side:
             if self._finished:
-                # The step that the averages were for was refused: they are sums again.
+                # The step for which the averages were made was refused: turn them back into sums.
                 for shard in self.reduced.tensors:
                     shard.mul_(self._divide_by)
                 self._finished = False
@@ -302,13 +307,13 @@ class EagerGradSync(BucketScheduler):
             if gradients and self._side.exists:
                 self._copied.append((self._side.moment(), gradients))
             out = total if is_first else turn.empty("added", total.numel(), total.dtype)
-            # Not before there is memory: a launch that found none begins again.
+            # Only after memory is allocated: a launch that runs out of memory begins again.
             has_sums.add(bucket.index)
             pending = self._wires[bucket.ep_size].reduce(
                 travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype, turn=turn
             )
             self._start(pending if is_first else pending.then(lambda: total.add_(out)))
         while len(self._copied) > self._max_waiting:
-            # Their memory is there for what computation makes when it has waited.
+            # After this wait, the computation may reuse the memory.
             self._copied[0][0].wait()
             self._copied.popleft()

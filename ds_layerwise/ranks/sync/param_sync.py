@@ -1,4 +1,4 @@
-"""The sending of updated parameters to all ranks, and the waits for them."""
+"""The transfer of updated parameters to all ranks, and the waits for it."""
 
 from __future__ import annotations
 
@@ -27,29 +27,30 @@ from ds_layerwise.ranks.sync.exchange import Exchange
 class ParamSync:
     """Sends updated shards of the parameter buffer to all ranks, bucket by bucket.
 
-    With :meth:`overlap_with_forward` the wait moves from the optimizer step to whoever uses a
-    parameter first.
+    With :meth:`overlap_with_forward` the wait moves from the optimizer step to the first use of a
+    parameter.
 
-    Note: who waits for a parameter that is under way
-        A module that holds parameters waits for them just before it runs, saves or loads, whatever
-        its code is; outside of a forward pass of the model it waits for all. Within one, whatever
-        torch is given waits too: ``F.linear(x, self.head.weight)`` in the code of another module.
-        When that forward pass is over, nothing is under way. The step itself waits for all
-        parameters of a module whose ``forward`` was replaced, as by a captured graph, and for
-        everything once torch has compiled anything. Code of a script that reads weights between a
-        step and the forward pass calls :meth:`finish`.
+    Note: who waits for a pending parameter
+        A module with parameters waits for them just before it runs, saves or loads, whatever its
+        code is. Outside of a forward pass of the model it waits for all parameters. Within one,
+        every call of torch also waits for its arguments, such as ``F.linear(x, self.head.weight)``
+        in the code of another module. When that forward pass is over, nothing is pending. The step
+        itself waits for all parameters of a module whose ``forward`` was replaced, as by a captured
+        graph, and for everything once torch has compiled anything. A script that reads weights
+        between a step and the forward pass calls :meth:`finish`.
 
     Note: buckets in cuts
-        Owners send what the cuts of all ranks hold of their shards, in the rounds of an
-        :class:`~ds_layerwise.ranks.sync.exchange.Exchange`, and then each rank gives its cut to
-        all. A round begins when its last bucket is launched, and the buckets that it completes when
-        the next round has begun, so that all ranks begin everything in the same order.
+        Owners send the parts of their shards to the cuts of all ranks, in the rounds of an
+        :class:`~ds_layerwise.ranks.sync.exchange.Exchange`. Then each rank sends its cut to all. A
+        round begins when its last bucket is launched. The gather of the buckets that a round
+        completes begins after the next round has begun, so that all ranks begin everything in the
+        same order.
 
     Note: gathers in two levels on a device
-        Where a wire has any, all of its gathers go one after the other on a stream of their own:
-        neither the host nor the update of the next bucket waits between the two collectives, those
-        of different groups are in one order on all ranks, and one bucket at a time has memory for
-        what is sorted.
+        If a wire uses two levels, all of its gathers run one after the other on a stream of their
+        own. Neither the host nor the update of the next bucket waits between the two collectives,
+        collectives of different groups are in one order on all ranks, and one bucket at a time has
+        memory for sorting.
     """
 
     def __init__(
@@ -83,14 +84,14 @@ class ParamSync:
         self._modules: list[nn.Module] = []
         self._modes: list[Any] = []
         self._overlaps = False
-        # Another thread than the one that trains may be the one that reads.
+        # Another thread than the training thread may read parameters.
         self._lock = threading.RLock()
 
     def launch(self, index: int) -> None:
-        """Start sending bucket ``index``; its shards must not be written until it has been waited
+        """Start to send bucket ``index``. Its shards must not be written until it has been waited
         for.
 
-        It may find no memory for what travels, and goes on from there when it is called again.
+        If it runs out of memory, it can be called again, and continues from there.
         """
         bucket = self.layout.buckets[index]
         self._launched_on = LaunchStream()
@@ -145,7 +146,7 @@ class ParamSync:
         self._started.add(number)
 
     def _end_rounds(self, *, but: int) -> None:
-        """End those under way, the latest ``but`` excepted."""
+        """End the pending rounds, except the latest ``but``."""
         while len(self._under_way) > but:
             number, pending = self._under_way[0]
             pending.wait()
@@ -157,13 +158,13 @@ class ParamSync:
             self._under_way.popleft()
 
     def send(self, indices: Iterable[int]) -> None:
-        """Send the buckets ``indices``, in this order, and wait until nothing is under way."""
+        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
         for index in indices:
             self.launch(index)
         self.finish()
 
     def wait(self, indices: Iterable[int]) -> None:
-        """Wait for those of ``indices`` that are under way."""
+        """Wait for those of ``indices`` that are pending."""
         with self._lock:
             self._begin_last()
             for index in indices:
@@ -173,7 +174,7 @@ class ParamSync:
                     del self._pending[index]
 
     def wait_for(self, params: Iterable[object]) -> None:
-        """Wait for those of ``params`` that are under way."""
+        """Wait for those of ``params`` that are pending."""
         indices = set()
         for param in params:
             if param in self._index_of:
@@ -181,32 +182,35 @@ class ParamSync:
         self.wait(sorted(indices, reverse=True))
 
     def finish(self) -> None:
-        """Wait for everything under way."""
+        """Wait for everything that is pending."""
         with self._lock:
             self.wait(sorted(self._pending, reverse=True))
         self._turn.release()
         if self._in_cuts:
-            # An update that was left half-way launched some of the buckets of a round.
+            # An interrupted update may have launched only some buckets of a round.
             self._start_rounds()
 
     def _begin_last(self) -> None:
-        """Let the last collective of everything under way begin, in the order of launching."""
+        """Begin the last collective of every pending bucket, in the order of launching."""
         while self._chained:
             self._chained.popleft().begin_last()
 
     def leave_under_way(self) -> None:
-        """Let everything arrive when it is used first, where whoever uses it waits; else wait."""
+        """Leave collectives pending until the first use of a parameter, if first uses wait;
+        otherwise wait now.
+        """
         dynamo = sys.modules.get("torch._dynamo.utils")
         if self._overlaps and dynamo is not None and any(dynamo.counters.values()):
             self._do_not_overlap("torch has compiled something, and compiled code asks nobody")
         if not self._overlaps:
             self.finish()
             return
-        # What is used when, and what else begins before, may differ between ranks.
+        # Begin everything now: the order of first uses, and of other collectives before them, may
+        # differ between ranks.
         self._begin_last()
         self._turn.release()
         for module in self._modules:
-            # A graph that was captured reads addresses, and calls none of the modules below.
+            # A captured graph reads addresses, and calls none of the modules below this one.
             if "forward" in vars(module):
                 self.wait_for(module.parameters())
 
@@ -219,8 +223,8 @@ class ParamSync:
             )
 
     def overlap_with_forward(self, model: nn.Module) -> None:
-        """Hook ``model``, and every module of it that holds parameters of the layout, or has
-        modules that do.
+        """Hook ``model``, and every module in it that has parameters of the layout, directly or in
+        its submodules.
         """
         self._overlaps = True
         self._modules = list(model.modules())
@@ -230,7 +234,7 @@ class ParamSync:
             self._do_not_overlap("it takes torch 2.7")
         if not self._overlaps:
             return
-        # Hooks stay on copies of their module, and keep nobody alive.
+        # Copies of a module keep its hooks, so the hooks must keep no object alive.
         this = weakref.ref(self)
         pending = self._pending
         modes = self._modes
@@ -241,8 +245,8 @@ class ParamSync:
             if sync is not None:
                 method(sync, *args)
 
-        # A compiler traces these, asks whether anything is under way, and compiles anew where that
-        # changes.
+        # A compiler traces these hooks, guards on whether anything is pending, and compiles anew
+        # when that changes.
         def before_module(module: nn.Module, *_: object) -> None:
             if pending:
                 run(ParamSync._arrive, module)
@@ -256,7 +260,8 @@ class ParamSync:
                 run(ParamSync._end_forward)
 
         for module in self._modules:
-            # Those of modules below, too: its code may use them, and call none of these.
+            # Also for parameters of submodules: the module's code may use them without calling the
+            # submodules.
             if any(param in self._index_of for param in module.parameters()):
                 self._hooks += [
                     module.register_forward_pre_hook(before_module, prepend=True),
@@ -296,7 +301,7 @@ class ParamSync:
 
 
 class _Readers(TorchFunctionMode):
-    """A forward pass, in which any call of torch waits for the parameters that it is given."""
+    """A forward pass in which every call of torch waits for the parameters among its arguments."""
 
     def __init__(self, sync: ParamSync) -> None:
         super().__init__()
@@ -312,7 +317,7 @@ class _Readers(TorchFunctionMode):
 
 def _tensors_in(value: object) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
-        # Transforms of torch.func wrap what they are given.
+        # Transforms of torch.func wrap their arguments.
         yield torch.func.debug_unwrap(value)
     elif isinstance(value, (list, tuple)):
         for member in value:

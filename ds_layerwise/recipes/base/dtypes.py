@@ -1,22 +1,22 @@
-"""Dtypes of masters and states without torch, and the bytes that they take."""
+"""The dtypes of masters and states, without torch, and their sizes in bytes."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-#: Formats of masters.
+#: The formats of masters.
 MasterDtype = Literal["float32", "bfloat16+remainder"]
 
-#: Formats of states that have one element for each of the parameter.
+#: The formats of states with one element per element of the parameter.
 StateDtype = Literal["float32", "bfloat16", "8bit"]
 
-#: Masters that have one mark together; see :mod:`ds_layerwise.optimizers.split_masters`.
+#: The number of masters that share one mark; see :mod:`ds_layerwise.optimizers.split_masters`.
 BLOCK = 64
 
-#: Elements of a state of 8 bits that have one scale together.
+#: The number of elements of an 8-bit state that share one scale.
 SCALED = 256
 
-#: Bytes of one element, by torch's names of dtypes.
+#: The bytes of one element, by torch's names of dtypes.
 DTYPE_BYTES = {
     "float64": 8,
     "float32": 4,
@@ -39,7 +39,7 @@ def state_bytes(numel: int, dtype: str) -> int:
 
 
 def master_bytes(numel: int, param_dtype: str, kept_as: MasterDtype) -> int:
-    """Return the bytes of ``numel`` masters, a multiple of 64; float32 parameters need none."""
+    """Return the bytes of ``numel`` masters, a multiple of 64; 0 for float32 parameters."""
     if param_dtype == "float32":
         return 0
     if kept_as == "bfloat16+remainder" and param_dtype == "bfloat16":

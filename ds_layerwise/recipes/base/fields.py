@@ -1,9 +1,10 @@
-"""Sections of settings: declared with bounds in their types, checked once, refused by key.
+"""Sections of settings. Types declare their bounds, values are checked once, and errors name the
+key.
 
 A section of a config, and a recipe, is a :class:`Section`: pydantic checks it, and :func:`build`
-turns the errors of pydantic into one :class:`~ds_layerwise.errors.ConfigError` that names the key,
-its value and its bounds. The bounds are read off the JSON schema of the type, so nothing is said
-twice.
+turns pydantic's errors into one :class:`~ds_layerwise.errors.ConfigError` that names the key, its
+value and its bounds. The bounds come from the JSON schema of the type, so they are written only
+once.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from ds_layerwise.errors import ConfigError, unknown_key
 
 NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
-#: Share of an exponential moving average that is kept at a step.
+#: The fraction of an exponential moving average that is kept at a step.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Decay, Decay]
-#: A whole number from 1 on that fits 32 bits.
+#: An integer of at least 1 that fits 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
-#: Mark of a key that may be null, which means the same as leaving it out unless its own words say
+#: Marks a key that may be null, which means the same as a missing key, unless its description says
 #: otherwise.
 OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
 
@@ -45,11 +46,11 @@ T = TypeVar("T", bound="Section")
 
 
 class Section(BaseModel):
-    """Settings that are checked once, and cannot change."""
+    """Settings that are checked once and cannot change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", **_STRICT)
     example: ClassVar[str] = "{}"
-    """A valid object, for errors."""
+    """A valid object, shown in errors."""
 
     @classmethod
     def keys(cls) -> tuple[str, ...]:
@@ -61,8 +62,8 @@ def build(section: type[T], where: str, values: Any) -> T:
     """Return a ``section`` with ``values``, which a config has under the name ``where``.
 
     Raises:
-        ConfigError: ``values`` is no object; or names the first key that is not known, or else the
-            first whose value cannot be.
+        ConfigError: ``values`` is not an object; a key is unknown; or a value is not valid. Names
+            the first unknown key, else the first invalid value.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be an object like {section.example}, got {values!r}")
@@ -82,7 +83,7 @@ def entries_of(parse: Callable[[str, object], Any], where: str, entries: object)
     """Parse each of the ``entries`` that a config has under the name ``where``.
 
     Raises:
-        ConfigError: ``entries`` is no list.
+        ConfigError: ``entries`` is not a list.
     """
     if isinstance(entries, str) or not isinstance(entries, Sequence):
         raise ConfigError(f"{where} must be a list, got {entries!r}")
@@ -90,10 +91,10 @@ def entries_of(parse: Callable[[str, object], Any], where: str, entries: object)
 
 
 def check(kind: Any, where: str, value: object) -> Any:
-    """Return ``value`` as the type ``kind`` has it; ``where`` is its name in a config.
+    """Return ``value`` converted to the type ``kind``; ``where`` is its name in a config.
 
     Raises:
-        ConfigError: ``value`` cannot be of that type, or is out of its bounds.
+        ConfigError: ``value`` does not fit the type, or is out of its bounds.
     """
     adapter, schema = _adapter_of(kind)
     try:
@@ -103,7 +104,7 @@ def check(kind: Any, where: str, value: object) -> Any:
 
 
 def plain(value: object) -> object:
-    """Return Python's own number for one of numpy's, or for a tensor without axes."""
+    """Return a Python number for a numpy number or a 0-d tensor."""
     item = getattr(value, "item", None)
     if callable(item) and getattr(value, "shape", None) == ():
         return item()
@@ -114,7 +115,7 @@ def normalised(value: object) -> Any:
     """Return ``value`` with Python's own numbers, and with tuples for lists and arrays."""
     value = plain(value)
     if getattr(value, "shape", ()) != () and callable(tolist := getattr(value, "tolist", None)):
-        # An array of one number is no number.
+        # An array with one element is not a number.
         value = tolist()
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(normalised, value))
@@ -126,7 +127,7 @@ def normalised(value: object) -> Any:
 
 
 def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the one of ``known`` that somebody most likely meant with ``key``, if any."""
+    """Return the one of ``known`` that ``key`` most likely stands for; None if there is none."""
     close = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
     if close:
         return close[0]
@@ -134,7 +135,7 @@ def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str 
 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
-    """Return the first of ``sections`` that has a key, by key."""
+    """Return the first of ``sections`` that has each key, by key."""
     merged: dict[str, type[Section]] = {}
     for section in reversed(sections):
         merged.update(dict.fromkeys(section.keys(), section))
@@ -157,24 +158,28 @@ def _refuse_placeholders(where: str, value: object, schema: Any) -> None:
     if isinstance(value, str) and value == "auto" and "auto" not in choices:
         raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
     if value is None and not schema.get("may_be_null"):
-        # Some fields are None where a config says nothing.
+        # A field's type may allow None for a key that is not set, but the config must not set it to
+        # null.
         raise ConfigError(f"{where} must be {_expected(schema, 'float_type')}, got None")
 
 
 def _translated(
     where: str, values: Any, keys: list[Any], error: ValidationError, schema: Any
 ) -> ConfigError:
-    """Return ``error`` about ``values``, which have ``keys`` unless they are one value."""
+    """Return the ConfigError for ``error`` about ``values``, which have ``keys`` unless they are a
+    single value.
+    """
 
     def rank(detail: Any) -> tuple[int, int]:
-        # In the order of the keys; of the branches of a union, the one that came furthest.
+        # Sort by the order of keys; among the branches of a union, the one that got furthest comes
+        # first.
         path = detail["loc"]
         return keys.index(path[0]) if path and path[0] in keys else len(keys), -len(path)
 
     first = min(error.errors(include_url=False), key=rank)
     if first["type"] == "value_error":
         return ConfigError(f"{where}: {first['ctx']['error']}")
-    # pydantic names the branch of a union among the keys of the path.
+    # pydantic puts the branch of a union between the keys of the path.
     indices = [part for part in first["loc"] if isinstance(part, int)]
     path = [*first["loc"][: bool(keys)], *indices]
     if first["type"] == "missing":
@@ -189,7 +194,7 @@ def _translated(
 
 
 def _inside(schema: Any, part: int | str) -> Any:
-    """Return the schema of one key or element; None where ``schema`` does not tell."""
+    """Return the schema of one key or element; None if ``schema`` has none."""
     if isinstance(part, str):
         return schema["properties"][part]
     for branch in schema.get("anyOf", [schema]):
@@ -202,7 +207,7 @@ def _inside(schema: Any, part: int | str) -> Any:
 
 
 def _expected(schema: Any, error_type: str) -> Any:
-    """Describe the values that ``schema`` allows; for a number that is out of them, the bounds."""
+    """Describe the values that ``schema`` allows: the bounds, if a number is out of them."""
     if "expects" in schema:
         return schema["expects"]
     if "anyOf" in schema:

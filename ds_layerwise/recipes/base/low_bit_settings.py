@@ -1,4 +1,4 @@
-"""Settings of states in fewer bits than float32; rules get such states in float32."""
+"""The settings of states stored in fewer bits than float32. Rules get such states as float32."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any, ClassVar
 from ds_layerwise.recipes.base.dtypes import StateDtype
 from ds_layerwise.recipes.base.recipe import Recipe, Shape, States, like
 
-#: Largest share of itself that an average may keep in a step, so that 8 bits of precision show what
-#: it takes up: a value that differs from it by a quarter of it then moves it by half of what
-#: bfloat16 tells apart.
+#: The largest fraction of itself that a low-bit average may keep in a step, so that 8 bits of
+#: precision can represent its changes: a new value that differs by a quarter of the average then
+#: moves it by half of the resolution of bfloat16.
 MOST_KEPT = 1 - 2**-6
 
 
 class Kept(Recipe):
-    """Recipe with a field for each state that may be kept in fewer bits."""
+    """A recipe with a field for each state that may be stored in fewer bits."""
 
     kept_by: ClassVar[Mapping[str, str]] = {}
-    """Fields that hold the dtypes of states, by state."""
+    """The fields with the dtypes of states, by state."""
 
     stochastic_rounding: bool = False
-    """Round bfloat16 states by chance, so that small changes add up; see
-    :mod:`ds_layerwise.optimizers.low_bit`."""
+    """Use stochastic rounding for bfloat16 states, so that small changes add up; see
+    :mod:`ds_layerwise.optimizers.low_bit`.
+    """
 
     def like(self, shape: Shape, *names: str) -> States:
-        """Return states of the parameter's own shape, in the dtypes of the fields."""
+        """Return states of the parameter's own shape, with the dtypes in the fields."""
         specs = like(shape, *names)
         for name, dtype in self._low_bit_dtypes().items():
             if name in specs:
@@ -45,13 +46,13 @@ class Kept(Recipe):
         return self.stochastic_rounding
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """Return the share of itself that ``state`` keeps in a step."""
+        """Return the fraction of itself that ``state`` keeps in a step."""
         if state == "momentum_buffer":
             return float(hyper["momentum"])
         return float(hyper["betas"][state == "exp_avg_sq"])
 
     def kept_summary(self) -> str:
-        """Name the states in fewer bits for the start-up table; empty for none."""
+        """Return the states in fewer bits for the start-up table; empty if there are none."""
         dtypes = self._low_bit_dtypes()
         by_chance = self.rounds_by_chance and "bfloat16" in dtypes.values()
         states = ", ".join(f"{state} in {dtype}" for state, dtype in dtypes.items())
@@ -59,25 +60,25 @@ class Kept(Recipe):
 
 
 class KeptMomentum(Kept):
-    """Recipe with a ``momentum_buffer``."""
+    """A recipe with a ``momentum_buffer``."""
 
     kept_by = {"momentum_buffer": "momentum_dtype"}
 
     momentum_dtype: StateDtype = "float32"
-    """Dtype of the momentum between updates."""
+    """The dtype of the momentum between updates."""
 
 
 class KeptAverage(Kept):
-    """Recipe with an ``exp_avg``."""
+    """A recipe with an ``exp_avg``."""
 
     kept_by = {"exp_avg": "exp_avg_dtype"}
 
     exp_avg_dtype: StateDtype = "float32"
-    """Dtype of the average of gradients; a slow one beside it stays in float32."""
+    """The dtype of the average of gradients. An additional slow average stays in float32."""
 
 
 class KeptMoments(KeptAverage):
-    """Recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
+    """A recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
 
     kept_by = {
         "exp_avg": "exp_avg_dtype",
@@ -85,4 +86,4 @@ class KeptMoments(KeptAverage):
     }
 
     exp_avg_sq_dtype: StateDtype = "float32"
-    """Dtype of the average of squared gradients."""
+    """The dtype of the average of squared gradients."""

@@ -1,4 +1,6 @@
-"""Recipe: the rule of a parameter with all its settings, and its costs from a shape alone."""
+"""A recipe: the rule of a parameter with all its settings, and its costs as a function of the
+shape.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from pydantic import model_validator
 from ds_layerwise.recipes.base.dtypes import StateDtype, state_bytes
 from ds_layerwise.recipes.base.fields import Section
 
-#: Ways of weights to decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
+#: The methods of weight decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
 WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
 
 
@@ -21,32 +23,34 @@ Shape = tuple[int, ...]
 #: The axis of rows, or of columns.
 Axis = Literal[-2, -1]
 
-#: Returns the text of a group's hyper-parameter.
+#: A function that returns the text of a group's hyper-parameter.
 HyperText = Callable[[str], str]
 
 
 @dataclass(frozen=True, slots=True)
 class StateSpec:
-    """A tensor that an optimizer keeps for a parameter from step to step."""
+    """A tensor that an optimizer keeps for a parameter between steps."""
 
     shape: Shape
     dtype: str = "float32"
-    """The dtype that a rule gets it in, by torch's name."""
+    """The dtype in which a rule gets it, by torch's name."""
     on_host: bool = False
-    """True if it lies in host memory for every optimizer, as torch's 0-d ``step`` does."""
+    """True if it is always in host memory, like torch's 0-d ``step``."""
     kept_as: StateDtype | None = None
-    """The dtype between two updates, if not ``dtype``, which is float32 then."""
+    """The dtype in which it is stored between updates, if that is not ``dtype``. ``dtype`` is then
+    float32.
+    """
     signed: bool = True
     """False if it is never negative."""
 
     @property
     def nbytes(self) -> int:
-        """Bytes of it from step to step."""
+        """The bytes of its stored form."""
         return state_bytes(math.prod(self.shape), self.kept_as or self.dtype)
 
     @property
     def rule_nbytes(self) -> int:
-        """Bytes of it as a rule gets it."""
+        """The bytes of the form that a rule gets."""
         return state_bytes(math.prod(self.shape), self.dtype)
 
 
@@ -56,42 +60,44 @@ States = dict[str, StateSpec]
 class Recipe(Section):
     """The rule of a parameter with all its settings. Equal recipes compute the same.
 
-    A subclass is one optimizer: its fields are the settings that hold for a run, or for the
-    parameters that an override names. Values that a parameter group may change from step to step
-    (``hyper``) are no fields. Shapes are those that the rule sees: of a whole parameter ``(rows,
-    cols)`` or ``(batch, rows, cols)``, of a piece of a split one ``(numel,)``.
+    Each subclass is one optimizer. Its fields are the settings of a run, or of the parameters that
+    an override names. Values that a parameter group may change between steps (``hyper``) are not
+    fields. Shapes are those that the rule sees: ``(rows, cols)`` or ``(batch, rows, cols)`` for a
+    whole parameter, ``(numel,)`` for a piece of a split one.
     """
 
     rule: ClassVar[str]
     """The name in configs and in the registry."""
     whole: ClassVar[bool]
-    """True if it needs whole parameters; else they may be cut anywhere."""
+    """True if it needs whole parameters; False if they may be cut anywhere."""
     family: ClassVar[str]
-    """Equal for recipes that go on from the states of each other."""
+    """The family. Recipes of one family can continue from each other's states."""
     gradient_average: ClassVar[str | None] = None
-    """The state that is an exponential moving average of the gradient: other families may go on
+    """The state that is an exponential moving average of the gradient; other families may continue
     from it.
     """
     lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
-    """The factor of ``lr`` in a parameter group: the ratio of ``muon_lr``, or of ``adam_lr``."""
+    """The key of a parameter group with the factor of ``lr``: the ratio of ``muon_lr``, or of
+    ``adam_lr``.
+    """
     as_adamw: ClassVar[str] = ""
-    """The setting, and its value, with which a recipe that would take other learning rates takes
-    AdamW's.
+    """The setting, with its value, that makes the recipe use AdamW's learning rates, if its own
+    differ.
     """
     hyper: ClassVar[tuple[str, ...]] = ()
-    """Keys of a parameter group that the rule takes, beside ``lr`` and ``weight_decay``: some of
-    ``momentum, betas, eps``.
+    """The keys of a parameter group that the rule uses in addition to ``lr`` and ``weight_decay``:
+    some of ``momentum, betas, eps``.
     """
 
     full_batch_numel: ClassVar[int] = 0
-    """Elements of matrices of one shape up to which a larger batch is faster; 0: never."""
+    """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
+    never.
+    """
 
     weight_decay_method: WeightDecayMethod = "decoupled"
-    """The factor of ``weight_decay``, and the place where it enters; see
-    :mod:`ds_layerwise.optimizers.decay`.
-    """
+    """The method of weight decay; see :mod:`ds_layerwise.optimizers.decay`."""
     cautious_weight_decay: bool = False
-    """Decay only those elements that the update draws towards zero, too."""
+    """Decay only the elements that the update also draws towards zero."""
 
     @model_validator(mode="after")
     def _can_decay_so(self) -> Recipe:
@@ -109,72 +115,80 @@ class Recipe(Section):
         raise NotImplementedError
 
     def work(self, shape: Shape) -> int:
-        """Return the FLOPs of one update beyond the work on every element; they balance owners."""
+        """Return the FLOPs of one update, without the work on every element. They balance
+        owners.
+        """
         return 0
 
     def workspace(self, shape: Shape) -> int:
-        """Return the most bytes that an update takes beside the parameter, gradient and states."""
-        # With l2 a copy of the gradient, cautious two of the update.
+        """Return the most bytes that an update needs in addition to the parameter, gradient and
+        states.
+        """
+        # l2 needs a copy of the gradient, cautious two of the update.
         copies = 1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay
         return 4 * math.prod(shape) * copies
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Return why the rule cannot update whole matrices of ``shape``, as an error says it after
-        the parameter; None if it can.
+        """Return why the rule cannot update whole matrices of ``shape``, as the part of an error
+        after the parameter; None if it can.
 
         Args:
-            cut_axis: the axis of them that tensor parallelism has cut; ``shape`` is that of all
-                shards together.
+            cut_axis: the axis that tensor parallelism has cut. ``shape`` is that of all shards
+                together.
         """
         return None
 
     def state_bytes(self, shape: Shape) -> int:
-        """Return the bytes of all states that follow a parameter of ``shape`` to its device."""
+        """Return the bytes of all states of a parameter of ``shape`` on its device."""
         return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
 
     @property
     def meaning(self) -> str:
-        """The settings, in words, that decide the meaning of states, though not their names and
-        shapes.
+        """The settings that determine the meaning of states, but not their names and shapes, in
+        words.
         """
         return ""
 
     @property
     def rounds_by_chance(self) -> bool:
-        """True if bfloat16 states are rounded by chance, and not to the nearest."""
+        """True if bfloat16 states use stochastic rounding; False if they round to nearest."""
         return False
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """Return the share of itself that a low-bit ``state`` keeps in a step."""
+        """Return the fraction of itself that a low-bit ``state`` keeps in a step."""
         raise NotImplementedError
 
     def kept_summary(self) -> str:
-        """Name the states in fewer bits than float32; empty for none."""
+        """Return the states in fewer bits than float32, as text; empty if there are none."""
         return ""
 
     @property
     def sees_tensor_shards(self) -> bool:
-        """True if the rule takes a tensor shard of a matrix for a matrix."""
+        """True if the rule treats a tensor shard of a matrix as a matrix."""
         return False
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """True if a learning rate that is right for AdamW is right here."""
+        """True if a learning rate for AdamW also suits this recipe."""
         return not self.whole
 
     @property
     def own_weight_decay(self) -> float | None:
-        """Weight decay whatever a parameter group says; None: that of the group."""
+        """The weight decay that replaces that of the parameter group; None for that of the
+        group.
+        """
         return None
 
     def summary(self, hyper: HyperText) -> str:
-        """Return one line for the start-up table, without the name; ``hyper`` gives the text of a
+        """Return one line for the start-up table, without the name. ``hyper`` returns the text of a
         group's hyper-parameter.
         """
         return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
 
     def decay_summary(self) -> str:
-        """Name the decay of weights where it is not this optimizer's default; else empty."""
+        """Return the method of weight decay as text, if it is not this optimizer's default; else
+        empty.
+        """
         method = self.weight_decay_method
         default = type(self).model_fields["weight_decay_method"]
         return ", ".join(
@@ -182,7 +196,7 @@ class Recipe(Section):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return every setting, by the names that a config uses."""
+        """Return every setting by its name in a config."""
         return dict(iter(self))
 
 

@@ -1,4 +1,6 @@
-"""Recipe of Adafactor: second moments of whole matrices, as a column times a row."""
+"""The recipe of Adafactor: second moments of whole matrices, as the product of a column and
+a row.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ from ds_layerwise.recipes.base.recipe import (
 )
 from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
 
-#: Largest sum of elements of matrices of a stack that are updated together; one may be larger.
-#: Enough to fill an accelerator.
+#: The largest number of elements in matrices of a stack that are updated together, enough to fill
+#: an accelerator; one matrix may be larger.
 MAX_BATCH_NUMEL = 16 * 2**20
 
 
 class Adafactor(Recipe):
-    """Adafactor of whole matrices, as :class:`torch.optim.Adafactor`; see
+    """Adafactor for whole matrices, as in :class:`torch.optim.Adafactor`; see
     :mod:`ds_layerwise.optimizers.rules.adafactor`.
     """
 
@@ -34,16 +36,16 @@ class Adafactor(Recipe):
     family = "adafactor"
 
     beta2_decay: Annotated[float, Field(le=0)] = -0.8
-    """At step t, the second moments take t to this power of the new one."""
+    """At step t, the weight of the new value in the second moments is t to this power."""
     eps1: Positive = 2.0**-23
-    """The least root of a second moment, and the least mean of one."""
+    """The lowest root of a second moment, and the lowest mean of second moments."""
     eps2: NonNegative = 1e-3
-    """The least size of a matrix that its step is measured by."""
+    """The lowest size of a matrix in the computation of its step."""
     clip_threshold: Annotated[float, Field(ge=1)] = 1.0
     """The largest root mean square of an update before it is scaled; torch's ``d``."""
 
     def states(self, shape: Shape) -> States:
-        """Return mean squares of rows and of columns, and the number of steps."""
+        """Return the mean squares of rows and of columns, and the number of steps."""
         *batch, rows, cols = shape
         return {
             "row_var": StateSpec((*batch, rows, 1)),
@@ -61,12 +63,16 @@ class Adafactor(Recipe):
         return most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
 
     def workspace(self, shape: Shape) -> int:
-        """Return the bytes of the updates that go together, of their decay, and of their norms."""
+        """Return the bytes of the updates that are made together, of their decay, and of their
+        norms.
+        """
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Refuse tensor shards: means of rows, of columns and of all are of a whole matrix."""
+        """Refuse tensor shards: the means of rows, of columns and of all elements need the whole
+        matrix.
+        """
         if cut_axis is None:
             return None
         return (
@@ -75,7 +81,7 @@ class Adafactor(Recipe):
         )
 
     def summary(self, hyper: HyperText) -> str:
-        """Name all settings."""
+        """Return all settings as text."""
         return (
             f"beta2_decay {self.beta2_decay:g}, eps1 {self.eps1:g}, eps2 {self.eps2:g}, "
             f"clip_threshold {self.clip_threshold:g}"

@@ -1,7 +1,7 @@
-"""Recipes of classes of ``torch.optim.Optimizer``, by path.
+"""The recipes of classes of ``torch.optim.Optimizer``, by path.
 
-Only a step of such a class can tell its states. :mod:`ds_layerwise.optimizers.foreign.probe` takes
-some on tensors without memory, and is found by its name, like rules, because it takes torch.
+Only steps of such a class show its states. :mod:`ds_layerwise.optimizers.foreign.probe` makes some
+on tensors without memory. It is imported by its name, like rules, because it needs torch.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import normalised
 from ds_layerwise.recipes.base.recipe import HyperText, Recipe, Shape, States
 
-#: Path of a class: its module, a colon, its name.
+#: The path of a class: its module, a colon, its name.
 PATH = r"^[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*$"
 
 
 def _arguments(value: object) -> object:
     if isinstance(value, tuple):
-        # As this function has made it.
+        # The value is already a result of this function.
         return value
     if not isinstance(value, Mapping):
         raise PydanticCustomError("dict_type", "no keyword arguments")
@@ -59,13 +59,13 @@ Arguments = Annotated[
 class AnyTorch(Recipe):
     """A class of ``torch.optim.Optimizer``, with its own arguments.
 
-    Its ``lr`` and, where it has one, its ``weight_decay`` are those of the parameter group, so that
-    schedules move them; where it has none, weight decay is decoupled, beside it. A subclass stands
-    for one path.
+    Its ``lr`` and, if it has one, its ``weight_decay`` are those of the parameter group, so that
+    schedulers move them. If it has none, decoupled weight decay is added. A subclass stands for one
+    path.
     """
 
     params_key: ClassVar[str]
-    """The name of the field that has its arguments."""
+    """The name of the field with its arguments."""
 
     @model_validator(mode="after")
     def _decays_by_itself(self) -> AnyTorch:
@@ -79,35 +79,35 @@ class AnyTorch(Recipe):
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return a call that makes an equal recipe in another process, which has no module to find
-        its type in: stages of a pipeline send each other their routes.
+        """Return a call that makes an equal recipe in another process. That process has no module
+        with this type, and pipeline stages send each other their routes.
         """
         return _again, (self.rule, self.whole, self.model_dump(exclude_unset=True))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of the class, beside ``lr`` and ``weight_decay``."""
+        """The arguments of the class, without ``lr`` and ``weight_decay``."""
         return dict(getattr(self, self.params_key))
 
     def wants(self, key: str) -> bool:
-        """Tell whether the class has an argument ``key`` that nobody has given."""
+        """Tell whether the class has an argument ``key`` that is not set."""
         return key not in self.arguments and key in signature(_probe().class_of(self)).parameters
 
     def states(self, shape: Shape) -> States:
-        """Return the states that a probe of the class has kept."""
+        """Return the states that a probe of the class has found."""
         states: States = _probe().kept_of(self, shape).specs()
         return states
 
     def work(self, shape: Shape) -> int:
-        """Return the FLOPs of the matrix products of a step, as counted in a probe; decompositions
-        count for none.
+        """Return the FLOPs of the matrix products of a step, counted in a probe. Decompositions do
+        not count.
         """
         flops: int = _probe().kept_of(self, shape).flops
         return flops
 
     def workspace(self, shape: Shape) -> int:
         """Return the bytes of a copy of the gradient, which a class may write to, and of two more
-        tensors like it, as AdamW takes.
+        tensors of its size, as AdamW needs.
         """
         return 3 * super().workspace(shape)
 
@@ -126,25 +126,25 @@ class AnyTorch(Recipe):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """True: only the class knows which rates are right, and nothing says that they differ."""
+        """True, because nothing is known about the rates of the class."""
         return True
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the arguments."""
+        """Return the arguments as text."""
         return ", ".join(f"{key} {value}" for key, value in self.arguments.items())
 
 
 class WholeTorch(AnyTorch):
-    """Recipe of a class on whole matrices."""
+    """The recipe of a class on whole matrices."""
 
     whole = True
     params_key = "matrix_params"
     matrix_params: Arguments = ()
-    """Keyword arguments of ``matrix_optimizer``, where that is a class."""
+    """The keyword arguments of ``matrix_optimizer``, if that is a class."""
 
 
 class ElementTorch(AnyTorch):
-    """Recipe of a class that updates every element as if it were alone: parameters may be cut
+    """The recipe of a class that updates every element independently, so that parameters may be cut
     anywhere.
     """
 
@@ -152,10 +152,10 @@ class ElementTorch(AnyTorch):
     lr_ratio = "scalar_lr_ratio"
     params_key = "scalar_params"
     scalar_params: Arguments = ()
-    """Keyword arguments of ``scalar_optimizer``, where that is a class."""
+    """The keyword arguments of ``scalar_optimizer``, if that is a class."""
 
 
-#: Names of optimizers in a config, beside those of the registry.
+#: The names of optimizers in a config, in addition to those of the registry.
 Path = Annotated[
     str,
     Field(pattern=PATH, json_schema_extra={"expects": "the path of a class, package.module:Class"}),
@@ -164,7 +164,7 @@ Path = Annotated[
 
 @lru_cache(maxsize=None)
 def any_of(*named: str) -> Any:
-    """Return the type of a key that takes one of ``named``, or the path of a class."""
+    """Return the type of a key that allows one of ``named``, or the path of a class."""
     return Literal[named] | Path
 
 
@@ -174,7 +174,9 @@ def is_path(name: object) -> bool:
 
 
 def path_of(kind: type) -> str:
-    """Return the path of the class ``kind`` in a config: by the outermost package that has it."""
+    """Return the path of the class ``kind`` in a config: in the outermost package that
+    exports it.
+    """
     name = kind.__qualname__.rpartition(".")[2]
     module = ""
     for part in kind.__module__.split("."):
@@ -185,9 +187,9 @@ def path_of(kind: type) -> str:
 
 
 def family_at(path: str) -> str:
-    """Return the one name of the class at ``path``, however a config spells it: as :func:`path_of`,
-    and of a script by the name with which another one imports it. Nothing is imported; a path that
-    is no class by now stays as it is.
+    """Return the unique name of the class at ``path``, however a config writes it: the result of
+    :func:`path_of`; for a class of the script, the name with which other scripts import it. Nothing
+    is imported. If there is no class at ``path`` now, it is returned unchanged.
     """
     module, _, name = path.partition(":")
     kind = getattr(sys.modules.get(module), name, None) if name else None
@@ -198,11 +200,12 @@ def family_at(path: str) -> str:
 
 
 def are_one_family(saved: str, own: str) -> bool:
-    """Tell whether the family ``saved`` of a checkpoint is ``own`` of this run, both as
-    :func:`family_at` has them.
+    """Tell whether the family ``saved`` of a checkpoint is ``own`` of this run. Both are results of
+    :func:`family_at`.
 
-    A script may have another name by now, or be started as a module: a class of the script at hand
-    is the one of its name in a module that is neither loaded nor of an installed package.
+    A script may have been renamed since, or be started as a module. So a class of the running
+    script matches a class of the same name in a module that is neither loaded nor part of an
+    installed package.
     """
     was, _, name = saved.rpartition(":")
     script, _, own_name = own.rpartition(":")
@@ -227,7 +230,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _name_of_script() -> str:
-    """Return the name with which another script imports the one that runs."""
+    """Return the name with which other scripts import the running one."""
     script = sys.modules["__main__"]
     if spec := getattr(script, "__spec__", None):
         return str(spec.name)
@@ -239,13 +242,13 @@ def _name_of_script() -> str:
 
 @lru_cache(maxsize=None)
 def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
-    """Return the recipe of the class at ``path``, whose states are of use to that class alone."""
+    """Return the recipe of the class at ``path``. Only that class can use its states."""
     recipe: type[AnyTorch] = subclass(WholeTorch if whole else ElementTorch, path)
     return recipe
 
 
 def subclass(base: type[AnyTorch], path: str, **values: Any) -> Any:
-    """Return a subclass of ``base`` for a class by its path, with ``values`` of class variables."""
+    """Return a subclass of ``base`` for a class by its path, with ``values`` as class variables."""
     body = {"rule": path, "family": path, "__module__": __name__, "__doc__": base.__doc__, **values}
     metaclass: Any = type(base)
     return metaclass(path, (base,), body)

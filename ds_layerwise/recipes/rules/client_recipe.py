@@ -1,4 +1,4 @@
-"""Recipes of optimizer objects that a script gives to ``deepspeed.initialize``: one for each
+"""The recipes of optimizer objects that a script passes to ``deepspeed.initialize``: one for each
 parameter group.
 """
 
@@ -12,7 +12,7 @@ from ds_layerwise.recipes.base.fields import Section
 from ds_layerwise.recipes.base.recipe import HyperText
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch, subclass
 
-#: Ownership of a rank: whole parameters, or as many elements of each as any other rank.
+#: The unit of ownership: whole parameters, or an equal share of the elements of each.
 ClientSplit = Literal["whole", "element"]
 
 #: The key of a parameter group, and of the section below.
@@ -20,28 +20,29 @@ SPLIT = "split"
 
 
 class ClientOptimizerConfig(Section):
-    """``layerwise.client_optimizer``: settings of an optimizer object beside its own."""
+    """``layerwise.client_optimizer``: settings for an optimizer object, in addition to its own."""
 
     example = "{'split': 'whole'}"
 
     split: ClientSplit = "whole"
-    """Ownership of a rank: whole parameters, or "element", evenly cut pieces, which an element-wise
-    class can update. A parameter group that says ``split`` says it for itself."""
+    """The unit of ownership: whole parameters, or "element" for evenly cut pieces, which an
+    element-wise class can update. A ``split`` in a parameter group replaces it for that group.
+    """
 
 
 class ClientTorch(AnyTorch):
-    """The class of an optimizer object, as one of its parameter groups has set it. A subclass
-    stands for one group.
+    """The class of an optimizer object, with the settings of one of its parameter groups. A
+    subclass stands for one group.
 
-    Shapes that it sees are those of the parameters themselves, whatever their number of axes.
+    It sees parameters in their own shapes, with any number of axes.
     """
 
     prototype: ClassVar[Any]
-    """Makes optimizers like the object; see
+    """The maker of optimizers like the object; see
     :class:`ds_layerwise.optimizers.foreign.client_object.Prototype`.
     """
     told: ClassVar[Mapping[str, str]] = {}
-    """Settings of the group by name, as text that is equal on ranks that were given the same."""
+    """The settings of the group by name, as text that is equal on ranks with the same settings."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -49,21 +50,21 @@ class ClientTorch(AnyTorch):
         return dict(self.told)
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the settings of the group, but for switches that are off."""
+        """Return the settings of the group as text, without switches that are off."""
         return ", ".join(
             f"{key} {value}" for key, value in self.told.items() if value not in ("None", "False")
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings of the group; overrides can change none of them."""
+        """Return the settings of the group. Overrides cannot change any of them."""
         return dict(self.told)
 
 
 def client_recipe(
     path: str, prototype: Any, told: Mapping[str, str], *, split: ClientSplit
 ) -> ClientTorch:
-    """Return the recipe of one group of an object whose class is at ``path``. Its states are of use
-    to that class alone.
+    """Return the recipe of one group of an object whose class is at ``path``. Only that class can
+    use its states.
     """
     whole = split == "whole"
     kind = subclass(ClientTorch, path, whole=whole, prototype=prototype, told=dict(told))
@@ -72,7 +73,7 @@ def client_recipe(
 
 
 def check_override(name: str, changes: Mapping[str, Any]) -> None:
-    """Refuse what overrides cannot say of a parameter of a client optimizer.
+    """Refuse override keys that are not possible for a parameter of a client optimizer.
 
     Raises:
         ConfigError: names the key.

@@ -1,4 +1,4 @@
-"""Recipes that update every element as if it were alone: AdamW, Adam, Lion, SGD, Signum, LaProp,
+"""The recipes that update every element independently: AdamW, Adam, Lion, SGD, Signum, LaProp,
 AdEMAMix.
 """
 
@@ -20,19 +20,19 @@ from ds_layerwise.recipes.base.recipe import (
     WeightDecayMethod,
 )
 
-#: Number of steps; 0 for none.
+#: A number of steps; 0 for none.
 Steps = Annotated[int, Field(ge=0, le=2**31 - 1)]
 
 
 class Elementwise(Recipe):
-    """Recipe of parameters that may be cut anywhere, with the rate ``adam_lr``."""
+    """A recipe of parameters that may be cut anywhere, with the rate ``adam_lr``."""
 
     whole = False
     lr_ratio = "scalar_lr_ratio"
 
 
 class TwoMoments(Elementwise, KeptMoments):
-    """Recipe with two averages, and a count of steps."""
+    """A recipe with two averages and a count of steps."""
 
     hyper = ("betas", "eps")
 
@@ -60,7 +60,7 @@ class AdamW(Adam):
 
 
 class Lion(Elementwise, KeptAverage):
-    """Sign of a moving average, with decoupled weight decay (arXiv 2302.06675)."""
+    """Lion: the sign of a moving average, with decoupled weight decay (arXiv 2302.06675)."""
 
     rule = "lion"
     family = "lion"
@@ -72,13 +72,13 @@ class Lion(Elementwise, KeptAverage):
         return self.like(shape, "exp_avg")
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """Return the second of the betas, with which the average follows."""
+        """Return the second of ``betas``, with which the average is updated."""
         return float(hyper["betas"][1])
 
 
 class Sgd(Elementwise, KeptMomentum):
     """SGD with momentum and L2 regularisation, as :class:`torch.optim.SGD`. The momentum is a sum,
-    no average.
+    not an average.
     """
 
     rule = "sgd"
@@ -93,7 +93,7 @@ class Sgd(Elementwise, KeptMomentum):
 
 
 class Signum(Elementwise, KeptMomentum):
-    """Sign of the momentum (arXiv 1802.04434), as emerging_optimizers 0.5 has it."""
+    """Signum: the sign of the momentum (arXiv 1802.04434), as in emerging_optimizers 0.5."""
 
     rule = "signum"
     family = "signum"
@@ -102,21 +102,21 @@ class Signum(Elementwise, KeptMomentum):
 
     nesterov: bool = False
     correct_bias: bool = True
-    """Only matters with ``nesterov``: a sign has no size that could be corrected."""
+    """It has an effect only with ``nesterov``: a sign has no size to correct."""
 
     def states(self, shape: Shape) -> States:
         """Return one average, and the number of steps."""
         return {**self.like(shape, "momentum_buffer"), **COUNT}
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the momentum and the kind of sign."""
+        """Return the momentum and the kind of sign as text."""
         uncorrected = " without correction of bias" * (not self.correct_bias)
         return super().summary(hyper) + f", nesterov{uncorrected}" * self.nesterov
 
 
 class LaProp(TwoMoments):
-    """Momentum of normalised gradients (arXiv 2002.04839): the order of Adam's two averages turned
-    round.
+    """LaProp: the momentum of normalised gradients (arXiv 2002.04839), with Adam's two averages in
+    reverse order.
     """
 
     rule = "laprop"
@@ -125,26 +125,26 @@ class LaProp(TwoMoments):
     correct_bias: bool = True
 
     def summary(self, hyper: HyperText) -> str:
-        """Name betas and eps, and tell if averages are not corrected."""
+        """Return betas and eps as text, and whether averages lack the bias correction."""
         return super().summary(hyper) + ", without correction of bias" * (not self.correct_bias)
 
 
 class AdEMAMix(TwoMoments):
-    """Adam with a second, slow average of the gradient (arXiv 2409.03137)."""
+    """AdEMAMix: Adam with an additional, slow average of the gradient (arXiv 2409.03137)."""
 
     rule = "ademamix"
     family = "ademamix"
     gradient_average = "exp_avg"
 
     alpha: NonNegative = 5.0
-    """Weight of the slow average, over the fast one."""
+    """The weight of the slow average relative to the fast one."""
     beta3: Decay = 0.9999
-    """Share of the slow average that is kept at a step."""
+    """The fraction of the slow average that is kept at a step."""
     alpha_warmup_steps: Steps = 0
-    """Steps over which ``alpha`` grows from 0; the paper takes all steps of the run."""
+    """The number of steps over which ``alpha`` grows from 0; in the paper, all steps of the run."""
     beta3_warmup_steps: Steps = 0
-    """Steps over which ``beta3`` grows from the first of ``betas``; the paper takes all steps of
-    the run.
+    """The number of steps over which ``beta3`` grows from the first of ``betas``; in the paper, all
+    steps of the run.
     """
 
     def states(self, shape: Shape) -> States:
@@ -152,7 +152,7 @@ class AdEMAMix(TwoMoments):
         return {**self.like(shape, "exp_avg", "exp_avg_sq", "exp_avg_slow"), **COUNT}
 
     def summary(self, hyper: HyperText) -> str:
-        """Name betas and eps, and the share and the weight of the slow average."""
+        """Return betas and eps, and the decay and the weight of the slow average, as text."""
 
         def warm(steps: int) -> str:
             if steps:

@@ -1,4 +1,4 @@
-"""Costs of optimizers with a matrix of second moments for each side: Shampoo, SOAP, KL-SOAP."""
+"""The costs of optimizers with a matrix of second moments for each side: Shampoo, SOAP, KL-SOAP."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from ds_layerwise.recipes.base.low_bit_settings import KeptMoments
 from ds_layerwise.recipes.base.recipe import COUNT, Axis, Shape, States, StateSpec
 from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
 
-#: Largest sum of elements of squares (side, side) that are factorised together, out of one stack;
-#: one may be larger. Beyond sides of about a thousand a batch saves no launches worth the memory.
+#: The largest number of elements in squares (side, side) of one stack that are factorised together;
+#: one square may be larger. Beyond sides of about a thousand, the launches that a batch saves are
+#: not worth the memory.
 MAX_BATCH_NUMEL = 2**20
 
-#: FLOPs of an eigendecomposition of a symmetric matrix with its vectors, over the cube of its side:
-#: the symmetric QR algorithm, Golub and Van Loan, Matrix Computations, section 8.3.
+#: The FLOPs of an eigendecomposition with vectors of a symmetric matrix, divided by the cube of its
+#: side: the symmetric QR algorithm, Golub and Van Loan, Matrix Computations, section 8.3.
 EIGH_FLOPS = 9
 
 
 def qr_flops(side: int) -> int:
-    """Return the FLOPs of the QR decomposition of a square matrix by reflections, with Q written
-    out: 4/3 of the cube for each.
+    """Return the FLOPs of the QR decomposition of a square matrix by reflections, and of forming Q:
+    4/3 of the cube for each.
     """
     return 8 * side**3 // 3
 
 
 class Kronecker(KeptMoments):
-    """Settings and costs of Shampoo and its relatives.
+    """The settings and costs of Shampoo and related optimizers.
 
     A matrix of (rows, cols) has the factors ``L`` (rows, rows) and ``R`` (cols, cols), moving
-    averages of G Gᵀ and Gᵀ G, of which something dear is computed now and then.
+    averages of G Gᵀ and Gᵀ G. An expensive function of them is computed every few steps.
     """
 
     whole = True
@@ -38,18 +39,18 @@ class Kronecker(KeptMoments):
     hyper = ("betas", "eps")
 
     shampoo_beta: Decay = 0.95
-    """Share of the averages ``L`` and ``R`` that is kept at a step."""
+    """The fraction of the averages ``L`` and ``R`` that is kept at a step."""
     precondition_frequency: Count = 10
-    """Bases, or roots, are computed anew at the first step and every so many after it."""
+    """The bases, or roots, are recomputed at the first step, and every this many steps after it."""
     max_side: Count = 10_000
-    """A longer side has no factor: the update is preconditioned from the other side alone."""
+    """A longer side has no factor: the update is preconditioned only from the other side."""
     correct_bias: bool = True
-    """Count all averages from zero, so that the first steps are not too small; ``L`` and ``R``,
-    too.
+    """Correct the bias of all averages towards zero, also of ``L`` and ``R``, so that the first
+    steps are not too small.
     """
     max_update_rms: Annotated[NonNegative | None, OR_NULL] = 1.0
-    """The update of a matrix is scaled down to this root mean square, before the learning rate; 0
-    or null: never.
+    """The largest root mean square of the update of a matrix before the learning rate; larger
+    updates are scaled down. 0 or null for no limit.
     """
 
     def sides(self, shape: Shape) -> dict[str, int]:
@@ -75,11 +76,11 @@ class Kronecker(KeptMoments):
         return {**self.like(shape, *names), **COUNT}
 
     def products(self, shape: Shape) -> int:
-        """Return the FLOPs of a product with each factor, of all matrices."""
+        """Return the FLOPs of a product with each factor, for all matrices."""
         return 2 * math.prod(shape) * sum(self.sides(shape).values())
 
     def decaying(self, shape: Shape) -> int:
-        """Return the bytes that weight decay takes: with l2 a copy of the gradient, cautious two of
+        """Return the bytes that weight decay needs: with l2 a copy of the gradient, cautious two of
         an update.
         """
         *_, rows, cols = shape
@@ -93,14 +94,14 @@ class Kronecker(KeptMoments):
         return most_together(math.prod(shape[:-2]), max(shape[-2:]) ** 2, MAX_BATCH_NUMEL)
 
     def update_limit(self) -> str:
-        """Name ``max_update_rms`` for the start-up table; empty for none."""
+        """Return ``max_update_rms`` as text for the start-up table; empty if there is no limit."""
         if self.max_update_rms:
             return f", RMS up to {self.max_update_rms:g}"
         return ""
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Refuse tensor shards, whose factors no rank could form alone, and matrices without a side
-        that has a factor.
+        """Refuse tensor shards, because no rank alone could form their factors, and matrices in
+        which no side has a factor.
         """
         if cut_axis is not None:
             return (

@@ -1,4 +1,4 @@
-"""Recipes of the Muon family: momenta of whole matrices, orthogonalised by Newton-Schulz."""
+"""The recipes of the Muon family: momenta of whole matrices, orthogonalised by Newton-Schulz."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
 ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
 TpMode = Literal["duplicated", "distributed", "blockwise"]
 Line = Literal["row", "column", "longer_side"]
-#: Coefficients of one step a row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
+#: The coefficients of one step per row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
 Rows = tuple[tuple[float, float, float], ...]
 
 
 class Orthogonalized(UpdateHooks, KeptMomentum):
-    """Settings of a momentum and of its orthogonalisation; see
+    """The settings of a momentum and of its orthogonalisation; see
     :class:`ds_layerwise.optimizers.rules.muon_family.Orthogonalized`.
     """
 
@@ -46,7 +46,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     ] = "simple"
     ns_dtype: NsDtype = "auto"
     muon_tp_mode: TpMode = "duplicated"
-    """Treatment of matrices that tensor parallelism has cut; see
+    """The method for matrices that tensor parallelism has cut; see
     :mod:`.orthogonalize.tensor_shards`.
     """
 
@@ -62,8 +62,8 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         ) + self.hook_flops(shape)
 
     def workspace(self, shape: Shape) -> int:
-        """Return the bytes of Newton-Schulz on as many matrices as go through it together, with l2
-        also of the gradients that weight decay changes; or the bytes of the hook after it.
+        """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
+        of the changed gradients; or the bytes of the hook after it, if these are more.
         """
         return max(
             newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
@@ -77,21 +77,23 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """False unless a recipe says otherwise."""
+        """False unless a subclass overrides it."""
         return False
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the momentum, the scale of the update, and the hooks."""
+        """Return the momentum, the scale of the update, and the hooks as text."""
         nesterov = ", nesterov" * self.nesterov
         return f"momentum {hyper('momentum')}{nesterov}{self.scale_summary()}{self.hook_summary()}"
 
     def scale_summary(self) -> str:
-        """Return a recipe's own part of :meth:`summary`: empty, or a text after a comma."""
+        """Return the recipe's own part of :meth:`summary`: empty, or a text that starts with a
+        comma.
+        """
         return ""
 
 
 class Scaled(Orthogonalized):
-    """Orthogonalised momentum that is scaled by the shape of its matrix."""
+    """An orthogonalised momentum that is scaled by the shape of its matrix."""
 
     as_adamw = "scale_mode to 'match_rms_adamw'"
     sized_by = ("scale_mode", "extra_scale_factor")
@@ -102,15 +104,15 @@ class Scaled(Orthogonalized):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """True with ``scale_mode`` "match_rms_adamw", or what is the same: "spectral", and 0.2
-        times that; unless a hook decides how large updates are.
+        """True with ``scale_mode`` "match_rms_adamw", or its equivalent, "spectral" with a factor
+        of 0.2; unless a hook determines the size of updates.
         """
         scale = (self.scale_mode, self.extra_scale_factor)
         same = self.scale_mode == "match_rms_adamw" or scale == ("spectral", 0.2)
         return same and self.sizing_hook is None
 
     def scale_summary(self) -> str:
-        """Name the scale, unless a hook replaces it."""
+        """Return the scale as text, unless a hook replaces it."""
         if self.sizing_hook is not None:
             return ""
         return f", scale_mode {self.scale_mode}{_times(self.extra_scale_factor)}"
@@ -132,20 +134,20 @@ class Muon(Scaled):
 
 
 class Adaptive(Scaled):
-    """Orthogonalised momentum that is divided by the root of a second moment."""
+    """An orthogonalised momentum that is divided by the root of a second moment."""
 
     moment2_beta: Decay = 0.95
-    """Share of the second moment that is kept at a step."""
+    """The fraction of the second moment that is kept at a step."""
     moment2_eps: Positive = 1e-8
     """Added to the root of the second moment."""
 
     def scale_summary(self) -> str:
-        """Name the scale, and the average."""
+        """Return the scale and the average as text."""
         return f"{super().scale_summary()}, moment2_beta {self.moment2_beta:g}"
 
 
 class NorMuon(Adaptive):
-    """Muon whose rows are evened out by a second moment of each; see
+    """Muon whose rows are normalised by a second moment of each; see
     :class:`ds_layerwise.optimizers.rules.muon_family.NorMuon`.
     """
 
@@ -153,9 +155,10 @@ class NorMuon(Adaptive):
     family = "normuon"
 
     moment2_per: Line = "row"
-    """Lines that have a second moment: each row, each column, or each of those of which there are
-    more. A row is a neuron of a layer that holds (outputs, inputs), as ``nn.Linear`` does; of
-    transformers' ``Conv1D`` that is a column."""
+    """The lines that have a second moment: each row, each column, or each of whichever are more. In
+    a layer that stores (outputs, inputs), such as ``nn.Linear``, a row is a neuron; in
+    transformers' ``Conv1D`` a column is.
+    """
 
     def states(self, shape: Shape) -> States:
         """Return the momentum, and a number for each row, or column."""
@@ -164,14 +167,14 @@ class NorMuon(Adaptive):
         return {**super().states(shape), "moment2_buffer": StateSpec(moment2)}
 
     def axis(self, rows: int, cols: int) -> Axis:
-        """Return the axis of a ``(rows, cols)`` matrix that squares are averaged over."""
+        """Return the axis of a ``(rows, cols)`` matrix over which squares are averaged."""
         per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
         if per_row:
             return -1
         return -2
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Refuse "longer_side" for a matrix that is cut: its parts cannot tell the longer side."""
+        """Refuse "longer_side" for a matrix that is cut: its parts do not show the longer side."""
         if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
             return None
         line = "row" if shape[-2] >= shape[-1] else "column"
@@ -181,12 +184,12 @@ class NorMuon(Adaptive):
         )
 
     def scale_summary(self) -> str:
-        """Name the scale, and the average."""
+        """Return the scale and the average as text."""
         return f"{super().scale_summary()} per {self.moment2_per}"
 
 
 class AdaMuon(Adaptive):
-    """Muon divided by the root of a second moment for every element; see
+    """Muon divided by the root of a second moment of every element; see
     :class:`ds_layerwise.optimizers.rules.muon_family.AdaMuon`.
     """
 
@@ -195,11 +198,11 @@ class AdaMuon(Adaptive):
 
     scale_mode: ScaleMode = "match_rms_adamw"
     moment2_rescale: bool = True
-    """Bring what was divided back to the Frobenius norm of an orthogonal matrix, the root of its
-    shorter side.
+    """Rescale the quotient to the Frobenius norm of an orthogonal matrix, the root of its shorter
+    side.
     """
     sign_momentum: bool = False
-    """Orthogonalise the signs of the momentum, not the momentum."""
+    """Orthogonalise the signs of the momentum instead of the momentum."""
 
     def states(self, shape: Shape) -> States:
         """Return two states of the parameter's shape."""
@@ -211,13 +214,13 @@ class AdaMuon(Adaptive):
         return super().takes_rate_of_adamw and self.moment2_rescale
 
     def scale_summary(self) -> str:
-        """Name the scale, the average, and the settings."""
+        """Return the scale, the average, and the settings as text."""
         rescale = ", not rescaled" * (not self.moment2_rescale)
         return f"{super().scale_summary()}{rescale}{', of signs' * self.sign_momentum}"
 
 
 class Namo(Adaptive):
-    """Muon scaled by the norm of the momentum over that of gradients; see
+    """Muon scaled by the norm of the momentum divided by that of gradients; see
     :class:`ds_layerwise.optimizers.rules.muon_family.Namo`.
     """
 
@@ -240,7 +243,7 @@ class Namo(Adaptive):
 
 
 class PolarGrad(Orthogonalized):
-    """Muon scaled by the nuclear norm of the momentum, steepest descent in the spectral norm; see
+    """Muon scaled by the nuclear norm of the momentum: steepest descent in the spectral norm; see
     :class:`ds_layerwise.optimizers.rules.muon_family.PolarGrad`.
     """
 
@@ -251,7 +254,7 @@ class PolarGrad(Orthogonalized):
     extra_scale_factor: Positive = 1.0
 
     def scale_summary(self) -> str:
-        """Name the scale."""
+        """Return the scale as text."""
         return f", nuclear norm{_times(self.extra_scale_factor)}"
 
 
@@ -266,10 +269,11 @@ class Scion(Orthogonalized):
 
     nesterov: bool = False
     spectral_radius: Positive = 1.0
-    """Spectral norm of the ball, in units of the root of rows over columns."""
+    """The spectral norm of the ball, in units of the root of rows over columns."""
     constrained: bool = True
-    """Stay in the ball: weights decay by the learning rate, whatever ``weight_decay`` says. False:
-    the ball bounds the update alone, and weights decay as for every other optimizer."""
+    """Stay in the ball: weights decay by the learning rate, and ``weight_decay`` has no effect.
+    False: the ball only bounds the update, and weights decay as in every other optimizer.
+    """
 
     @model_validator(mode="after")
     def _stays_in_the_ball(self) -> Scion:
@@ -290,6 +294,6 @@ class Scion(Orthogonalized):
         return None
 
     def scale_summary(self) -> str:
-        """Name the radius, and tell whether it bounds weights."""
+        """Return the radius as text, and whether it bounds weights."""
         constrained = "constrained" if self.constrained else "unconstrained"
         return f", spectral_radius {self.spectral_radius:g}, {constrained}"

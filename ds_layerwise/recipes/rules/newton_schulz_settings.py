@@ -1,4 +1,4 @@
-"""Segments, FLOPs and bytes of a Newton-Schulz iteration."""
+"""The segments, FLOPs and bytes of a Newton-Schulz iteration."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from ds_layerwise.recipes.base.recipe import Shape
 
 NsMethod = Literal["gram", "standard"]
 
-#: Largest sum of elements of matrices that go through the products together on an accelerator; one
-#: may be larger.
+#: The largest number of elements in matrices that share products on an accelerator; one matrix may
+#: be larger.
 MAX_BATCH_NUMEL = 64 * 2**20
 
-#: Sum of elements up to which matrices of other buckets join those of one: enough to fill an
-#: accelerator.
+#: The number of elements up to which matrices of other buckets are added to those of a bucket,
+#: enough to fill an accelerator.
 FULL_BATCH_NUMEL = 16 * 2**20
 
-#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. Where a
-#: matrix starts in memory changes the last bits of a product on a CPU; now every matrix of a batch
-#: starts like one that is alone.
+#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. On a CPU,
+#: the start of a matrix in memory changes the last bits of a product; with this padding, every
+#: matrix of a batch starts as it would alone.
 ALIGNMENT = 16
 
 
 def newton_schulz_flops(
     rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1
 ) -> int:
-    """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``, a product of m x k
-    and k x n counted as 2mnk.
+    """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``. A product of m x k
+    and k x n counts as 2mnk.
 
     ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square
     matrices run as ``standard``, as in DeepSpeed.
@@ -52,11 +52,11 @@ def newton_schulz_flops(
 
 
 def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
-    """Return the lengths of the runs of steps after which the Gram matrix is formed anew.
+    """Return the lengths of the segments of steps. Each segment recomputes the Gram matrix.
 
-    Two steps first; then every two in bf16, and in fp16 where there are more than five, else every
-    three. Five steps in fp16 or float32 so restart once.
-    :mod:`ds_layerwise.orthogonalize.newton_schulz` has the measurements behind it.
+    The first segment has two steps. Later ones have two steps in bf16, and in fp16 if there are
+    more than five steps, else three. So five steps in fp16 or float32 restart once.
+    :mod:`ds_layerwise.orthogonalize.newton_schulz` has the measurements.
     """
     every = 2 if bf16 or (fp16 and steps > 5) else 3
     starts = [0, *range(2, steps, every)]
@@ -64,24 +64,23 @@ def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tupl
 
 
 def most_together(count: int, numel: int, most: int) -> int:
-    """Return the number of ``count`` matrices of ``numel`` elements that go together: one, or up to
-    ``most`` elements.
+    """Return how many of ``count`` matrices of ``numel`` elements go together: as many as fit into
+    ``most`` elements, at least one.
     """
     return min(count, max(1, most // numel))
 
 
 def newton_schulz_workspace(shape: Shape, *, beside: int = 0) -> int:
-    """Return the most bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` takes, as
-    many as go together on an accelerator; a CPU takes no more at a time.
+    """Return the most bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` needs,
+    for the batch size of an accelerator. A CPU needs no more at a time.
 
-    The direction and what goes into the iteration, and beside them either the two matrices of that
-    shape that it goes between and two of its small squares, or one matrix and the four squares that
-    ``gram`` goes between; all in float32, of which half precision takes half to two thirds. Without
-    what tensor-parallel ranks gather, and the 16 elements more that a row of some squares has on a
-    CPU.
+    Counted are the direction and the input of the iteration, and in addition either two matrices of
+    that shape and two of the small squares, or one matrix and the four squares of ``gram``. All are
+    counted as float32; half precision takes half to two thirds. Not counted are the gathered data
+    of tensor-parallel ranks, and 16 additional elements per row of some squares on a CPU.
 
     Args:
-        beside: how many more matrices of that shape are held while those that go together do.
+        beside: the number of further matrices of that shape that are held at the same time.
     """
     *batch, rows, cols = shape
     together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)

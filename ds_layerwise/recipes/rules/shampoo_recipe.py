@@ -1,4 +1,4 @@
-"""Recipe of Shampoo: the momentum between inverse roots of its factors."""
+"""The recipe of Shampoo: the momentum multiplied by inverse roots of its factors."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ class Shampoo(Kronecker):
     as_adamw = "grafting to 'adam'"
 
     grafting: Grafting = "adam"
-    """The norm of the update of a matrix: "adam", that of Adam's update; "none", its own."""
+    """The norm of the update of a matrix: "adam" for that of Adam's update, "none" for its own."""
     statistics: Statistics = "average"
-    """Kind of ``L`` and ``R``: "average" over steps by ``shampoo_beta``, or "sum", as AdaGrad has
-    it.
+    """The kind of ``L`` and ``R``: "average" over steps with ``shampoo_beta``, or "sum", as in
+    AdaGrad.
     """
     matrix_eps: Positive = 1e-6
-    """Added to eigenvalues, times the largest of the factor, before the root."""
+    """Added to eigenvalues before the root, relative to the largest one of the factor."""
 
     def states(self, shape: Shape) -> States:
         """Return a momentum, factors and their inverse roots, the number of steps, and the second
-        moment that Adam's norm takes.
+        moment for Adam's norm.
         """
         moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
         return {**self.averages(shape, *moments), **self.squares(shape, "", "root_")}
 
     def work(self, shape: Shape) -> int:
-        """Return the FLOPs of an update: factors, the momentum between the roots, and of the roots
-        the share of one step.
+        """Return the FLOPs of an update: of the factors, of the products of momentum and roots, and
+        the share of one step in the roots.
         """
         matrices = math.prod(shape[:-2])
         roots = sum((EIGH_FLOPS + 2) * side**3 for side in self.sides(shape).values())
         return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
 
     def workspace(self, shape: Shape) -> int:
-        """Return the bytes of the update and its scale, or of the computation of the longer root.
+        """Return the bytes of the update and its scale, or of the computation of the larger root.
 
-        An eigendecomposition takes its result and twice that in LAPACK.
+        An eigendecomposition needs its result, and twice that in LAPACK.
         """
         *_, rows, cols = shape
         most = max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2)
@@ -66,7 +66,7 @@ class Shampoo(Kronecker):
         return self.grafting == "adam"
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the averages and the frequency of roots."""
+        """Return the averages and the frequency of roots as text."""
         kind = f"shampoo_beta {self.shampoo_beta:g}" if self.statistics == "average" else "sums"
         return (
             f"betas {hyper('betas')}, eps {hyper('eps')}, {kind}, roots every "

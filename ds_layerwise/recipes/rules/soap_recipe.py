@@ -1,4 +1,4 @@
-"""Recipes of SOAP and KL-SOAP: Adam in the eigenbases of Shampoo's factors."""
+"""The recipes of SOAP and KL-SOAP: Adam in the eigenbases of Shampoo's factors."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ class Soap(Kronecker):
     kl: ClassVar[bool] = False
 
     basis: Basis = "qr"
-    """Computation of new bases: "qr", by a power iteration from those before; "eigh", exactly, as
-    the first are.
+    """The method for new bases: "qr", a power iteration from the previous ones; "eigh", exact, like
+    the first ones.
     """
     power_iter_steps: Annotated[int, Field(ge=1, le=1000)] = 1
-    """Steps of the power iteration, each with a QR decomposition."""
+    """The number of steps of the power iteration, each with a QR decomposition."""
     lagged_basis: bool = True
-    """See a gradient in the bases that those before it have made, as in the paper, so that nothing
-    moves at the first step; false: in those that it has changed itself, as in
-    Emerging-Optimizers."""
+    """Use a gradient in the bases from earlier gradients, as in the paper, so that weights do not
+    change at the first step; false: in bases that include the gradient itself, as in
+    Emerging-Optimizers.
+    """
     nesterov: bool = False
 
     def states(self, shape: Shape) -> States:
@@ -41,8 +42,8 @@ class Soap(Kronecker):
         return {**self.averages(shape, "exp_avg", "exp_avg_sq"), **self.squares(shape, "", "Q_")}
 
     def work(self, shape: Shape) -> int:
-        """Return the FLOPs of an update: factors, gradient and momentum into the bases and the
-        update out of them; of the bases the share of one step.
+        """Return the FLOPs of an update: of the factors, of moving gradient, momentum and update
+        between bases, and the share of one step in the bases.
         """
         sides = self.sides(shape).values()
         bases = math.prod(shape[:-2]) * sum(map(self._basis_flops, sides))
@@ -50,17 +51,18 @@ class Soap(Kronecker):
         return products * self.products(shape) + bases // self.precondition_frequency
 
     def _basis_flops(self, side: int) -> int:
-        # The first product of a power iteration also says how to sort the old basis.
+        # The first product of a power iteration also determines the order of the old basis.
         product = 2 * side**3
         if self.basis == "eigh":
             return product + EIGH_FLOPS * side**3
         return self.power_iter_steps * (product + qr_flops(side)) + product * self.kl
 
     def workspace(self, shape: Shape) -> int:
-        """Return the bytes of Adam, or of the update that waits while the longer basis is computed.
+        """Return the bytes of Adam, or of the update that is held while the larger basis is
+        computed.
 
-        A QR decomposition takes its input and two results, an eigendecomposition its result and
-        twice that in LAPACK.
+        A QR decomposition needs its input and two results; an eigendecomposition needs its result,
+        and twice that in LAPACK.
         """
         *_, rows, cols = shape
         numel = rows * cols
@@ -71,11 +73,11 @@ class Soap(Kronecker):
 
     @property
     def takes_rate_of_adamw(self) -> bool:
-        """True: an update is AdamW's, turned."""
+        """True: an update is AdamW's, rotated."""
         return True
 
     def summary(self, hyper: HyperText) -> str:
-        """Name the averages and the computation of bases."""
+        """Return the averages and the method for bases as text."""
         return (
             f"betas {hyper('betas')}, eps {hyper('eps')}, shampoo_beta {self.shampoo_beta:g}, "
             f"bases by {self.basis} every {self.precondition_frequency} "

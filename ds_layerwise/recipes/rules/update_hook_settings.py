@@ -1,4 +1,4 @@
-"""Hooks on updates of whole matrices, and on the matrices after them: settings and costs.
+"""The settings and costs of hooks on updates of whole matrices, and on the matrices after them.
 
 The formulas are in :mod:`ds_layerwise.optimizers.rules.update_hooks`.
 """
@@ -21,27 +21,27 @@ from ds_layerwise.recipes.rules.newton_schulz_settings import (
     newton_schulz_workspace,
 )
 
-#: Share of a change that is kept.
+#: The fraction of a change that is kept.
 Share = Annotated[float, Field(ge=0, le=1)]
 
-#: Newton-Schulz steps of ``polar_express`` behind one sign in
+#: The number of Newton-Schulz steps of ``polar_express`` for one sign in
 #: :func:`.orthogonalize.spectral.capped`.
 CLIP_STEPS = 8
 
 
 class UpdateHooks(Recipe):
-    """Settings that every recipe of whole matrices may have. None and false, the defaults, do
+    """The settings that every recipe of whole matrices may have. None and false, the defaults, do
     nothing.
 
-    Each matrix of a batch counts on its own, and so does its Frobenius norm, which is that of the
-    whole matrix where tensor parallelism has cut it. No hook keeps a state.
+    Each matrix of a batch is treated by itself. Its Frobenius norm is that of the whole matrix,
+    also if tensor parallelism has cut it. No hook keeps a state.
     """
 
-    #: Settings of the size of an update, beside the learning rate. With a hook that decides it,
-    #: these must be as they are.
+    #: The settings of the size of an update, without the learning rate. With a hook that determines
+    #: the size, these must have their defaults.
     sized_by: ClassVar[tuple[str, ...]] = ()
-    #: True if updates are Muon's but for their size, so that nothing is left of the rule with such
-    #: a hook.
+    #: True if updates differ from Muon's only in their size, so that such a hook would leave
+    #: nothing of the rule.
     only_sizes: ClassVar[bool] = False
 
     hyperball: Annotated[
@@ -50,17 +50,20 @@ class UpdateHooks(Recipe):
             json_schema_extra={"may_be_null": True, "expects": "a norm greater than 0, or 'own'"}
         ),
     ] = None
-    """The Frobenius norm that matrices have from the first update on; "own": the one that each has
-    before it. The learning rate is then the length of an update relative to the matrix, and nothing
-    decays."""
+    """The Frobenius norm of matrices from the first update on; "own" is the norm that each has
+    before it. The learning rate is then the length of an update relative to the matrix, and there
+    is no weight decay.
+    """
     radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
-    """Shares that are kept of a change of the Frobenius norm: where it grows, where it shrinks."""
+    """The fractions of a change of the Frobenius norm that are kept: of a growth, and of a
+    decrease.
+    """
     relative_update: bool = False
     """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative
     length.
     """
     spectral_clip: Annotated[Positive | None, OR_NULL] = None
-    """The largest singular value that a matrix may have after an update."""
+    """The largest singular value of a matrix after an update."""
 
     @model_validator(mode="after")
     def _hooks_fit(self) -> UpdateHooks:
@@ -92,7 +95,7 @@ class UpdateHooks(Recipe):
 
     @property
     def sizing_hook(self) -> str | None:
-        """The name of the hook that decides how large an update is, if one does."""
+        """The name of the hook that determines the size of updates; None if there is none."""
         if self.hyperball is not None:
             return "hyperball"
         if self.relative_update:
@@ -101,13 +104,13 @@ class UpdateHooks(Recipe):
 
     @property
     def own_weight_decay(self) -> float | None:
-        """Zero with ``hyperball``, else that of the group."""
+        """0 with ``hyperball``; else None, for that of the group."""
         if self.hyperball is None:
             return None
         return 0.0
 
     def hook_flops(self, shape: Shape) -> int:
-        """Return the FLOPs of ``spectral_clip``; the others take none that count."""
+        """Return the FLOPs of ``spectral_clip``; the others are negligible."""
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
@@ -116,11 +119,11 @@ class UpdateHooks(Recipe):
         return math.prod(batch) * (flops(n) + flops(m) + 4 * m * m * n)
 
     def hook_workspace(self, shape: Shape) -> int:
-        """Return the most bytes that ``spectral_clip`` takes, after the update is done; the others
-        take next to none.
+        """Return the most bytes that ``spectral_clip`` needs after the update; the others need
+        almost none.
 
-        The sign of the matrices takes what their update does. The one of their squares, which are
-        six while it is made, is taken beside two matrices.
+        The sign of the matrices needs as much as their update. The sign of their squares, which
+        takes six squares while it is computed, is needed in addition to two matrices.
         """
         if self.spectral_clip is None:
             return 0
@@ -130,7 +133,9 @@ class UpdateHooks(Recipe):
         return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
 
     def hook_summary(self) -> str:
-        """Name the hooks for the start-up table; begins with a comma unless it is empty."""
+        """Return the hooks as text for the start-up table; it starts with a comma unless it is
+        empty.
+        """
         named = {
             "hyperball": self.hyperball,
             "radial_brake": self.radial_brake,
@@ -144,5 +149,5 @@ class UpdateHooks(Recipe):
 
 
 def keeps_zeros(recipe: Recipe) -> bool:
-    """Tell whether a matrix of zeros stays one, because its updates are as large as itself."""
+    """Tell whether a zero matrix stays zero, because its updates have its own norm."""
     return isinstance(recipe, UpdateHooks) and (recipe.relative_update or recipe.hyperball == "own")

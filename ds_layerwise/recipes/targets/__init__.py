@@ -1,1 +1,1 @@
-"""Parameters that settings are for: overrides, conditions, norm groups, fused parts."""
+"""The choice of parameters for settings: overrides, conditions, norm groups, fused parts."""

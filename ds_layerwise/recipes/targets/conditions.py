@@ -1,4 +1,4 @@
-"""Conditions of overrides and norm groups on names, shapes, modules and attributes."""
+"""The conditions of overrides and norm groups on names, shapes, modules and attributes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ds_layerwise.recipes.base.fields import Section
 from ds_layerwise.recipes.base.recipe import Shape
 
 Text = Annotated[str, Field(min_length=1)]
-#: One text, or several of which any will do.
+#: One text, or several of which one must match.
 Texts = Text | Annotated[tuple[Text, ...], Field(min_length=1)]
 _Whole = Annotated[int, Field(ge=0)]
-#: Sizes of all axes, None for any.
+#: The sizes of all axes, None for any size.
 _Size = Annotated[_Whole | None, Field(json_schema_extra={"expects": "a size, or null for any"})]
 Sizes = tuple[_Size, ...]
 
@@ -30,25 +30,25 @@ def _told_as(what: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Facts about one parameter that conditions ask for."""
+    """The facts about one parameter that conditions need."""
 
     name: str
     shape: Shape
-    """Sizes of the whole parameter, however many tensor-parallel ranks have cut it."""
+    """The sizes of the whole parameter, also if tensor parallelism has cut it."""
     modules: tuple[str, ...] | None = None
-    """The class names of the modules that hold it, short and qualified; None where there is no
-    model to ask.
+    """The class names of the modules that hold it, short and qualified; None if there is no
+    model.
     """
     param: Any = None
-    """The parameter itself; None where there is none to ask."""
+    """The parameter itself; None if there is none."""
 
 
 class Conditions(Section):
-    """Conditions on a parameter, of which all that are given must hold. Of a list any element will
-    do.
+    """Conditions on a parameter. All that are given must hold; of a list, one element must
+    match.
     """
 
-    #: Conditions that names and shapes alone do not answer.
+    #: The conditions that names and shapes alone do not determine.
     OF_THE_MODEL: ClassVar[tuple[str, ...]] = ("module", "attr")
 
     name: Annotated[Texts | None, _told_as("a glob over parameter names, or a list of them")] = None
@@ -60,25 +60,25 @@ class Conditions(Section):
     module: Annotated[
         Texts | None, _told_as("a glob over class names of modules, or a list of them")
     ] = None
-    """A glob over the class name of the module that holds the parameter, or over its qualified
-    one.
+    """A glob over the class name, or the qualified class name, of the module that holds the
+    parameter.
     """
     ndim: Annotated[
         _Whole | Annotated[tuple[_Whole, ...], Field(min_length=1)] | None,
         _told_as("a number of axes, or a list of them"),
     ] = None
-    """The number of its axes."""
+    """The number of axes."""
     shape: Annotated[
         Sizes | Annotated[tuple[Sizes, ...], Field(min_length=1)] | None,
         _told_as("a list of sizes, null for any, or a list of such lists"),
     ] = None
-    """The sizes of its axes, None for any."""
+    """The sizes of its axes, None for any size."""
     min_elements: Annotated[_Whole | None, _told_as("a whole number of at least 0")] = None
-    """It has this many elements at least."""
+    """The least number of elements."""
     max_elements: Annotated[_Whole | None, _told_as("a whole number of at least 0")] = None
-    """It has this many elements at most."""
+    """The largest number of elements."""
     attr: Annotated[Texts | None, _told_as("the name of an attribute, or a list of them")] = None
-    """An attribute of the parameter that is there and true."""
+    """The name of an attribute of the parameter that exists and is true."""
 
     @classmethod
     def condition_keys(cls) -> tuple[str, ...]:
@@ -92,7 +92,8 @@ class Conditions(Section):
         }
 
     def check_conditions(self, where: str, *, required: bool = True) -> None:
-        """Refuse conditions that nothing can meet, or none at all where they are ``required``.
+        """Refuse conditions that nothing can meet, and, with ``required``, an empty set of
+        conditions.
 
         Raises:
             ConfigError: names the key; ``where`` is the name of the conditions in a config.
@@ -117,11 +118,11 @@ class Conditions(Section):
             )
 
     def hold(self, facts: Facts) -> bool:
-        """Tell whether all conditions that are given hold for a parameter.
+        """Tell whether all given conditions hold for a parameter.
 
         Raises:
-            RoutingError: a condition asks what ``facts`` do not know, or an attribute is neither
-                true nor false.
+            RoutingError: ``facts`` lack something that a condition needs, or an attribute is
+                neither true nor false.
         """
         numel = math.prod(facts.shape)
         return (
@@ -137,18 +138,20 @@ class Conditions(Section):
 
     @property
     def ask_for_sizes(self) -> bool:
-        """True if they ask how long axes are."""
+        """True if a condition depends on the lengths of axes."""
         return not {"shape", "min_elements", "max_elements"}.isdisjoint(self.given())
 
     def conditions_told(self) -> str:
-        """Name the conditions for an error: the pattern alone where there is but one name."""
+        """Return the conditions as text for an error; only the pattern if there is a single
+        name.
+        """
         given = self.given()
         if given.keys() == {"name"} and isinstance(self.name, str):
             return repr(self.name)
         return ", ".join(f"{key} {_as_config(value)!r}" for key, value in given.items())
 
     def _shapes(self) -> Any:
-        # One shape has numbers in it, a list of shapes has shapes.
+        # One shape contains numbers, a list of shapes contains shapes.
         one = self.shape is not None and not any(isinstance(size, tuple) for size in self.shape)
         if one:
             return (self.shape,)
@@ -156,7 +159,7 @@ class Conditions(Section):
 
 
 def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:
-    """Tell whether any of ``wanted`` passes; None asks for nothing."""
+    """Tell whether any of ``wanted`` passes the test; True for None."""
     return wanted is None or any(map(test, each_of(wanted)))
 
 
@@ -170,10 +173,10 @@ def _in_module(facts: Facts, glob: str, wanted: Any) -> bool:
 
 
 def has_attribute(facts: Facts, attr: str) -> bool:
-    """Tell whether a parameter has an attribute of that name that is true.
+    """Tell whether a parameter has an attribute of that name with a true value.
 
     Raises:
-        RoutingError: there is no parameter to ask, or the attribute is neither true nor false.
+        RoutingError: there is no parameter, or the attribute is neither true nor false.
     """
     if facts.param is None:
         raise RoutingError(
@@ -194,7 +197,7 @@ def _fits(shape: Shape, wanted: Sizes) -> bool:
 
 
 def each_of(value: Any) -> tuple[Any, ...]:
-    """Return the values of a key that takes one or several, or None for none."""
+    """Return the values of a key that has one value or several; empty for None."""
     if value is None:
         return ()
     if isinstance(value, tuple):

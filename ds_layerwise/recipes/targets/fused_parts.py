@@ -1,10 +1,11 @@
-"""Named parts of a fused matrix, such as q, k and v of one projection, and their places.
+"""The named parts of a fused matrix, such as q, k and v of one projection, and their places.
 
 Note: the order along the axis
-    The axis is ``groups`` times the named sizes, one after the other. A part without ``heads`` is
-    one matrix, of its pieces in all groups; one with ``heads`` is that many matrices in each group.
-    So a projection that has the queries, keys and values of head 0, then those of head 1, has as
-    many groups as heads, and its queries are one matrix, or a matrix a head.
+    The axis consists of ``groups`` repetitions of the named sizes, one after the other. A part
+    without ``heads`` is one matrix, made of its pieces in all groups; a part with ``heads`` is that
+    many matrices in each group. For example, a projection may have the queries, keys and values of
+    head 0, then those of head 1. It has as many groups as heads, and its queries are one matrix, or
+    one matrix per head.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ds_layerwise.recipes.base.recipe import Axis, Recipe, Shape, States
 
 SplitAxis = Literal["out", "in"]
 
-#: Names of parts become names of states and of files.
+#: The names of parts, which become names of states and of files.
 _NAME = "[A-Za-z_][A-Za-z_0-9]*"
 
 _SIZES = 'an object like {"q": 64, "k": 16, "v": {"size": 16, "heads": 4}}'
 
-#: A shape with axes of different lengths: states of this shape are like the parameter.
+#: A shape with axes of different lengths. A state that has this shape for it is like the parameter.
 _PROBE = (3, 5)
 
 
@@ -36,17 +37,17 @@ class Part(Section):
     """A named piece of the axis."""
 
     size: Count
-    """Rows, or columns, in one group."""
+    """The number of rows, or columns, in one group."""
     heads: Annotated[Count | None, OR_NULL] = None
     """The number of matrices in each group; None for one matrix, with the pieces of all groups."""
 
 
-#: Parts in a config: a whole number is a part of that size without heads.
+#: The parts in a config: an integer is a part of that size without heads.
 Sizes = Mapping[Annotated[str, Field(pattern=f"^{_NAME}$")], Count | Part]
 
 
 class Split(NamedTuple):
-    """Parts of a parameter as an override names them; none at all leave it whole."""
+    """The parts of a parameter as named in an override. Without parts the parameter stays whole."""
 
     parts: tuple[tuple[str, Part], ...]
     axis: SplitAxis = "out"
@@ -54,7 +55,7 @@ class Split(NamedTuple):
 
     @property
     def length(self) -> int:
-        """The length of an axis that has exactly these parts."""
+        """The length of an axis that consists of these parts."""
         return self.groups * sum(part.size for _, part in self.parts)
 
     def __repr__(self) -> str:
@@ -67,10 +68,11 @@ class Split(NamedTuple):
 
 
 def _checked_sizes(where: str, given: object) -> dict[str, Part]:
-    """Return the parts that a config names under ``where``.
+    """Return the parts that a config has under ``where``.
 
     Raises:
-        ConfigError: one has no name that a file could have, or a size that cannot be.
+        ConfigError: a part has a name that is not valid in a file name, or a size that is not
+            valid.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{where} must be {_SIZES}, got {given!r}")
@@ -92,20 +94,20 @@ def _checked_sizes(where: str, given: object) -> dict[str, Part]:
 
 
 class Place(NamedTuple):
-    """Place of the elements of a part in a parameter that lies in one piece."""
+    """The place of a part's elements in a parameter that is contiguous."""
 
     shape: Shape
-    """(rows, cols) or (batch, rows, cols), as the rule sees the part."""
+    """The shape in which the rule sees the part: (rows, cols) or (batch, rows, cols)."""
     sizes: Shape
-    """``shape`` itself, or, where no strides make that, its axes in as many runs as they lie in."""
+    """``shape`` itself; or, if no strides make that shape, one axis per run in memory."""
     strides: tuple[int, ...]
-    """Strides of ``sizes``, in elements."""
+    """The strides of ``sizes``, in elements."""
     start: int
-    """The first element, counted from that of the parameter."""
+    """The offset of the first element in the parameter."""
 
     @property
     def is_view(self) -> bool:
-        """True if a rule can work where the part lies; else it works on a copy."""
+        """True if a rule can work on the part in place; False if it needs a copy."""
         return self.sizes == self.shape
 
 
@@ -114,7 +116,7 @@ class Parts:
     """The parts of every matrix in a parameter; see the note on their order."""
 
     axis: Axis
-    """The axis that is split: the rows, or the columns."""
+    """The axis that is split: rows or columns."""
     each: tuple[tuple[str, Part], ...]
     groups: int = 1
 
@@ -125,11 +127,11 @@ class Parts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the parts in their order."""
+        """The names of the parts, in order."""
         return tuple(name for name, _ in self.each)
 
     def shapes(self, shape: Shape) -> dict[str, Shape]:
-        """Return, by part of a parameter of ``shape``, the shape that its rule sees."""
+        """Return the shape in which the rule sees each part of a parameter of ``shape``."""
         found = {}
         for name, place in self.places(shape).items():
             found[name] = place.shape
@@ -147,8 +149,8 @@ class Parts:
 
     def _place(self, shape: Shape, part: Part, start: int, step: int) -> Place:
         *batch, rows, cols = shape
-        # Each axis that the rule sees is one or more runs in memory, (size, stride) from the
-        # outside in.
+        # Each axis that the rule sees consists of one or more runs in memory, (size, stride), from
+        # the outside in.
         outer = [(math.prod(batch), rows * cols)]
         groups = (self.groups, self.length // self.groups * step)
         across = [(cols, 1)] if self.axis == -2 else [(rows, cols)]
@@ -171,8 +173,9 @@ class Parts:
     def states(self, recipe: Recipe, shape: Shape) -> States:
         """Return the states of a parameter of ``shape`` under ``recipe``.
 
-        A state that is like the parameter is one tensor for all parts, as if there were none. Of
-        any other each part has its own, under the name of the state, a dot, and that of the part.
+        A state that is like the parameter is one tensor for all parts, as for an unsplit parameter.
+        Of any other state each part has its own, with the name of the state, a dot, and the name of
+        the part.
         """
         like = whole_states(recipe)
         states = {}
@@ -186,17 +189,18 @@ class Parts:
 
     def meaning(self, recipe: Recipe) -> str:
         """Return the places of the parts, in words, if ``recipe`` keeps a state that is not like
-        the parameter: its name and shape may be the same of other rows. Empty if not.
+        the parameter. Such a state could have the same name and shape for other rows. Empty if it
+        keeps none.
         """
         like = whole_states(recipe)
-        # What lies on the host counts steps, or follows such a count.
+        # A state on the host counts steps, or follows from such a count.
         if all(spec.on_host or key in like for key, spec in recipe.states(_PROBE).items()):
             return ""
         return f"parts {Split(self.each, 'out' if self.axis == -2 else 'in', self.groups)}"
 
     def copied(self, recipe: Recipe, shape: Shape) -> int:
-        """Return the bytes of copies of parts of which no strides make a matrix: of the parameter,
-        of its gradient, and of states that are like it.
+        """Return the bytes of copies for the parts that no strides make a matrix of: of the
+        parameter, its gradient, and the states that are like it.
         """
         copies = []
         for place in self.places(shape).values():
@@ -209,7 +213,7 @@ class Parts:
 
 
 def whole_states(recipe: Recipe) -> frozenset[str]:
-    """Return the states of ``recipe`` that have one element for each of the parameter."""
+    """Return the states of ``recipe`` that have one element per element of the parameter."""
     return frozenset(key for key, spec in recipe.states(_PROBE).items() if spec.shape == _PROBE)
 
 
@@ -218,7 +222,7 @@ def _size_of(runs: list[tuple[int, int]]) -> int:
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return ``runs`` of one axis, from the outside in, in as few as their strides allow."""
+    """Return ``runs`` of one axis, from the outside in, merged as far as their strides allow."""
     joined: list[tuple[int, int]] = []
     for size, stride in runs:
         if size == 1:
@@ -233,8 +237,8 @@ def checked_split(where: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``entry``, an override that a config has under ``where``, with its parts checked.
 
     Raises:
-        ConfigError: a size or a name cannot be, or it says how parts lie without naming them, or
-            counts heads beside.
+        ConfigError: a size or a name is not valid; or it sets the layout of parts without naming
+            them, or a number of heads in addition.
     """
     if "split" in entry and "num_heads" in entry:
         raise ConfigError(
@@ -253,7 +257,7 @@ def checked_split(where: str, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def as_one_change(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``changes`` of an override, with its parts as one :class:`Split` to compare."""
+    """Return ``changes`` of an override, with its parts as one :class:`Split`, for comparisons."""
     rest = dict(changes)
     parts = rest.pop("split", None)
     axis = rest.pop("split_axis", "out")

@@ -1,14 +1,14 @@
-"""Names that model families give to projections and to the sizes of attention."""
+"""The names that model families give to projections and to the sizes of attention."""
 
 from __future__ import annotations
 
 import re
 
-#: Layers of queries, and of keys and values, whose heads can be matrices of their own.
+#: The layers of queries, and of keys and values, whose heads can become separate matrices.
 QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
 KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
 
-#: Layers of queries, keys and values together, whose heads have one width.
+#: The layers of queries, keys and values together, with heads of one width.
 FUSED_NAMES = (
     "c_attn",
     "qkv",
@@ -20,7 +20,7 @@ FUSED_NAMES = (
     "in_proj_weight",
 )
 
-#: Pairs of layers of queries and of keys, whose logits can be clipped.
+#: The pairs of layers of queries and of keys whose logits can be clipped.
 QUERY_KEY_PAIRS = (
     ("q_proj", "k_proj"),
     ("query", "key"),
@@ -30,7 +30,7 @@ QUERY_KEY_PAIRS = (
     ("linear_q", "linear_k"),
 )
 
-#: Layers of queries, keys and values, in all families of transformers or in one.
+#: The layers of queries, keys and values, in all families of transformers or in one.
 QKV = (
     "qkv",
     "bark.att_proj",
@@ -52,8 +52,8 @@ QKV = (
     "phi4_multimodal.qkv_proj",
 )
 
-#: Families with :data:`QKV` by head of keys, each with its queries; in others all queries come
-#: first.
+#: The families in which :data:`QKV` is grouped by key head, each with its queries. In others, all
+#: queries come first.
 QKV_BY_HEAD = (
     "bloom",
     "deberta",
@@ -64,7 +64,7 @@ QKV_BY_HEAD = (
     "persimmon",
 )
 
-#: Layers of gate and up, or keys and values: two parts of one size, one after the other.
+#: The layers of gate and up, or keys and values: two parts of one size, one after the other.
 HALVES = (
     "gate_up_proj",
     "Wi",
@@ -76,40 +76,41 @@ HALVES = (
     "jetmoe.kv_proj",
 )
 
-#: Families of experts whose module does not say that gate and up lie so.
+#: The families of experts with such a layout whose module does not declare it.
 GATE_UP_EXPERTS = ("llama4", "longcat_flash", "step3p7")
 
-#: Families of which each head of queries has a gate after it.
+#: The families in which a gate follows each head of queries.
 GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
 
-#: Names of fused projections, known or not.
+#: The names of fused projections, known or not.
 LOOKS_FUSED = re.compile(
     r"(\w+_)?w?qkvz?(_proj)?|Wqkv|query_key_value|c_attn|att_proj|(to_|linear_)?kv|"
     r"in_proj_(weight|ba)|gate_up(_proj)?|Wi|w1[23]"
 )
 
-#: Names of the numbers of heads of queries and of keys, and of the widths of a head and of a
-#: hidden state.
+#: The names of the number of query heads, of the number of key heads, of the width of a head, and
+#: of the width of a hidden state.
 HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
 HEAD_WIDTHS = ("head_dim", "attention_head_size")
 HIDDEN_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
 
-#: Sizes of attention that goes through latents.
+#: The names of the sizes of latent attention.
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 
-#: Heads of keys and of values in linear attention, and the width of all of each.
+#: The names, in linear attention, of the numbers of key heads and value heads, and of the total
+#: width of each.
 LINEAR_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
 
-#: Linear layers that open a block, and those that close one, as Llama, Qwen and GPT-2 call them.
+#: The linear layers that open a block, and those that close one, in Llama, Qwen and GPT-2.
 OPENS_BLOCK = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
 CLOSES_BLOCK = ("o_proj", "down_proj", "c_proj")
 
-#: Embeddings and output layers of the same families.
+#: The embeddings and output layers of the same families.
 TABLES = ("embed_tokens", "wte")
 OUTPUT_LAYERS = ("lm_head",)
 
-#: Modules of the same families that every tensor-parallel rank has a copy of.
+#: The modules of the same families of which every tensor-parallel rank has a copy.
 COPIED = (
     "wpe",
     "ln_1",

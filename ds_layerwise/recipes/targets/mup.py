@@ -1,9 +1,9 @@
-"""muP: learning rates that were found on a narrow model, for a wide one.
+"""muP: learning rates that were found on a narrow model, transferred to a wide one.
 
-Note: the rules, with m the width over the base width
-    arXiv 2203.03466, table 8, in which an output head's result is divided by m in the model. Of
-    what is updated element by element, *hidden* parameters have two axes that grow with the model;
-    the others have one: vectors, embeddings, output heads.
+Note: the rules, with m the width divided by the base width
+    arXiv 2203.03466, table 8, in the variant in which the model divides an output head's result by
+    m. Among parameters updated element by element, *hidden* ones have two axes that grow with the
+    model; the others have one: vectors, embeddings, output heads.
 
     ======================  ==============================  =====================
     optimizer               hidden                          others
@@ -12,13 +12,14 @@ Note: the rules, with m the width over the base width
     SGD                     as it is                        rate m
     ======================  ==============================  =====================
 
-    eps is Megatron-LM's reading of appendix B.3: in the paper it is to scale like the gradient.
+    eps follows Megatron-LM's reading of appendix B.3; in the paper it scales like the gradient.
 
-    An orthogonal update has a spectral norm of 1, and widths carry over where that of an update
-    grows like the root of rows over columns (arXiv 2310.17813, condition 1). ``unit_rms_norm`` is
-    this factor, and ``original`` grows like it while both axes grow alike: their rates stay.
-    ``spectral`` and ``match_rms_adamw`` make the spectral norm grow with the root of m by
-    themselves, and 1/m, or nothing, on top of that is right for no width but the base.
+    An orthogonal update has a spectral norm of 1. Rates transfer between widths if the spectral
+    norm of updates grows like the root of rows over columns (arXiv 2310.17813, condition 1).
+    ``unit_rms_norm`` is this factor, and ``original`` grows like it while both axes grow in
+    proportion: their rates stay. With ``spectral`` and ``match_rms_adamw`` the spectral norm
+    already grows with the root of m. For them, neither 1/m nor no factor is right for any width
+    except the base.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import Count, Section, build
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 
-#: Element-wise rules whose updates are as large whatever gradients are.
+#: The element-wise rules whose updates have the same size for all sizes of gradients.
 _NORMALISED = ("adamw", "adam", "laprop", "ademamix", "lion", "signum")
 
-#: Values of ``scale_mode`` whose rates carry over.
+#: The values of ``scale_mode`` whose rates transfer between widths.
 _CARRY_OVER = ("unit_rms_norm", "original")
 
 
 class Multipliers(NamedTuple):
-    """Factors of a learning rate and of eps."""
+    """The factors of a learning rate and of eps."""
 
     lr: float = 1.0
     eps: float = 1.0
@@ -48,9 +49,9 @@ class Mup(Section):
     """``layerwise.mup``: see the note on the rules."""
 
     base_width: Count
-    """Width of the model on which the learning rates were found."""
+    """The width of the model on which the learning rates were found."""
     width: Count
-    """Width of this model: the size of its hidden state."""
+    """The width of this model: the size of its hidden state."""
 
     @classmethod
     def from_section(cls, where: str, value: object) -> Mup:
@@ -64,18 +65,18 @@ class Mup(Section):
 
     @property
     def ratio(self) -> float:
-        """Width of this model over the base width."""
+        """The width of this model divided by the base width."""
         return self.width / self.base_width
 
     def multipliers(self, recipe: Recipe, *, hidden: bool) -> Multipliers:
         """Return the factors for the rates of a parameter that ``recipe`` updates.
 
         Args:
-            hidden: whether two of its axes grow with the model.
+            hidden: True if two of its axes grow with the model.
 
         Raises:
-            ValueError: it is not known how the updates of ``recipe`` depend on the width, or they
-                grow with it by themselves; says what to do.
+            ValueError: it is unknown how the updates of ``recipe`` depend on the width, or they
+                already grow with it; says what to do.
         """
         if recipe.whole:
             _check_matrix_rule(recipe)
@@ -95,13 +96,14 @@ class Mup(Section):
 
 def is_hidden(shape: Shape) -> bool:
     """Tell whether a parameter that is no embedding and no output head has two axes that grow with
-    the model: the first two, which a depthwise kernel, or one row of positions, does not have.
+    the model. These are the first two; a depthwise kernel, or a single row of positions, does not
+    have them.
     """
     return len(shape) > 1 and shape[0] > 1 and shape[1] > 1
 
 
 def _check_matrix_rule(recipe: Recipe) -> None:
-    """Refuse a rule for matrices whose rate does not carry over as it is.
+    """Refuse a rule for matrices whose rate does not transfer unchanged.
 
     Raises:
         ValueError: names the setting.

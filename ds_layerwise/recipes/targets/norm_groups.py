@@ -12,24 +12,25 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import OR_NULL, NonNegative, build
 from ds_layerwise.recipes.targets.conditions import Conditions
 
-#: Names of groups; a monitor may make names of files of them.
+#: The names of groups. A monitor may use them in file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 class NormGroup(Conditions):
-    """The parameters that meet its conditions, all that are given."""
+    """The parameters that meet all of the given conditions."""
 
     example = '{"name": "mtp.*"}'
 
     gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
-    """Bound of the norm of their gradients, which the norm of all others then leaves out; 0:
-    nothing is left. None: they are counted, and clipped, with all others."""
+    """The bound of the norm of their gradients. The norm of all others then does not include them.
+    0: they are not clipped. None: they are counted and clipped with all others.
+    """
     optional: bool = False
     """True if it may match no parameter."""
 
     @property
     def is_apart(self) -> bool:
-        """True if its norm alone clips it, and counts nowhere else."""
+        """True if only its own norm clips it, and it counts in no other norm."""
         return self.gradient_clipping is not None
 
 
@@ -37,7 +38,7 @@ def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
     """Return the groups that a config has under the name ``where``.
 
     Raises:
-        ConfigError: a name or an entry cannot be.
+        ConfigError: a name or an entry is not valid.
     """
     if not isinstance(given, Mapping):
         raise ConfigError(

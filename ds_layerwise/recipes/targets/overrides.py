@@ -1,4 +1,4 @@
-"""Entries of ``layerwise.overrides``, or of overrides in Python."""
+"""The entries of ``layerwise.overrides``, and overrides in Python."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from ds_layerwise.recipes.targets.conditions import Conditions, Facts
 from ds_layerwise.recipes.targets.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
 from ds_layerwise.recipes.targets.param_keys import ParamKey
 
-#: Fields that are neither a condition nor a change.
+#: The fields that are neither a condition nor a change.
 _ABOUT = ("optional", "settings", "key")
 
 
 class Override(Conditions):
-    """Differences for the parameters that meet the conditions of an entry."""
+    """The changes for the parameters that meet the conditions of an entry."""
 
     optimizer: str | None = None
-    """A recipe of the registry with its defaults, or one of the run's two."""
+    """A recipe of the registry with its defaults, or one of the run's two recipes."""
     weight_decay: NonNegative | None = None
     lr: NonNegative | None = None
-    """The learning rate while ``lr`` of the parameter group stands at its configured value."""
+    """The learning rate while ``lr`` of the parameter group has its configured value."""
     lr_scale: NonNegative | None = None
-    """Multiplies the learning rate of whichever optimizer the parameter has."""
+    """A factor for the learning rate, whichever optimizer the parameter has."""
     min_lr: NonNegative | None = None
-    """No schedule takes the learning rate below this."""
+    """The lowest learning rate under any scheduler."""
     num_heads: Count | None = None
-    """Orthogonalise this many equal blocks of rows on their own."""
+    """Orthogonalise this many equal blocks of rows separately."""
     split: Sizes | None = None
-    """The parts of a fused matrix by their sizes, each a matrix of its own; see
+    """The parts of a fused matrix by their sizes, each a separate matrix; see
     :mod:`.recipes.targets.fused_parts`.
     """
     split_axis: SplitAxis | None = None
@@ -54,15 +54,15 @@ class Override(Conditions):
     optional: bool = False
     """True if it may match no parameter."""
     settings: tuple[tuple[str, Any], ...] = ()
-    """Settings of the recipe that parameters have, by the names of ``optimizer.params``."""
+    """The settings of the parameters' recipe, by their names in ``optimizer.params``."""
     key: Annotated[Any, Field(exclude=True)] = None
-    """The :class:`~ds_layerwise.recipes.targets.param_keys.ParamKey` that must match as well; None
-    in a config.
+    """The :class:`~ds_layerwise.recipes.targets.param_keys.ParamKey` that must match in addition;
+    None in a config.
     """
 
     @classmethod
     def entry_keys(cls) -> tuple[str, ...]:
-        """Return the keys of an entry, beside settings of recipes."""
+        """Return the keys of an entry, without settings of recipes."""
         return tuple(key for key in cls.keys() if key not in ("settings", "key"))
 
     @classmethod
@@ -70,11 +70,12 @@ class Override(Conditions):
         """Parse one entry.
 
         Args:
-            where: the name that errors report it under.
-            key: what it is for, beside conditions of its own.
+            where: the name of the entry in errors.
+            key: the parameters that it is for, in addition to its own conditions.
 
         Raises:
-            ConfigError: it says what no entry can say, has no condition, or changes nothing.
+            ConfigError: it has a key or value that is not valid, has no condition, or changes
+                nothing.
         """
         if not isinstance(entry, Mapping):
             raise ConfigError(
@@ -109,38 +110,37 @@ class Override(Conditions):
 
     @classmethod
     def change_keys(cls) -> tuple[str, ...]:
-        """Return the keys that an entry may change, beside settings of recipes."""
+        """Return the keys that an entry may change, without settings of recipes."""
         return tuple(key for key in cls.keys() if key not in (*cls.condition_keys(), *_ABOUT))
 
     def changes(self) -> dict[str, Any]:
-        """Return the changes that the override makes, by key."""
+        """Return the changes of the override, by key."""
         changes = {
             key: value for key in self.change_keys() if (value := getattr(self, key)) is not None
         }
         return as_one_change({**changes, **dict(self.settings)})
 
     def matches(self, facts: Facts) -> bool:
-        """Tell whether the override is for a parameter.
+        """Tell whether the override matches a parameter.
 
         Raises:
-            RoutingError: a condition asks what ``facts`` do not know, or what a function cannot
-                say.
+            RoutingError: ``facts`` lack something that a condition needs, or a function fails.
         """
         return self.hold(facts) and (self.key is None or self.key.chooses(facts))
 
     def label(self, index: int) -> str:
-        """Return the name for errors of the override, number ``index`` of all."""
+        """Return the name of the override in errors; ``index`` is its number."""
         if self.key is None:
             return f"layerwise.overrides[{index}]"
         return f"overrides[{self.key!r}]"
 
 
 def overrides_of(given: object) -> tuple[Override, ...]:
-    """Return overrides in Python: a mapping of :class:`ParamKey` to what differs, by the names of
-    an entry in a config.
+    """Return the overrides of a Python mapping. Its keys are :class:`ParamKey`, its values the
+    changes with the names of an entry in a config.
 
     Raises:
-        ConfigError: it is none; names the key.
+        ConfigError: it is not such a mapping; names the key.
     """
     if given is None:
         return ()
@@ -157,7 +157,7 @@ def overrides_of(given: object) -> tuple[Override, ...]:
 
 
 def _joined(key: ParamKey, entry: object) -> object:
-    """Return ``entry`` with the conditions of ``key`` that must hold as well."""
+    """Return ``entry`` with the conditions of ``key`` that must also hold."""
     if not isinstance(entry, Mapping):
         raise ConfigError(
             f"overrides[{key!r}] must be a mapping like {{'weight_decay': 0.0}}, got {entry!r}"
@@ -191,6 +191,6 @@ def check_setting(recipe: type[Section], where: str, key: str, value: object) ->
     """Return ``value`` as a setting of ``recipe`` that configs call ``key``.
 
     Raises:
-        ConfigError: it cannot be; ``where`` is the name it is reported under.
+        ConfigError: it is not valid; ``where`` is its name in the error.
     """
     return getattr(build(recipe, where.rpartition(".")[0], {key: value}), key)

@@ -1,4 +1,4 @@
-"""Keys of overrides in Python: conditions, and functions of a parameter besides.
+"""The keys of overrides in Python: conditions, and functions of a parameter.
 
 Reference: the classes of the same names in Megatron-LM,
 ``megatron/core/optimizer/optimizer_config.py``.
@@ -18,11 +18,13 @@ from ds_layerwise.recipes.targets.conditions import Conditions, Facts, each_of, 
 
 @dataclass(frozen=True, slots=True)
 class _Predicate:
-    """A function that is known and compared by its name alone."""
+    """A function that is identified and compared only by its name."""
 
     name: str
     fn: Callable[..., bool] = field(compare=False, repr=False)
-    """Tells whether a parameter is meant. It must say the same on every rank."""
+    """The function that tells whether a parameter matches. It must return the same on every
+    rank.
+    """
 
     def __post_init__(self) -> None:
         kind = type(self).__name__
@@ -39,45 +41,48 @@ class _Predicate:
 
 
 class ParamPredicate(_Predicate):
-    """A function of a parameter, which is known and compared by its name alone."""
+    """A function of a parameter, identified and compared only by its name."""
 
     __slots__ = ()
 
 
 class ParamWithNamePredicate(_Predicate):
-    """A function of a parameter and its name, which is known and compared by its own name alone."""
+    """A function of a parameter and its name, identified and compared only by the
+    function's name.
+    """
 
     __slots__ = ()
 
 
-#: Conditions of which any will do, with the type of their values.
+#: The conditions of which one must match, with the type of their values.
 _ANY: dict[str, type] = {
     "name": str,
     "attr": str,
     "predicate": ParamPredicate,
     "with_name_predicate": ParamWithNamePredicate,
 }
-#: Conditions that must all hold.
+#: The conditions that must all hold.
 _ALL = ("module", "ndim", "shape", "min_elements", "max_elements", "regex")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParamKey:
-    """A choice of parameters, as a key of overrides in Python. Equal keys choose the same.
+    """A choice of parameters, as a key of overrides in Python. Equal keys choose the same
+    parameters.
 
-    ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` mean what they do in Megatron-LM:
-    each is one or several, and a parameter is chosen if *any* of all these matches. The other
-    conditions are those of ``layerwise.overrides``, and narrow the choice: *all* of them must hold.
-    One of all these must be given.
+    ``name``, ``attr``, ``predicate`` and ``with_name_predicate`` have the same meaning as in
+    Megatron-LM: each is one or several, and a parameter is chosen if *any* of all these matches.
+    The other conditions are those of ``layerwise.overrides`` and narrow the choice: *all* of them
+    must hold. At least one condition must be given.
 
     Raises:
-        ConfigError: one is of the wrong type, or none is given; names it.
+        ConfigError: a condition has the wrong type, or none is given; names it.
     """
 
     name: str | tuple[str, ...] = ()
     """Globs over full parameter names."""
     attr: str | tuple[str, ...] = ()
-    """Attributes of the parameter, of which one is true."""
+    """Attributes of the parameter, of which one must be true."""
     predicate: ParamPredicate | tuple[ParamPredicate, ...] = ()
     with_name_predicate: ParamWithNamePredicate | tuple[ParamWithNamePredicate, ...] = ()
     module: str | tuple[str, ...] | None = None
@@ -90,7 +95,7 @@ class ParamKey:
     def __post_init__(self) -> None:
         names = [each.name for each in fields(self)]
         for name in names:
-            # What is hashed must not be a list.
+            # A list cannot be hashed, so it becomes a tuple.
             object.__setattr__(self, name, normalised(getattr(self, name)))
         for key, kind in _ANY.items():
             for value in each_of(getattr(self, key)):
@@ -105,7 +110,7 @@ class ParamKey:
 
     @property
     def choices(self) -> dict[str, Any]:
-        """The conditions of which any will do, as far as they are given."""
+        """The given conditions of which one must match."""
         found = {}
         for key in _ANY:
             if each_of(getattr(self, key)):
@@ -114,14 +119,14 @@ class ParamKey:
 
     @property
     def narrowed(self) -> dict[str, Any]:
-        """The conditions that must all hold, as far as they are given."""
+        """The given conditions that must all hold."""
         return {key: value for key in _ALL if (value := getattr(self, key)) is not None}
 
     def conditions(self) -> Conditions:
         """Return the conditions that must all hold.
 
         Raises:
-            ConfigError: one is of the wrong type; names it.
+            ConfigError: one has the wrong type; names it.
         """
         conditions = build(Conditions, "ParamKey", self.narrowed)
         conditions.check_conditions("ParamKey", required=False)
@@ -134,8 +139,8 @@ class ParamKey:
             modules: the class names of the modules that hold it, for a key with ``module``.
 
         Raises:
-            RoutingError: the key has ``module``, and ``modules`` is None; an attribute is neither
-                true nor false.
+            RoutingError: the key has ``module``, and ``modules`` is None; or an attribute is
+                neither true nor false.
         """
         kinds = None if modules is None else tuple(modules)
         facts = Facts(name=param_name, shape=tuple(param.shape), param=param, modules=kinds)

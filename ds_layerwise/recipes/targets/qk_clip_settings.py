@@ -1,14 +1,14 @@
-"""QK-clip: scales weights of queries and keys down where they made attention logits too large.
+"""QK-clip: scales the weights of queries and keys down if they made attention logits too large.
 
 Note: the rule
-    Of a head whose largest logit over a step's batches is s, where threshold / s = eta is less than
-    1, queries are scaled by eta^alpha and keys by eta^(1 - alpha), which scales the head's logits
-    by eta. Kimi K2 (arXiv 2507.20534, algorithm 1) has alpha 1/2, and of multi-head latent
-    attention scales the part of a query that is rotated by eta itself, because all heads share the
-    rotated part of the keys, which stays. Where several heads of queries share keys, the largest
-    logit of all of them counts for each, as in Megatron-LM (core/transformer/attention.py). Biases
-    are scaled like the rows that they belong to, or logits would not come down by eta; the paper's
-    model has none, and Megatron-LM leaves them.
+    Let s be the largest logit of a head over a step's batches. If eta = threshold / s is less than
+    1, queries are scaled by eta^alpha and keys by eta^(1 - alpha), so the head's logits are scaled
+    by eta. In Kimi K2 (arXiv 2507.20534, algorithm 1), alpha is 1/2. In multi-head latent attention
+    it scales the rotated part of a query by eta itself, because all heads share the rotated part of
+    the keys, which is not scaled. If several query heads share a key head, the largest logit of all
+    of them counts for each, as in Megatron-LM (core/transformer/attention.py). Biases are scaled
+    like their rows; otherwise logits would not be scaled by eta. The paper's model has no biases,
+    and Megatron-LM does not scale them.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from pydantic import Field
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import OR_NULL, Count, Positive, Section, build, entries_of
 
-#: Kind of outputs of a layer: queries, their part that is rotated where keys share theirs, keys, or
-#: something else.
+#: The kind of outputs of a layer: queries, the rotated part of queries whose keys share theirs,
+#: keys, or something else.
 Role = Literal["query", "rotated", "key", "other"]
 
 
@@ -38,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a layer in their order: ``groups`` times ``runs``."""
+    """The outputs of a layer in order: ``groups`` times ``runs``."""
 
     runs: tuple[Run, ...]
     groups: int = 1
@@ -59,7 +59,7 @@ class Outputs:
 
 
 def power_of(role: Role, alpha: float) -> float:
-    """Return the power of eta that outputs are multiplied with."""
+    """Return the power of eta by which outputs are multiplied."""
     return {"query": alpha, "rotated": 1.0, "key": 1 - alpha, "other": 0.0}[role]
 
 
@@ -71,23 +71,21 @@ class AttentionEntry(Section):
     name: Annotated[str, Field(min_length=1)]
     """A glob over the paths of modules."""
     heads: Count
-    """Heads of queries."""
+    """The number of query heads."""
     kv_heads: Annotated[Count | None, OR_NULL] = None
-    """Heads of keys; None for as many."""
+    """The number of key heads; None if it equals ``heads``."""
     q: Annotated[str | None, OR_NULL] = None
-    """The path, from the module, of the layer that gives queries, or of its weight."""
+    """The path, relative to the module, of the layer that makes queries, or of its weight."""
     k: Annotated[str | None, OR_NULL] = None
-    """The layer that gives keys."""
+    """The path of the layer that makes keys."""
     qkv: Annotated[str | None, OR_NULL] = None
-    """A layer that gives queries, keys and values, in place of the two."""
+    """The path of a layer that makes queries, keys and values, in place of the two."""
     by_head: bool = False
-    """True if ``qkv`` gives queries, keys and values head by head (of keys), and not all queries
-    first.
-    """
+    """True if the outputs of ``qkv`` are grouped by key head; False if all queries come first."""
     rotated: Annotated[Count | None, OR_NULL] = None
-    """Outputs at the end of each head of ``q`` that meet keys that all heads share."""
+    """The number of outputs at the end of each head of ``q`` whose keys all heads share."""
     values: Annotated[Count | None, OR_NULL] = None
-    """Outputs at the end of each head of ``k`` that are values."""
+    """The number of outputs at the end of each head of ``k`` that are values."""
 
     def check_keys(self, where: str) -> None:
         """Refuse keys that contradict each other.
@@ -120,19 +118,19 @@ class QkClip(Section):
     example = '{"threshold": 100}'
 
     threshold: Positive = 100.0
-    """No head's largest logit of a step stays above this."""
+    """The bound for the largest logit of each head."""
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
-    """The share that queries bear, and keys the rest."""
+    """The share of the scaling that queries get; keys get the rest."""
     hook: bool = True
-    """Measure logits in the attention of transformers; false: they are given to
+    """Measure logits in the attention of transformers; false if the script passes them to
     ``note_attention_logits``.
     """
     attention: tuple[AttentionEntry, ...] = ()
-    """Attention modules; empty: the modules of transformers that are known."""
+    """The attention modules; empty for the known modules of transformers."""
 
     @classmethod
     def from_section(cls, where: str, section: object) -> QkClip:
-        """Parse a section that a config has under the name ``where``.
+        """Parse the section that a config has under the name ``where``.
 
         Raises:
             ConfigError: names the key.

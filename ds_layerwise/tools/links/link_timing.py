@@ -1,7 +1,7 @@
-"""Times of collectives between the ranks that are here, as a step sends, measured on all together.
+"""The times of collectives between all ranks, measured in the form that a step uses.
 
-Every rank calls everything here at the same point, and gets the same answers: how often something
-is repeated, and how long messages become, follows from times that all ranks have seen.
+Every rank calls everything here at the same point and gets the same results: the number of
+repetitions and the length of messages follow from times that all ranks have seen.
 """
 
 from __future__ import annotations
@@ -24,34 +24,33 @@ from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.sync.bucket_transfers import Wire, average, gather_between_nodes, make_wires
 from ds_layerwise.recipes.rules import muon_recipes as recipes
 
-#: Bytes of messages: one that is nothing but latency, then longer ones, up to the last or to one of
-#: so many seconds.
+#: The bytes of messages: a short one that shows only latency, then longer ones, up to the last size
+#: or the last duration in seconds.
 _SHORT = 2**10
 _FIRST = 2**18
 _GROWS = 4
 _LONGEST = 2**28
 _LONGEST_ON_HOST = 2**26
 _LONG_ENOUGH_S = 0.2
-#: A repetition is several collectives in a row, so that they take at least that long together, and
-#: at most so many.
+#: A repetition consists of several collectives in a row, so that they take at least this long
+#: together, and of at most this number.
 _REPETITION_S = 0.02
 _IN_A_ROW = 50
 _REPETITIONS = 9
-#: After so many seconds no message becomes longer than it needs to be.
+#: After this many seconds, messages become no longer than necessary.
 _PATIENCE_S = 40.0
 
-#: Rows that are added up, and bytes of all of them; more than caches hold.
+#: The number of rows that are summed, and the bytes of all of them, more than caches hold.
 _ROWS = 4
 _ROW_BYTES = 2**26
 _ROW_BYTES_ON_HOST = 2**24
-#: The matrix that is orthogonalised: one of a feed-forward layer, and one that a CPU does in a
-#: blink.
+#: The matrix that is orthogonalised: one of a feed-forward layer, and a small one for a CPU.
 _MATRIX = (4096, 14336)
 _MATRIX_ON_HOST = (256, 1024)
 
 
 class Shape(NamedTuple):
-    """Number of nodes, and of ranks on each."""
+    """The number of nodes, and of ranks on each."""
 
     num_nodes: int
     ranks_per_node: int
@@ -59,13 +58,13 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Measurements, and the dtype of products."""
+    """The measurements, and the dtype of products."""
 
     timings: tuple[Timing, ...]
     memory_gb_s: float
-    """Rate at which all ranks add up what they have received, bytes read and written."""
+    """The rate at which all ranks sum received data, in bytes read and written."""
     tflops: float
-    """Rate of Newton-Schulz as a step does it, on all ranks at a time."""
+    """The rate of Newton-Schulz as in a step, with all ranks working at the same time."""
     products_in: str
     """The dtype of these products."""
 
@@ -77,7 +76,7 @@ def shape_of(where: list[int]) -> Shape:
         where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
 
     Raises:
-        LayerWiseError: nodes have different numbers of ranks, and plans know equal ones alone.
+        LayerWiseError: nodes have different numbers of ranks, but plans only know equal ones.
     """
     counts = nodes.counts_on_nodes(range(len(where)), where)
     if len(set(counts)) > 1:
@@ -93,10 +92,10 @@ def measure(where: list[int], device: torch.device) -> Times:
 
     Args:
         where: see :func:`.ranks.comm.nodes.node_of_each_rank`.
-        device: of this rank, on which its group sends.
+        device: the device of this rank, from which its group sends.
 
     Raises:
-        LayerWiseError: as :func:`shape_of`.
+        LayerWiseError: as in :func:`shape_of`.
     """
     shape = shape_of(where)
     clock = _Clock(device)
@@ -108,7 +107,7 @@ def measure(where: list[int], device: torch.device) -> Times:
 
 
 class _Clock:
-    """Seconds that all ranks together take for something."""
+    """Measures the time that all ranks together take for an operation."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -123,7 +122,9 @@ class _Clock:
     def seconds(
         self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
     ) -> float:
-        """Return the median time of ``operation`` on the slowest rank; None takes no part."""
+        """Return the median time of ``operation`` on the slowest rank. A rank with None takes no
+        part.
+        """
         taken = []
         for _ in range(repetitions):
             comm.sum_over_ranks(self._token, group=None)
@@ -137,7 +138,9 @@ class _Clock:
         return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
 
     def steady(self, operation: Callable[[], object] | None) -> float:
-        """Return :meth:`seconds` of a warm ``operation``, in as many repetitions as it is worth."""
+        """Return :meth:`seconds` of ``operation`` after a warm-up, with a suitable number of
+        repetitions.
+        """
         self.seconds(operation)
         once = max(self.seconds(operation), 1e-9)
         return self.seconds(
@@ -148,7 +151,7 @@ class _Clock:
 
     @property
     def is_late(self) -> bool:
-        """True once the patience of any rank is over."""
+        """True if the time of any rank is over."""
         return any(comm.gather_objects(time.monotonic() - self._start > _PATIENCE_S, group=None))
 
 
@@ -176,7 +179,7 @@ def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
 def _series(
     clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
 ) -> Iterator[Timing]:
-    """Time a ring and an all-to-all of messages that become longer."""
+    """Measure a ring and an all-to-all with messages of increasing length."""
     if clock.on_host:
         longest = _LONGEST_ON_HOST
     else:
@@ -231,7 +234,9 @@ def _memory_gb_s(clock: _Clock) -> float:
 
 
 def _tflops(clock: _Clock) -> tuple[float, str]:
-    """Return TFLOP/s of Newton-Schulz by a run's default settings, and the dtype of products."""
+    """Return the TFLOP/s of Newton-Schulz with a run's default settings, and the dtype of
+    products.
+    """
     recipe = recipes.Muon()
     if clock.on_host:
         shape = _MATRIX_ON_HOST

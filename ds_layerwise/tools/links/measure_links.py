@@ -1,4 +1,6 @@
-"""``ds-layerwise links``: a file of measured links between the ranks that a launcher started."""
+"""``ds-layerwise links``: measures the links between the ranks that a launcher started, and writes
+them to a file.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +20,17 @@ from ds_layerwise.plan.network.links import links_of_run
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.tools.links import link_timing
 
-#: Variables of which launchers set one in each process that they start.
+#: The environment variables of which launchers set one in each process that they start.
 _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_WORLD_RANK")
 
 START = "deepspeed --module ds_layerwise.cli links OUT.json"
 
 
 def join(environment: Mapping[str, str] = os.environ) -> bool:
-    """Join the ranks that a launcher has started; tell whether they were not joined already.
+    """Join the ranks that a launcher has started. Return True if they were not joined already.
 
     Raises:
-        LayerWiseError: no launcher has started this process, or it has started one alone.
+        LayerWiseError: no launcher has started this process, or it has started only one.
     """
     joins = not dist.is_initialized()
     if joins:
@@ -50,22 +52,22 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) -> str:
-    """Measure links between all ranks, which :func:`join` has brought together, and write them to
-    ``out`` on rank 0.
+    """Measure the links between all ranks that :func:`join` has joined, and write them to ``out``
+    on rank 0.
 
     It takes about a minute. ``layerwise.links`` and ``plan --links`` read the file.
 
     Args:
-        like: a name or a file, for what cannot be measured on these nodes; see
+        like: a name or a file, for values that cannot be measured on these nodes; see
             :func:`.plan.network.link_fit.missing_keys`.
         overwrite: True to replace ``out``.
 
     Returns:
-        Lines about what was measured, and where it is now.
+        Lines about the measurements and the place of the file.
 
     Raises:
         LayerWiseError: on every rank, if on any ``like`` is needed or wrong, ``out`` cannot be
-            written, nodes differ, or times are no use.
+            written, nodes differ, or the times are not usable.
     """
     device = torch.device(get_accelerator().current_device_name())
     on_host = device.type == "cpu"
@@ -112,7 +114,7 @@ def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) 
 
 
 def _check_out(out: Path, *, overwrite: bool) -> None:
-    """Refuse an ``out`` that cannot be written before a minute has gone by."""
+    """Refuse an ``out`` that cannot be written, before the measurement of a minute."""
     if out.is_dir():
         raise LayerWiseError(f"{out} is a folder; name a file")
     if out.exists() and not overwrite:

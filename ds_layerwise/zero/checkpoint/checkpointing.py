@@ -49,14 +49,14 @@ from ds_layerwise.zero.verify.first_step import FirstStep
 
 
 class Checkpointing:
-    """Writes what a run goes on from, and takes it over again; also in another world size, layout
-    or bucket size.
+    """Saves and loads the state of a run; the world size, layout and bucket size may change in
+    between.
 
     Args:
-        offloading, guard: what must be in its place for a save.
-        attention: the logits noted of the weights that a load replaces.
-        first_step: the comparison of the first update after a load, if there is any.
-        zero_grad: forgets the gradients of the step at hand.
+        offloading, guard: checks that a save needs.
+        attention: the recorded logits, which belong to the weights that a load replaces.
+        first_step: the check of the first update after a load, if any.
+        zero_grad: drops the gradients of the current step.
     """
 
     def __init__(
@@ -78,24 +78,28 @@ class Checkpointing:
         self.first_step = first_step
         self._zero_grad = zero_grad
         self.fresh_states: dict[str, str] = {}
-        """After a load, by parameter, why its optimizer state is not the checkpoint's."""
+        """The parameters whose optimizer state did not come from the loaded checkpoint, each with
+        the reason.
+        """
         self.load: Load | None = None
-        """During a load, what its second half takes over."""
+        """The input of the second half of a load, during a load."""
         self.save: Save | None = None
-        """A save that goes on beside the training, until it is committed."""
+        """A save that runs in the background, until it is committed."""
         self._has_warned = False
 
-    # --- out
+    # --- saves
 
     def begin_save(self) -> None:
-        """Make sure that a save can be made, and say that one within a step has no gradients.
+        """Check that a save can be made. Warn if it is within a step, because it will not contain
+        gradients.
 
         Raises:
-            LayerWiseError: on every rank, if one is inside an update, or they are not at the same
-                step.
+            LayerWiseError: on every rank, if any rank is inside an update, or ranks are at
+                different steps.
         """
         with comm.errors_on_all_ranks(None):
-            # What cannot be read back is found before anything is written.
+            # Build the header first: a value that cannot be read back is found before anything is
+            # written.
             header = self.header()
         steps = [f"steps {self._run.engine().global_steps}", f"updates {header.step}"]
         comm.same_on_all_ranks(
@@ -110,7 +114,7 @@ class Checkpointing:
                 )
 
     def header(self) -> Header:
-        """Return the part of a checkpoint of now beside its tensors."""
+        """Return the part of a checkpoint that is not tensors."""
         run = self._run
         planned = run.planned
         shapes = planned.saved_shapes
@@ -138,7 +142,7 @@ class Checkpointing:
             "dynamic_loss_scale": run.scaling.is_dynamic,
             "overflow": run.scaling.overflow,
             CLIP_GRAD: clip_grad,
-            # DeepSpeed's scripts put pieces together by name and place up to stage 2 alone.
+            # DeepSpeed's scripts merge pieces by name and position only up to stage 2.
             ZERO_STAGE: min(run.settings.stage, 2),
             DS_VERSION: deepspeed_version,
             **to_state_dict(run.owned.record(to_save=True), self.header(), run.settings.tp_size),
@@ -150,10 +154,10 @@ class Checkpointing:
         self._guard.check_names()
         self._run.interrupted.check()
 
-    # --- in
+    # --- loads
 
     def open_regular(self, folder: Path) -> RegularCheckpoint | PipelineCheckpoint:
-        """The regular checkpoint in ``folder``, as far as this rank may need it."""
+        """Open the regular checkpoint in ``folder``, as far as this rank may need it."""
         rank, mp_rank = self._run.rank, self._run.settings.mp_rank
         if pipeline.is_pipeline(self._run.model):
             return PipelineCheckpoint(folder, rank=rank, pipeline_stage=mp_rank)
@@ -169,18 +173,18 @@ class Checkpointing:
         masters: bool = True,
         strict: bool,
     ) -> Found:
-        """Open the checkpoint in ``folder``, check every byte, and find what :meth:`finish_load`
-        will take over.
+        """Open the checkpoint in ``folder``, check every byte, and find everything that
+        :meth:`finish_load` will load.
 
-        The world size, the layout and the bucket size that it was saved with may be others. Nothing
-        is written yet.
+        The checkpoint's world size, layout and bucket size may differ from this run's. Nothing is
+        changed yet.
 
         Args:
-            open_it: opens it where it is not one of the engine's own.
-            universal: whether the engine loads no weights of it.
-            states, masters: whether optimizer states, and float32 weights, are wanted; these are
-                where there are no others.
-            strict: whether every parameter must be in it.
+            open_it: opens a checkpoint that is not one of the engine's own.
+            universal: True if the engine loads no weights from it.
+            states, masters: True to load optimizer states, and float32 weights. Float32 weights are
+                loaded anyway if the checkpoint has no others.
+            strict: True if every parameter must be in it.
 
         Raises:
             LayerWiseError: on every rank, if any rank finds something missing or wrong.
@@ -194,8 +198,8 @@ class Checkpointing:
         shapes = whole_shapes(run.model.parameters())
         with comm.errors_on_all_ranks(None), naming(folder), shapes:
             opened = open_it()
-            # A regular checkpoint names what is not trained in the file of the model, which the
-            # engine reads later.
+            # The names of frozen parameters of a regular checkpoint are in the model's file, which
+            # the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
             in_file: dict[str, Tensor] = {}
             has_masters_alone = not universal and not saved.header.has_weights
@@ -242,8 +246,8 @@ class Checkpointing:
                     strict=strict and not isinstance(opened, OneFile),
                 )
             found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
-        # Each rank may have read another file, or have its own disk: on all of them it must be the
-        # same save.
+        # Each rank may have read its own file or disk, so compare: all ranks must have the same
+        # save.
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
             which += opened.identity()
@@ -257,8 +261,8 @@ class Checkpointing:
         return found
 
     def _check_groups(self, folder: Path, header: Header) -> None:
-        """Check that the states of a checkpoint can go on with its parameter groups and its loss
-        scale.
+        """Check that the parameter groups and the loss scale of this run can continue from the
+        checkpoint.
         """
         run = self._run
         own = run.optimizer.param_groups
@@ -280,11 +284,9 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Own what :meth:`finish_load` is to take over while the engine loads, then let its files
-        go.
+        """Hold the input of :meth:`finish_load` while the engine loads, then close its files.
 
-        Attention logits that were noted of the weights before are forgotten, and so are steps that
-        were skipped.
+        Recorded attention logits and skipped steps belong to the old weights and are forgotten.
         """
         self.load = load
         self._attention.restart()
@@ -295,9 +297,9 @@ class Checkpointing:
             self.load = None
 
     def _begin_whole(self, check: Callable[[], None]) -> None:
-        """Make sure that whole parameters can be saved.
+        """Check that whole parameters can be saved.
 
-        An error of ``check``, or of the state of a rank, is one on all ranks.
+        An error of ``check``, or of the state of any rank, is raised on all ranks.
         """
         with comm.errors_on_all_ranks(None):
             check()
@@ -358,7 +360,7 @@ class Checkpointing:
     def _load_whole(
         self, path: Path, open_it: Callable[[], Any], *, states: bool, strict: bool
     ) -> None:
-        """Load whole parameters, of which the engine loads nothing."""
+        """Load whole parameters from a file of which the engine loads nothing."""
         found = self.prepare_load(path, open_it, states=states, strict=strict)
         with self.loading(Load(found, wants_scheduler=None)):
             self.finish_load()
@@ -375,11 +377,11 @@ class Checkpointing:
 
     @torch.no_grad()
     def finish_load(self) -> None:
-        """Take over what :meth:`prepare_load` found. The engine has loaded the model in between,
-        or, from a universal checkpoint, has not and calls for :meth:`weights_from_masters` next.
+        """Load everything that :meth:`prepare_load` found. In between, the engine has loaded the
+        model, except from a universal checkpoint; there it calls :meth:`weights_from_masters` next.
 
         Raises:
-            LayerWiseError: there is no load under way.
+            LayerWiseError: no load has begun.
         """
         load = self.load
         if load is None or load.found is None:
@@ -390,9 +392,10 @@ class Checkpointing:
         load.found = None
         planned = self._run.planned
         owned = self._run.owned
-        # What the engine has loaded at stage 3, it has loaded into cuts.
+        # At stage 3, the engine has loaded the model into cuts.
         self._fetch_cuts()
-        # Masters that are the weights, in float32, are copied over them.
+        # A load of float32 masters that share memory with the weights overwrites these, so keep
+        # copies.
         loaded = []
         if load.weights_win:
             for bucket in planned.layout.buckets:
@@ -425,8 +428,9 @@ class Checkpointing:
         self._report(found)
 
     def _masters_win(self, found: Found) -> bool:
-        """Tell whether weights become what the masters of ``found`` round to: the engine has loaded
-        some that were rounded to another dtype, or none of what other stages save, or none.
+        """Tell whether the weights are set from the masters of ``found``. This is needed if the
+        engine has loaded no weights, weights rounded to another dtype, or not the weights that
+        other stages save.
         """
         planned = self._run.planned
         are_others = found.header.dtypes != planned.layout.dtypes
@@ -435,7 +439,7 @@ class Checkpointing:
         )
 
     def _fetch_cuts(self) -> None:
-        """Let owners have what lies in the cuts of stage 3."""
+        """Copy the cuts of stage 3 to the owners."""
         if isinstance(self._run.param_sync, CutSync):
             self._run.param_sync.fetch()
 
@@ -448,8 +452,8 @@ class Checkpointing:
                 held[name].copy_(value.view(held[name].shape))
 
     def restart_step(self) -> None:
-        """Go on with the first micro-batch of the step: the gradients that there are belong to
-        other weights.
+        """Restart the current step at its first micro-batch: the existing gradients belong to other
+        weights.
         """
         self._zero_grad()
         if self.first_step is not None:
@@ -458,7 +462,7 @@ class Checkpointing:
 
     def _resumption(self, header: Header, **scheduler: Any) -> resumed_groups.Resumption:
         run = self._run
-        # What a config names has its settings there, and not in groups.
+        # A rule that the config names has its settings in the config, not in the groups.
         rules = run.owned.rule_records() if run.optimizer.recipes_by_group else {}
         group_of = {}
         for name, names in run.planned.names.items():
@@ -472,7 +476,7 @@ class Checkpointing:
         )
 
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
-        """Take over what is beside the tensors: step count, hyper-parameters, loss scale."""
+        """Load the part that is not tensors: step count, hyper-parameters, loss scale."""
         run = self._run
         planned = run.planned
         run.progress.updates = header.step
@@ -490,7 +494,7 @@ class Checkpointing:
         )
 
     def _report(self, found: Found) -> None:
-        """Say once, for all ranks, what could not be taken over."""
+        """Report once, for all ranks, everything that could not be loaded."""
         run = self._run
         everywhere: dict[str, str] = {}
         for reasons in comm.gather_objects(found.plan.reasons, group=run.settings.group):
@@ -502,7 +506,8 @@ class Checkpointing:
         if found.states:
             kept = kept_of(run.planned.routes, run.planned.names)
             lines += converted(found.header, kept, everywhere)
-        # DeepSpeed's logger is silent below warnings by default, and this must not be missed.
+        # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
+        # missed.
         for line in lines:
             announce(f"ds_layerwise: {line}")
         for name, why in everywhere.items():
@@ -510,18 +515,18 @@ class Checkpointing:
 
     @torch.no_grad()
     def masters_from_weights(self) -> None:
-        """Masters from the model's weights, after only those were loaded."""
+        """Set the masters from the model's weights, after a load of the weights alone."""
         self._fetch_cuts()
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.values_to_masters(bucket.index)
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:
-        """The model's weights from the masters, on every rank."""
+        """Set the model's weights from the masters, on every rank."""
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.masters_to_values(bucket.index)
         self._send_all()
 
     def _send_all(self) -> None:
-        """Send every rank what owners have of weights."""
+        """Send the owners' weights to all ranks."""
         self._run.param_sync.send(bucket.index for bucket in self._run.planned.layout.buckets)

@@ -1,12 +1,12 @@
-"""Disks of a save: the ranks that share one, and the files that arrived there.
+"""The disks of a save: which ranks share one, and which files have arrived there.
 
-Note: who makes and moves folders
-    One rank on each disk. Usually there is one disk, which all nodes see, and rank 0 does it; a
-    rank that does not see what rank 0 has begun would write into another folder, and a checkpoint
-    without its part would count as whole. With ``checkpoint.use_node_local_storage`` there may be
-    more disks than one. Which ranks share one is found out by looking, not from local ranks:
-    whoever is first to make a file is the one, and making a file only if there is none is decided
-    by the disk alone.
+Note: which rank makes and moves folders
+    One rank per disk. Usually all nodes see one disk, and rank 0 does it. A rank that does not see
+    the folder of rank 0 would write into another folder, and a checkpoint without its part would
+    count as complete. With ``checkpoint.use_node_local_storage`` there may be several disks. The
+    ranks that share a disk are found by testing, not from local ranks: the first rank to make a
+    certain file on the disk is its owner. The disk itself decides which is first, because the file
+    is made only if it does not exist.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import comm
 
-#: For how many seconds a rank looks for what another one has written. Network file systems show
-#: files late, those on object stores by up to a minute.
+#: The time, in seconds, for which a rank looks for the files of another. Network file systems show
+#: files late; those on object stores, up to a minute late.
 PATIENCE = 60.0
 
 _WAY_OUT = (
@@ -42,9 +42,9 @@ class Disks:
 
     rank: int
     owners: tuple[int, ...]
-    """The ranks that make and move folders on the disk of each rank."""
+    """The rank that makes and moves folders on the disk of each rank, by rank."""
     save_id: str
-    """The name of this save, the same on all ranks."""
+    """The identifier of this save, the same on all ranks."""
 
     @property
     def is_owner(self) -> bool:
@@ -53,7 +53,7 @@ class Disks:
 
     @property
     def are_many(self) -> bool:
-        """True if a part of the save is on another disk."""
+        """True if other ranks of the save write to another disk."""
         return len(set(self.owners)) > 1
 
     @property
@@ -63,13 +63,13 @@ class Disks:
 
 
 def begin(folder: Path, *, own_disks: bool) -> Disks:
-    """Make an empty place to write ``folder`` into, on each disk one. Every rank must call this.
+    """Make an empty folder on each disk in which ``folder`` is written. Every rank must call this.
 
     Args:
-        own_disks: whether there may be more disks than one.
+        own_disks: True if there may be more disks than one.
 
     Raises:
-        LayerWiseError: on all ranks, if one does not see what was made for it; names that rank.
+        LayerWiseError: on all ranks, if one does not see the folder made for it; names that rank.
     """
     rank = comm.rank_of(None)
     save_id: str = comm.gather_objects(secrets.token_hex(8), group=None)[0]
@@ -77,7 +77,8 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
     if own_disks:
         with comm.errors_on_all_ranks(None):
             is_owner = atomic.claim(folder, save_id)
-        # Else what is whole here, and in place elsewhere, would have to make room.
+        # Otherwise the new save would delete a complete one here that is already in place on other
+        # disks.
         finish_save(folder, may_move=is_owner)
     with ExitStack() as undo:
         with comm.errors_on_all_ranks(None):
@@ -99,14 +100,15 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
 def check_arrived(
     folder: Path, save_id: str, parts: Mapping[int, Manifest], needed: Mapping[int, Sequence[str]]
 ) -> None:
-    """Compare what ranks have written of ``folder`` with what lies there, as this rank sees it.
+    """Compare the files that ranks have written for ``folder`` with the files that this rank sees
+    there.
 
     Args:
-        parts: by rank, what it wrote.
+        parts: by rank, the files that it wrote.
         needed: by rank, the files without which it cannot resume.
 
     Raises:
-        LayerWiseError: a file is not there, or another one; names it.
+        LayerWiseError: a file is missing or differs; names it.
     """
     incomplete = atomic.incomplete_folder(folder)
     if atomic.signed_by(folder, save_id) is None:
@@ -128,10 +130,11 @@ def check_arrived(
 
 
 def check_seen(folder: Path, parts: Mapping[int, Manifest]) -> None:
-    """Compare what ranks have written into ``folder`` with what this rank sees there.
+    """Compare the files that ranks have written into ``folder`` with the files that this rank sees
+    there.
 
     Raises:
-        LayerWiseError: a file is not there, or another one; names it.
+        LayerWiseError: a file is missing or differs; names it.
     """
     for rank, part in parts.items():
         lines: list[str] = []
@@ -149,8 +152,10 @@ def check_seen(folder: Path, parts: Mapping[int, Manifest]) -> None:
 
 
 def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
-    """Return what ``look`` finds; None if it finds nothing for :data:`PATIENCE` seconds. ``folder``
-    is listed in between, which lets a network file system forget what it remembers of it.
+    """Call ``look`` until it finds something and return that; None if it finds nothing for
+    :data:`PATIENCE` seconds.
+
+    ``folder`` is listed between calls, which makes a network file system drop its cache.
     """
     until = time.monotonic() + PATIENCE
     pause = 0.01
@@ -163,10 +168,11 @@ def patiently(look: Callable[[], Found | None], folder: Path) -> Found | None:
 
 
 def finish_save(folder: Path, *, may_move: bool) -> None:
-    """Put a save in place on the disks where it is whole, if it is in place on another.
+    """Move a save into place on the disks where it is complete but not in place, if it is in place
+    on another disk.
 
     Args:
-        may_move: whether this rank does it on its disk; one on each does.
+        may_move: True on the one rank per disk that moves it.
     """
     with comm.errors_on_all_ranks(None):
         mine = atomic.save_ids(folder)
@@ -185,7 +191,9 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
 
 
 def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
-    """The newest of those saves that is in place on every rank's disk; None if there is none."""
+    """Return the newest of the saves that are in place on every rank's disk; None if there
+    is none.
+    """
     with comm.errors_on_all_ranks(None):
         mine = {
             tag: (save_id, (save_dir / tag / FILE_NAME).stat().st_mtime)
@@ -200,7 +208,7 @@ def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
 
 
 def check_one_save(folder: Path, *, own_disks: bool) -> None:
-    """Refuse to go on where ranks see different saves under the name ``folder``.
+    """Raise an error if ranks see different saves under the name ``folder``.
 
     Raises:
         LayerWiseError: on all ranks; names two of them.
@@ -208,8 +216,8 @@ def check_one_save(folder: Path, *, own_disks: bool) -> None:
     with comm.errors_on_all_ranks(None):
         found = atomic.save_ids(folder)[0]
         if not found and not own_disks and (folder / FILE_NAME).exists():
-            # Version 0.1 of this package gave saves no name; on one disk they all have the same
-            # list.
+            # Version 0.1 of this package gave saves no identifier. On one disk, all ranks see the
+            # same list.
             found = comm.digest_of([(folder / FILE_NAME).read_text()])
     everyone = comm.gather_objects((found, str(folder.absolute())), group=None)
     for rank, (other, place) in enumerate(everyone):

@@ -1,5 +1,5 @@
-"""A load under way: what its first half has found, and its second takes over once the engine has
-loaded the model.
+"""A load in progress: the findings of its first half, which its second half loads after the engine
+has loaded the model.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ds_layerwise.zero.checkpoint.whole_states import tied
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint that was found whole and fitting; nothing of it has been taken over."""
+    """A checkpoint that is complete and fits. Nothing of it has been loaded yet."""
 
     folder: Path
     header: Header
@@ -36,13 +36,14 @@ class Found:
     masters: bool
     universal: bool
     others: dict[str, Tensor]
-    """Frozen parameters and buffers that the engine does not load itself."""
+    """Frozen parameters and buffers that the engine does not load."""
 
     def described(self, fresh_states: dict[str, str], *, out_of: int) -> list[str]:
-        """Return what the user must hear of, a line each.
+        """Return the messages for the user, one line each.
 
         Args:
-            fresh_states: by parameter, on all ranks, why its state is not the checkpoint's.
+            fresh_states: the parameters of all ranks whose state is not the checkpoint's, each with
+                the reason.
             out_of: the number of parameters.
         """
         lines = []
@@ -64,36 +65,37 @@ class Found:
 
 @dataclass(slots=True)
 class Load:
-    """The state that a load of an engine hands from its first half to its second.
+    """The state that the first half of an engine's load passes to the second.
 
-    :class:`.checkpointing.Checkpointing` owns it for as long as the engine loads.
+    :class:`.checkpointing.Checkpointing` holds it while the engine loads.
     """
 
     found: Found | None
-    """None where nothing but the model is wanted, and once it was taken over: it holds files
-    open.
-    """
+    """None if only the model is wanted, and after the load, because it keeps files open."""
     wants_scheduler: bool | None
-    """True if the learning rate scheduler is to go on from the checkpoint, False if afresh; None
-    where what is loaded never has its state, and the script sees to it."""
+    """True if the learning rate scheduler continues from the checkpoint; False if it starts afresh;
+    None if the checkpoint never has its state, and the script restores it.
+    """
     weights_win: bool = False
-    """True if the user loads the model, so that masters follow other weights than were saved."""
+    """True if the user loads the model, so that masters are set from those weights and not from the
+    checkpoint.
+    """
 
     has_no_weights: bool = False
-    """True if the trained weights are masters in the checkpoint, and nothing else."""
+    """True if the checkpoint has the trained weights only as masters."""
 
     alone: bool = False
-    """True while an error of this rank is not one that all ranks have agreed on."""
+    """True while an error of this rank has not been agreed on by all ranks."""
 
 
 def kept_of(
     routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, str]]:
-    """Return the dtypes of states in fewer bits than float32, by name in a checkpoint.
+    """Return the dtypes of states stored in fewer bits than float32, by name in a checkpoint.
 
     Args:
-        names: by parameter, those that its experts have in a checkpoint; one of ``routes`` alone
-            has its own.
+        names: by parameter, the names of its experts in a checkpoint. A parameter that is only in
+            ``routes`` has its own name.
     """
     found = {}
     for name, route in routes.items():
@@ -109,11 +111,10 @@ def kept_of(
 def converted(
     header: Header, now: Mapping[str, Mapping[str, str]], fresh: Container[str]
 ) -> list[str]:
-    """A line for each kind of state that was kept in something else than ``now``, where it was
-    saved.
+    """Return a line for each kind of state that was saved in another dtype than ``now``.
 
     Args:
-        fresh: the parameters that do not go on from what was saved.
+        fresh: the parameters that do not continue from the checkpoint.
     """
     counts: Counter[tuple[str, str, str]] = Counter()
     for name in header.rules:
@@ -133,19 +134,19 @@ def converted(
     ]
 
 
-#: What lets a load go on that lacks something, or has more.
+#: The settings that let a load continue if parameters are missing or unexpected.
 LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
 
 
 def check_names(
     saved: Renamed, folder: Path, here: Set[str], model: nn.Module, *, of_all_stages: Set[str]
 ) -> None:
-    """Compare the names in a universal checkpoint with those ``here``, and those that other stages
-    have.
+    """Compare the names in a universal checkpoint with the names ``here`` and those of other
+    stages.
 
     Raises:
-        LayerWiseError: one has what the other lacks; or there are two values for a parameter that
-            ``model`` ties.
+        LayerWiseError: either has a name that the other lacks, or there are two values for a
+            parameter that ``model`` ties.
     """
     if missing := here - saved.header.shapes.keys():
         raise LayerWiseError(
@@ -158,7 +159,7 @@ def check_names(
             f"layerwise.rename, or load what fits with {LENIENT}"
         )
     for second, first in tied(model, here).items():
-        # All ranks have the same, which may be large: one of them looks.
+        # All ranks have the same two values, which may be large, so one rank compares them.
         if (
             {first, second} <= saved.header.shapes.keys()
             and comm.rank_of(None) == 0
@@ -182,6 +183,5 @@ def _are_equal(saved: Renamed, first: str, second: str) -> bool:
         return False
     one = _whole(saved, first)
     other = _whole(saved, second)
-    # DeepSpeed's converter may write the second name with the weights of the one parameter: its
-    # master, rounded.
+    # DeepSpeed's converter may store the rounded master of the parameter under its second name.
     return any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values())

@@ -1,16 +1,16 @@
-"""Parameter groups after a load: as the checkpoint says, or as the config says otherwise by now.
+"""Parameter groups after a load: from the checkpoint, except where the config has changed since.
 
-Note: where a schedule takes its rates from
-    torch's go on from what a checkpoint has of them. DeepSpeed's, and one that starts afresh, set
-    ``lr`` to what the config of this run says, whatever a group goes on with; where that is another
-    one, the ratios of the run before would make rates of it that nobody chose. So there the rates
-    are those of the config. Many of torch's multiply on from what stands in a group, so that of one
-    that starts afresh everything there stays that it has put in.
+Note: where a scheduler takes its rates from
+    A scheduler of torch continues from the rates in the checkpoint. A scheduler of DeepSpeed, or
+    one that starts afresh, sets ``lr`` from the config of this run, whatever the group had. If that
+    ``lr`` is a new one, the ratios of the saved run would turn it into rates that nobody chose; so
+    in this case all rates are those of the config. Many schedulers of torch multiply the value in
+    the group, so if one starts afresh, everything that it has put into a group stays.
 
 Note: what is compared
-    A schedule moves ``lr``, and a script may move anything, so that what a group says in a
-    checkpoint is not what it was given. A checkpoint has both, and what is compared is what the two
-    runs were given. What has not changed goes on as it was when it was saved.
+    A scheduler moves ``lr``, and a script may move anything, so a group's values in a checkpoint
+    are not the values that the group was given. A checkpoint has both. The values that the two runs
+    were given are compared. Values that have not changed continue as they were saved.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ from ds_layerwise.optimizers.param_groups import RATIOS, LayerWiseOptimizer
 
 _RATES = ("lr", *RATIOS)
 
-#: Keys that name and route the parameters of this run's groups.
+#: The keys that name and route the parameters of this run's groups.
 _OF_THIS_RUN = frozenset((*ABOUT_GROUPS, "use_muon"))
 
-#: Keys of a group under which schedulers of torch keep learning rates.
+#: The keys of a group in which schedulers of torch keep learning rates.
 _IN_GROUPS = ("lr", "initial_lr", "max_lr", "min_lr")
 
-#: Keys of a scheduler's state under which it has a list of learning rates, one a group.
+#: The keys of a scheduler's state with a list of learning rates, one per group.
 _IN_STATES = ("base_lrs", "max_lrs", "_last_lr")
 
-#: Keys of a group that belong to a scheduler that cycles the momentum.
+#: The keys of a group that a scheduler uses to cycle the momentum.
 _OF_MOMENTUM = ("base_momentum", "max_momentum")
 
-#: The states of the schedulers that a SequentialLR or ChainedScheduler is made of, in its state.
+#: The key of the inner schedulers' states in the state of a SequentialLR or ChainedScheduler.
 _INNER = "_schedulers"
 
 
 def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return ``groups`` as a checkpoint has them: builtins, without the parameters.
+    """Return ``groups`` in the form of a checkpoint: builtins, without the parameters.
 
     Raises:
-        LayerWiseError: a value is something else; names the group and the key.
+        LayerWiseError: a value is not a builtin; names the group and the key.
     """
     found: list[dict[str, Any]] = []
     for index, group in enumerate(groups):
@@ -64,38 +64,40 @@ def described(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 @dataclass(kw_only=True)
 class Resumption:
-    """The groups of an optimizer as they go on from a checkpoint."""
+    """The continuation of an optimizer's groups from a checkpoint."""
 
     optimizer: LayerWiseOptimizer
     header: Header
     wins: OnHyperChange
     otherwise: Mapping[int, str]
-    """The groups whose values in the checkpoint are of another optimizer, and its name."""
+    """The groups whose values in the checkpoint are of another optimizer, with its name."""
     scheduler: Any = None
     goes_on: bool | None = None
-    """True if the scheduler goes on from its state in the checkpoint; if False, its values in the
-    groups of this run stay; None where the script sees to it.
+    """True if the scheduler continues from its state in the checkpoint. False if its values in this
+    run's groups stay. None if the script restores the scheduler.
     """
     follows: bool = field(default=False, init=False)
-    """True if the scheduler goes on from rates in its state."""
+    """True if the scheduler continues from rates in its state."""
     stays: set[str] = field(default_factory=set, init=False)
-    """The keys that stay as they are in this run."""
+    """The keys that keep their values of this run."""
     changes: dict[tuple[str, str, str, bool], list[int]] = field(default_factory=dict, init=False)
-    """The groups by key, by its value in either run, and by whether this run's is taken."""
+    """The groups by key, value in the saved run, value in this run, and whether this run's value is
+    used.
+    """
 
     def after(self) -> list[dict[str, Any]]:
         """Return the groups of :meth:`.LayerWiseOptimizer.groups_now` as :meth:`take_over` would
-        leave them, rates aside.
+        leave them, except for rates.
 
         Raises:
-            ValueError: the checkpoint says something in the place of a number that is none.
+            ValueError: a value of the checkpoint should be a number and is not.
         """
         groups = [dict(group) for group in self.optimizer.groups_now()]
         for index, saved in enumerate(self._saved):
             group = groups[index]
             built = self.optimizer.built_with[index]
             before = self._before(index)
-            # What another optimizer has under a name may be of another kind.
+            # Another optimizer may use the same name for a value of another kind.
             held = {**built, **self.optimizer.param_groups[index]}
             if index in self.otherwise:
                 held = {"lr": group["lr"]}
@@ -112,7 +114,7 @@ class Resumption:
         return groups
 
     def take_over(self) -> list[str]:
-        """Let the groups go on; return a line for each thing that has changed."""
+        """Update the groups, and return a line for each change."""
         scheduler = self.scheduler
         self.stays = {*_OF_THIS_RUN, *self.optimizer.fixed_keys}
         if scheduler is not None and self.goes_on:
@@ -139,15 +141,15 @@ class Resumption:
 
     @property
     def _saved(self) -> Sequence[Mapping[str, Any]]:
-        """The groups of the checkpoint; none if this package did not write them."""
+        """The groups of the checkpoint; empty if this package did not write them."""
         return self.header.param_groups or ()
 
     def _before(self, index: int) -> Mapping[str, Any]:
-        """Return what the group was given when the run that was saved began."""
+        """Return the values that the group was given at the start of the saved run."""
         if self.header.configured:
             return self.header.configured[index]
-        # Version 0.1 wrote what a schedule had moved, which says where it began only if torch's
-        # have written that down.
+        # Version 0.1 wrote the values that a scheduler had moved. They show the initial rate only
+        # if a scheduler of torch stored it.
         built = self.optimizer.built_with[index]
         saved = self._saved[index]
         known = {}
@@ -157,8 +159,8 @@ class Resumption:
         return {**known, "lr": saved.get("initial_lr", lr)}
 
     def _of_no_use(self, index: int) -> str:
-        """Say who saved a group whose values mean nothing to this run, and what it has instead;
-        nothing if they do.
+        """Return the reason why a group's saved values do not apply to this run, and which values
+        it has instead; empty if they apply.
         """
         was_named = _has_ratios(self._saved[index])
         is_named = _has_ratios(self.optimizer.built_with[index])
@@ -192,14 +194,12 @@ class Resumption:
             self.changes.setdefault((key, str(old[key]), str(new[key]), is_taken), []).append(index)
             if is_taken:
                 configured |= self._take(index, key)
-        # What overrides say of a rate is a ratio to it.
+        # A rate in an override becomes a ratio to this one, which must not be 0.
         configured["lr"] = configured["lr"] or built["lr"]
         self.optimizer.configured[index] = configured
 
     def _take(self, index: int, key: str) -> dict[str, Any]:
-        """Let a group have what this run says of ``key``, and return the values that it is given
-        by.
-        """
+        """Set ``key`` of a group from this run, and return the values that this sets."""
         built = self.optimizer.built_with[index]
         if key in _RATES:
             given = {}
@@ -220,8 +220,8 @@ class Resumption:
             _set(self.optimizer.param_groups[index], key, value)
 
     def _move(self, index: int, keys: Iterable[str]) -> None:
-        """Move the rates under ``keys`` in a group, and in the scheduler's state, to where they
-        would be had the run that was saved begun with the rate of this one.
+        """Rescale the rates under ``keys`` in a group, and in the scheduler's state, as if the
+        saved run had started with this run's rate.
         """
         group = self.optimizer.param_groups[index]
         ends = (self._before(index)["lr"], self.optimizer.built_with[index]["lr"])
@@ -251,8 +251,9 @@ class Resumption:
 def otherwise_trained(
     own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRecord], group_of: Mapping[str, int]
 ) -> dict[int, str]:
-    """Return by parameter group the optimizer of a checkpoint, if it is of another class than now,
-    or had settings with which it keeps other states: the values in a group have to go with those.
+    """Return the groups whose optimizer in the checkpoint is of another class, or had settings for
+    other states, with the name of that optimizer. The values of such a group do not apply to this
+    run.
 
     Args:
         own, saved: by parameter, the optimizers of this run and of the checkpoint.
@@ -275,7 +276,9 @@ def _state_of(scheduler: Any) -> dict[str, Any]:
 
 
 def _inner(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the states of schedulers within one; a script's own may have anything there."""
+    """Return the states of the schedulers inside a scheduler. A script's own scheduler may have
+    anything there.
+    """
     inner = state.get(_INNER)
     return [each for each in inner if isinstance(each, dict)] if isinstance(inner, list) else []
 
@@ -285,13 +288,13 @@ def _cycles(state: Mapping[str, Any]) -> bool:
 
 
 def _move_state(state: dict[str, Any], index: int, old: float, new: float) -> bool:
-    """Move the rates of a group in the state of a scheduler of torch; tell whether it has any."""
+    """Rescale the rates of a group in the state of a torch scheduler. Return True if it has any."""
     moved = False
     for key in _IN_STATES:
         rates = state.get(key)
         if isinstance(rates, list) and index < len(rates):
             floor = _floor(state) if key == "_last_lr" else 0.0
-            # The scheduler at work has the very list.
+            # Copy the list: the running scheduler holds the same object.
             state[key] = [*rates]
             state[key][index] = _moved(float(rates[index]), old, new, floor)
             moved = True
@@ -301,20 +304,23 @@ def _move_state(state: dict[str, Any], index: int, old: float, new: float) -> bo
 
 
 def _floor(state: Mapping[str, Any]) -> float:
-    """Return the rate that a schedule comes down to, wherever it begins: ``eta_min``, in a sequence
-    that of the schedule at work.
+    """Return the lowest rate of a schedule, whatever its start: ``eta_min``. In a sequence, it is
+    that of the active schedule.
     """
     if "_milestones" in state and _inner(state):
         at_work = bisect_right(state["_milestones"], state["last_epoch"])
         return _floor(_inner(state)[at_work])
-    # Those of torch's two cosines; a class of a script may warm up from below what it calls so.
+    # ``eta_min`` of torch's two cosine schedulers. A script's class may use the name for something
+    # below which it starts.
     is_cosine = not state.keys().isdisjoint(("T_max", "T_0"))
     return float(state.get("eta_min") or 0.0) if is_cosine else 0.0
 
 
 def _moved(value: float, old: float, new: float, floor: float) -> float:
-    """Move ``value`` of a schedule from ``old`` down to ``floor`` to the same place of one from
-    ``new``; where the first two are equal, 0 for one, every place is the same, ``new`` itself.
+    """Map ``value`` of a schedule that falls from ``old`` to ``floor`` to the same relative
+    position between ``new`` and ``floor``.
+
+    If that position is not defined, as when ``old`` and ``floor`` are both 0, return ``new``.
     """
     if old in (value, floor):
         return float(new)
@@ -324,7 +330,7 @@ def _moved(value: float, old: float, new: float, floor: float) -> float:
 def _set(group: dict[str, Any], key: str, value: Any) -> None:
     held = group.get(key)
     if isinstance(held, Tensor) and not held.dim() and isinstance(value, (int, float)):
-        # Schedulers and users hold on to it.
+        # Fill in place: schedulers and users keep references to the tensor.
         held.fill_(value)
     else:
         group[key] = like(held, value)

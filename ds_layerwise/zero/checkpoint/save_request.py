@@ -1,4 +1,4 @@
-"""A save under way: where it goes, and what of it this rank has written."""
+"""A save in progress: its target, and the files that this rank has written."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ds_layerwise.zero.checkpoint.disks import Disks
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """The state that a save of an engine hands to its commit.
+    """The state that a save of an engine passes to its commit.
 
-    :class:`.checkpointing.Checkpointing` owns one that goes on beside the training, until the
-    engine commits it.
+    :class:`.checkpointing.Checkpointing` holds it during a background save, until the engine
+    commits.
     """
 
     save_dir: Path
@@ -25,10 +25,10 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """The folder that the save becomes, and beside which it is written."""
+        """The final folder of the save. The incomplete folder is beside it."""
         return self.save_dir / self.tag
 
     @property
     def universal_tag(self) -> str:
-        """Under which ``layerwise.save_universal`` writes the same."""
+        """The tag under which ``layerwise.save_universal`` writes the same state."""
         return f"{self.tag}_universal"

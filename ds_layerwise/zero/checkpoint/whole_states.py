@@ -1,5 +1,5 @@
-"""Masters and states of all ranks as files of whole parameters have them: for a checkpoint of
-``torch.distributed.checkpoint``, and on their way into one file, which rank 0 writes.
+"""The masters and states of all ranks in the form of files with whole parameters: for
+``torch.distributed.checkpoint``, and for one file that rank 0 writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 from ds_layerwise.zero.setup.param_cuts import filled_cut
 
-#: Recipes that torch has a class for, which reads their states.
+#: The recipes with a torch class that can read their states.
 _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}
 
 
@@ -40,13 +40,14 @@ def state_dict(
     header: Header,
     scaler: tuple[str, Any],
 ) -> dict[str, Any]:
-    """Return what ``torch.distributed.checkpoint.save`` takes, as views into live memory.
+    """Return a dict for ``torch.distributed.checkpoint.save``. Its tensors are views into live
+    memory.
 
     Args:
-        pieces, shapes: what this rank owns, and the shapes of all parameters, by name in a
-            checkpoint.
-        groups: the parameter groups, as torch's ``get_state_dict`` has them.
-        header, scaler: what only this package asks for, equal on all ranks; the second with
+        pieces, shapes: the pieces that this rank owns, and the shapes of all parameters, by name in
+            a checkpoint.
+        groups: the parameter groups in the form of torch's ``get_state_dict``.
+        header, scaler: values that only this package reads, equal on all ranks; ``scaler`` with
             DeepSpeed's name for it.
     """
     is_first = comm.rank_of(None) == 0
@@ -65,7 +66,7 @@ def state_dict(
             model[unwrapped(name)] = value
             continue
         if not shapes[name]:
-            # A state of a number is no part of it in torch's format.
+            # In torch's format, a state of a 0-d parameter is not cut.
             value, _ = held_of(value)
         state.setdefault(unwrapped(name), {})[key] = value
     for name, other in tied(module, shapes).items():
@@ -88,10 +89,10 @@ def state_dict(
 def tensors_of(
     pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]]
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield the masters, under an empty key, and the states of ``pieces`` by parameter and key.
+    """Yield the masters (with an empty key) and the states of ``pieces``, by parameter and key.
 
-    What has an element for each of the parameter is a :class:`.Piece` of its shape. Of the rest
-    every piece has the same, and the first one gives it.
+    A tensor with one element per element of the parameter is a :class:`.Piece` of the parameter's
+    shape. Other tensors are the same in every piece, and the first piece yields them.
     """
     for piece in pieces:
         for key, value in (("", piece.master), *piece.state.items()):
@@ -102,9 +103,7 @@ def tensors_of(
 
 
 def held_of(value: Tensor) -> tuple[Tensor, int]:
-    """Return the elements of a tensor of the file that this rank has, and the number of the
-    first.
-    """
+    """Return this rank's elements of a tensor of the file, and the number of the first one."""
     if isinstance(value, Piece):
         return value.held, value.start
     return value, 0
@@ -127,7 +126,7 @@ def _parts_of(named: Mapping[str, Tensor]) -> dict[str, dict[int, _Part]]:
     """Return the parts that all ranks have of the tensors of a file, by name and first element.
 
     Args:
-        named: those of this rank, by their names in the file.
+        named: the parts of this rank, by their names in the file.
     """
     rank = comm.rank_of(None)
     mine = {}
@@ -155,7 +154,7 @@ def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
 
 def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
     """Return the frozen parameters and buffers that a checkpoint has, by name."""
-    # A module that recomputes leaves its wrapper out of the names in its own state_dict.
+    # Activation checkpointing leaves its wrapper out of the names in state_dict.
     known = {unwrapped(name) for name in (*trained, *tied(module, trained))}
     return {
         name: value
@@ -165,7 +164,7 @@ def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Ten
 
 
 def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
-    """Refuse experts that are not trained: ranks have others of them under the same names.
+    """Refuse frozen experts: ranks have different ones under the same names.
 
     Raises:
         LayerWiseError: names one.
@@ -180,7 +179,9 @@ def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
 
 
 def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
-    """Return by further names of parameters those that they are trained under."""
+    """Return the other names of tied parameters, each with the name that the parameter is trained
+    under.
+    """
     names = {}
     for name, param in module.named_parameters():
         names[param] = name
@@ -196,14 +197,14 @@ def groups_of(
     groups: Sequence[Mapping[str, Any]],
     names: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
-    """Parameter groups in the way of torch, one for all that are updated with the same values.
+    """Return parameter groups in torch's form, one for all parameters that are updated with the
+    same values.
 
-    What a class of torch runs says all that a group of that class does, so that torch finds what it
-    asks for.
+    The groups of a torch class contain all keys of that class, so that torch finds what it needs.
 
     Args:
-        groups: those of the engine, with all that an update takes of them.
-        names: by parameter, those that it has in a checkpoint.
+        groups: the engine's groups, with all values that an update uses.
+        names: by parameter, its names in a checkpoint.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, route in routes.items():
@@ -220,7 +221,7 @@ def groups_of(
 
 
 def _group_of_class(route: Route) -> dict[str, Any] | None:
-    """Return the values of a group of the class of torch that updates a parameter; None if no
+    """Return the values of a group of the torch class that updates a parameter; None if no
     class does.
     """
     recipe = route.recipe
@@ -235,7 +236,7 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
 
 
 def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
-    """Refuse a model of which no rank trains whole parameters.
+    """Refuse a model in which no rank trains whole parameters.
 
     Raises:
         LayerWiseError: tensor or pipeline parallelism has cut it.
@@ -255,9 +256,9 @@ def save_one_file(
     scaler: tuple[str, Any],
     device: torch.device,
 ) -> None:
-    """Write all of ``pieces`` of all ranks into one file. Every rank must call it; rank 0 writes.
+    """Write all ``pieces`` of all ranks into one file. Every rank must call this; rank 0 writes.
 
-    Memory: what a rank owns of one tensor, on the device and on the host.
+    It needs memory, on the device and on the host, for one rank's part of one tensor.
 
     Raises:
         LayerWiseError: on every rank, if rank 0 cannot write.
@@ -277,7 +278,7 @@ def save_one_file(
                 beside = write_beside(header, scaler, _all_sums(parts))
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
-        # The others go on sending where rank 0 cannot write.
+        # If rank 0 cannot write, it still receives what the other ranks send.
         deque(brought, maxlen=0)
         if attempt.error is not None:
             raise attempt.error
@@ -289,8 +290,8 @@ def _bring(
     mine: Mapping[str, Tensor],
     device: torch.device,
 ) -> Iterator[Tensor]:
-    """Yield all ``parts`` on rank 0, in the order of ``names`` and of elements; on the others send
-    it what is theirs.
+    """Yield all ``parts`` on rank 0, in the order of ``names`` and elements. The other ranks send
+    their parts to it.
     """
     rank = comm.rank_of(None)
     for name in names:

@@ -1,17 +1,17 @@
-"""The hook into attention of transformers' models: the place in which a module asks for its
+"""The hook into the attention of transformers' models, at the point where a module looks up its
 implementation.
 
 Note: why not the public registry
-    ``AttentionInterface.register`` names implementations for all models at once. "eager" is in no
-    registry: a module passes its own function, which a registered one would not be given. And an
-    implementation that is registered after the start, as one of the hub's kernels is, would not be
-    seen. ``get_interface`` is asked in each forward pass, by name and with that function.
+    ``AttentionInterface.register`` sets implementations for all models at once. "eager" is in no
+    registry: a module passes its own function, which a registered function would not get. And an
+    implementation registered after the start, such as a kernel of the hub, would be missed.
+    ``get_interface`` is called in each forward pass, with the name and that function.
 
-Note: what is changed, and for how long
-    ``AttentionInterface.get_interface`` gives what attends. While an engine watches a module, it
-    gives a function that tells the engine what it is called with, and then does the same. Nothing
-    changes for other modules, and the last engine that goes puts the method back. What attention
-    gives is the probabilities, if anything, and not the logits.
+Note: what changes, and for how long
+    ``AttentionInterface.get_interface`` returns the attention function. For a module that an engine
+    watches, it returns a function that passes its arguments to the engine and then does the same as
+    the original. Other modules are not affected, and the last engine to go restores the method. The
+    engine needs the arguments because attention returns at most the probabilities, not the logits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.zero.qk_clip.max_logits import counts_for, largest_logits
 
-#: A method that takes note of the largest logits of a module by head.
+#: A method that records the largest logits of a module by head.
 Note = Callable[[nn.Module, Tensor], None]
 
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
@@ -37,11 +37,11 @@ _original: list[Any] = []
 
 
 def watch(modules: Iterable[nn.Module], note: Note) -> None:
-    """Tell ``note``, a bound method that is not kept alive, of every forward pass of ``modules`` in
-    training.
+    """Call ``note`` in every forward pass of ``modules`` in training. ``note`` is a bound method
+    and is not kept alive.
 
     Raises:
-        ConfigError: the installed transformers has no such place.
+        ConfigError: the installed transformers has no ``get_interface``.
     """
     modules = list(modules)
     transformers = sys.modules.get("transformers.modeling_utils")
@@ -62,8 +62,8 @@ def watch(modules: Iterable[nn.Module], note: Note) -> None:
 
 
 def forget(modules: Iterable[nn.Module], note: Note | None = None) -> None:
-    """Undo :func:`watch`, as far as nobody else watches by now; ``note`` None: what took note is
-    gone.
+    """Undo :func:`watch` for ``note``; watchers registered since stay. With ``note`` None, the
+    watcher no longer exists.
     """
     for module in modules:
         known = _watched.get(module)
@@ -93,7 +93,7 @@ def _get_interface(self: Any, attn_implementation: Any, default: Any) -> Any:
     return noted
 
 
-# A compiler cannot trace what looks a module up, and need not.
+# A compiler cannot trace the lookup of a module, and need not.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def _note(

@@ -1,10 +1,11 @@
-"""The largest attention logits of a step: noted in forward passes, reduced over ranks once,
-reported, and clipped by.
+"""The largest attention logits of a step. They are recorded in forward passes, reduced over ranks
+once, reported, and used for clipping.
 
-Note: what counts, and until when
-    Forward passes of modules that are in training, of all micro-batches and ranks that hold the
-    module; the largest stays on the device until the step. Every step forgets what was noted before
-    it, also one that is skipped: its weights stay, and the next forward passes measure them anew.
+Note: which forward passes count
+    Those of modules in training, over all micro-batches and all ranks that hold the module. The
+    maximum stays on the device until the step. Every step, also a skipped one, forgets the logits
+    recorded before it: after a skipped step the weights are the same, and the next forward passes
+    measure them anew.
 """
 
 from __future__ import annotations
@@ -28,24 +29,23 @@ from ds_layerwise.zero.qk_clip import attention_hook
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
-#: So many updates may pass without a logit of a module: layers may be dropped at random.
+#: The number of updates that may pass without a logit of a module; layers may be dropped at random.
 _PATIENCE = 10
 
 
 class AttentionLogits(StepObserver):
-    """Notes, reduces, reports and clips by the largest attention logits of a model.
+    """Records, reduces and reports the largest attention logits of a model, and clips by them.
 
     Raises:
-        RoutingError, ConfigError: on every rank alike; see
-            :func:`.routing.attention.attentions_of`.
+        RoutingError, ConfigError: on every rank; see :func:`.routing.attention.attentions_of`.
     """
 
     def __init__(self, run: RunState) -> None:
         self.clip = run.config.qk_clip
         self.measures = self.clip is not None or run.config.log_max_attention_logit
         self.largest: dict[str, float] = {}
-        """The largest logits of the last step that was not skipped, over all ranks and parts of the
-        model, by module.
+        """The largest logits over all ranks and parts of the model in the last step that was not
+        skipped, by module.
         """
         self._run = run
         self._updates = 0
@@ -64,11 +64,11 @@ class AttentionLogits(StepObserver):
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
-        # Whoever says what a module of unknown attention is called means one that may be in
-        # evaluation.
+        # If a script names a module whose attention is unknown, the module may be in evaluation
+        # mode.
         known = {attention.name: attention.module for attention in self._attentions}
         self._by_path = known or dict(run.model.named_modules())
-        # Where nothing has to be known of modules, one more place is for all that are not.
+        # The last element is for all modules that need not be known.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
@@ -79,10 +79,10 @@ class AttentionLogits(StepObserver):
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
 
     def _compare(self) -> None:
-        """Learn the attention of all parts of the model.
+        """Gather the attention modules of all parts of the model.
 
         Raises:
-            ConfigError: an entry of the config is for no module of any part, or there is no
+            ConfigError: an entry of the config matches no module of any part, or there is no
                 attention.
         """
         clipped = {}
@@ -119,28 +119,28 @@ class AttentionLogits(StepObserver):
         for attention in self._attentions:
             for scaled in attention.scaled:
                 name = scaled.name
-                # The first update is compared for parameters of others.
+                # verify_first_step also needs parameters that this rank does not own.
                 if name in run.pieces or run.config.verify_first_step:
                     shape = run.shapes[name]
                     self._outputs[name] = _indices(scaled, shape, attention, clip, run.device)
 
     def destroy(self) -> None:
-        """Look at no module any more."""
+        """Stop watching modules."""
         attention_hook.forget(self._places, self._note)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def note(self, attention: nn.Module | str, largest: Any) -> None:
-        """Take note of the largest logits of a forward pass; nothing happens for a module in
-        evaluation.
+        """Record the largest logits of a forward pass. Nothing happens for a module in evaluation
+        mode.
 
         Args:
             attention: the module, or its path in the model.
-            largest: (heads,), by head of queries on this rank, before the softmax, scaled; -inf for
-                what saw none.
+            largest: (heads,), by query head on this rank, after scaling and before the softmax;
+                -inf for a head without logits.
 
         Raises:
-            StepError: nobody asked for logits, the module is not known, or it has another number of
+            StepError: no setting needs logits, the module is unknown, or it has another number of
                 heads.
         """
         if not self.measures:
@@ -179,17 +179,18 @@ class AttentionLogits(StepObserver):
 
     @staticmethod
     def _raise_to(place: Tensor, values: Tensor) -> None:
-        # A maximum over ranks may lose what is not a number.
+        # A maximum over ranks may lose a nan, so it becomes inf.
         values = torch.nan_to_num(values.to(place), nan=math.inf, posinf=math.inf, neginf=-math.inf)
         torch.maximum(place, values, out=place)
 
     def restart(self) -> None:
-        """Forget what was noted since the last step: it is of other weights."""
+        """Forget the logits recorded since the last step: they belong to old weights."""
         if self.measures:
             self._noted.fill_(-math.inf)
 
     def before_update(self, step: Step) -> None:
-        """Reduce what was noted, report it, and scale by it; a skipped step forgets it.
+        """Reduce and report the recorded logits, and set the scaling factors. A skipped step drops
+        the logits.
 
         Raises:
             StepError: on every rank, if a logit is not finite, or a module never had one.
@@ -206,14 +207,14 @@ class AttentionLogits(StepObserver):
                     step.values[f"{label}/{name}"] = value
 
     def _settle(self, frozen: Collection[str]) -> dict[str, Factors]:
-        """Reduce what was noted over ranks, and forget it. Every rank must call this at the same
-        point.
+        """Reduce the recorded logits over ranks, and forget them. Every rank must call this at the
+        same point.
 
         Args:
             frozen: the parameters that are not updated in this step.
 
         Returns:
-            The factors by parameter, at least of those of which this rank holds a piece.
+            The factors by parameter, for at least the parameters of which this rank holds a piece.
         """
         settings = self._run.settings
         reduced = comm.max_over_ranks(self._noted.clone(), group=settings.group)
@@ -224,13 +225,13 @@ class AttentionLogits(StepObserver):
         largest = torch.stack([*own.values(), reduced[-1]])
         if settings.model_group is not None:
             comm.max_over_ranks(largest, group=settings.model_group)
-        # The host waits once.
+        # One transfer, so that the host waits once.
         values = torch.cat([largest, reduced]).tolist()
         by_module = dict(zip(self._everywhere, values))
         self._judge(by_module)
         others = values[len(by_module)]
         if others > -math.inf:
-            # Else it is the model's own, where that is an attention module itself.
+            # Otherwise "" is the entry of the model itself, if the model is an attention module.
             by_module[""] = others
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
@@ -262,7 +263,7 @@ class AttentionLogits(StepObserver):
         return factors
 
     def _judge(self, largest: Mapping[str, float]) -> None:
-        """Refuse logits that nothing can be done with.
+        """Raise an error for logits that clipping cannot handle.
 
         Raises:
             StepError: see :meth:`before_update`.
@@ -285,7 +286,7 @@ class AttentionLogits(StepObserver):
             )
 
     def summary(self) -> str:
-        """Return a line for the start-up table; empty where nothing is measured."""
+        """Return a line for the start-up table; empty if nothing is measured."""
         if not self.measures:
             return ""
         count = len(self._attentions)
@@ -300,7 +301,7 @@ class AttentionLogits(StepObserver):
 
 
 def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -> None:
-    """Refuse a rule that brings weights back to a norm, and so undoes what was scaled.
+    """Refuse a rule that restores the norm of weights, which undoes the scaling.
 
     Raises:
         RoutingError: names the parameter.
@@ -315,9 +316,7 @@ def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -
 
 
 def _flat(largest: Any) -> Tensor:
-    """Return ``largest`` as a tensor of one axis, on the device where it is; numbers of a script as
-    float32.
-    """
+    """Return ``largest`` as a 1-D tensor on its own device; a script's numbers become float32."""
     if not isinstance(largest, Tensor):
         largest = torch.as_tensor(largest, dtype=torch.float32, device="cpu")
     flat: Tensor = largest.detach().reshape(-1)
@@ -327,8 +326,8 @@ def _flat(largest: Any) -> Tensor:
 def _indices(
     scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip, device: torch.device
 ) -> tuple[Tensor, Tensor, int, Any]:
-    """Return how a parameter is scaled: the unit and the power of each output; its number of
-    columns; and the axis of outputs.
+    """Return how to scale a parameter: the unit and the power of each output, the number of
+    columns, and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
     units: list[int] = []

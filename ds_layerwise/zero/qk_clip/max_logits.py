@@ -1,5 +1,5 @@
-"""The largest attention logit of each head, among those that a token may attend to, without the
-whole matrix.
+"""The largest attention logit of each head among the unmasked ones, without building the whole
+matrix.
 """
 
 from __future__ import annotations
@@ -13,28 +13,27 @@ from torch import Tensor
 
 from ds_layerwise.errors import StepError
 
-#: Logits that are in memory at a time.
+#: The number of logits in memory at a time.
 _AT_A_TIME = 1 << 24
 
-#: Bound of what is added to logits that are hidden: models have -1e4, or the least number of a
-#: dtype.
+#: A mask value below this hides a logit. Models use -1e4 or the lowest number of a dtype.
 _HIDDEN = -5e3
 
-#: A function that tells which logits of the rows [first, last) count: a bool tensor that broadcasts
-#: to (batch, heads, rows, keys).
+#: A function that returns which logits of the rows [first, last) count: a bool tensor that
+#: broadcasts to (batch, heads, rows, keys).
 Counts = Callable[[int, int], Tensor]
 
 
 @torch.no_grad()
 def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts) -> Tensor:
-    """Return the largest of ``scaling * query @ key.T`` that counts, by head of queries: (heads,),
-    float32; -inf if none does.
+    """Return the largest of ``scaling * query @ key.T`` among the logits that count, by query head:
+    (heads,), float32; -inf if none counts.
 
-    Products are made in the dtype of ``query``: in bfloat16 a logit is good for three digits.
+    Products are in the dtype of ``query``; in bfloat16, a logit has three significant digits.
 
     Args:
         query: (batch, heads, length, width).
-        key: (batch, heads of keys, keys, width); heads of queries in a row share one of keys.
+        key: (batch, key heads, keys, width); consecutive query heads share one key head.
     """
     batch, heads, length, _ = query.shape
     _, kv_heads, keys, _ = key.shape
@@ -60,18 +59,18 @@ def counts_for(
     mask: Any,
     kwargs: Mapping[str, Any],
 ) -> Counts:
-    """Return which logits count in one of transformers' implementations of attention, given what
-    that is called with.
+    """Return which logits count in one of transformers' attention implementations, given its
+    arguments.
 
     Raises:
-        StepError: it is none of "eager", "sdpa" and those with "flash" in their names, or the mask
-            is of another kind.
+        StepError: the implementation is not "eager", "sdpa" or one with "flash" in its name, or the
+            mask is of another kind.
     """
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
-        # Rows end with the last key.
+        # The last row belongs to the last key.
         length = query.shape[2]
         return _band(
             key,
@@ -85,8 +84,8 @@ def counts_for(
         allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., : key.shape[2]]
         return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
     if mask is None and implementation in ("eager", "sdpa"):
-        # "eager" has no mask but the one that is given; in "sdpa" a causal one that is left out
-        # begins with the first key.
+        # "eager" has no mask except the given one. In "sdpa", the implicit causal mask starts at
+        # the first key.
         return _band(key, causal and implementation == "sdpa" and query.shape[2] > 1)
     raise StepError(
         f"the attention logits of {type(module).__name__} cannot be measured in implementation "
@@ -105,13 +104,14 @@ def _band(
     sequences: tuple[Tensor, Tensor] | None = None,
     mask: Tensor | None = None,
 ) -> Counts:
-    """Return the keys that are not in the future, nor too far away, nor of another sequence, nor
-    padded. Row i stands at key i + ``shift``.
+    """Return the keys that count: not in the future, not too far away, in the same sequence, and
+    not padded. Row i is at key i + ``shift``.
 
     Args:
-        window: how far keys may be away; None for any distance.
+        window: the largest distance of a key; None for any distance.
         sequences: see :func:`_sequences`.
-        mask: (batch, tokens), which are real, as queries and as keys; None if all are.
+        mask: (batch, tokens), True for real tokens, for both queries and keys; None if all are
+            real.
     """
     keys = key.shape[2]
 
@@ -138,8 +138,8 @@ def _band(
 def _sequences(
     length: int, keys: int, device: torch.device, kwargs: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the number of the sequence that each query is in, and each key; None where there is
-    one.
+    """Return the sequence number of each query and of each key; None if there is a single
+    sequence.
     """
     query_ends = kwargs.get("cu_seq_lens_q")
     key_ends = kwargs.get("cu_seq_lens_k")
@@ -148,13 +148,16 @@ def _sequences(
     positions = kwargs.get("position_ids")
     if not isinstance(positions, Tensor) or not positions.shape == (1, length) == (1, keys):
         return None
-    # As transformers has it: packed if positions ever go back, and each sequence begins at 0.
+    # As in transformers: sequences are packed if positions ever go back, and each sequence starts
+    # at 0.
     begins = (positions[0] == 0).long().cumsum(0).to(device)
     number = begins * (torch.diff(positions[0]) < 0).any().to(device)
     return number, number
 
 
 def _numbers(ends: Tensor, count: int, device: torch.device) -> Tensor:
-    """Return, for each of ``count`` places, the number of the sequence with these ``ends``."""
+    """Return the sequence number of each of ``count`` places, given the ``ends`` of the
+    sequences.
+    """
     places = torch.arange(count, device=device, dtype=ends.dtype)
     return torch.searchsorted(ends.to(device).contiguous(), places, right=True)

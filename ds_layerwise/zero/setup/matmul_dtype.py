@@ -1,11 +1,11 @@
-"""The dtype of products where the config leaves it open: measured, agreed on, and kept in
-checkpoints.
+"""The dtype of matrix products if the config leaves it open: it is measured, agreed on, and stored
+in checkpoints.
 
 Note: why it is decided once
-    A dtype that changed from step to step, or from one start to the next, would change results. So
-    every process measures once, before the first step, with a margin that noise does not reach; all
-    ranks take what all of them found faster; and a run that goes on from a checkpoint says so where
-    it decides otherwise than the one that saved it.
+    If the dtype changed from step to step or from start to start, results would change. So every
+    process measures once, before the first step, with a margin above the noise. All ranks use a
+    dtype only if it is faster on all of them. A resumed run reports if its choice differs from that
+    of the run that saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ds_layerwise.zero.setup import numerics_context
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """The dtypes in which the devices of all ranks multiply much faster than in float32."""
+    """The dtypes in which the devices multiply much faster than in float32, by rank."""
 
     by_rank: tuple[frozenset[torch.dtype] | None, ...]
-    """None for a rank of which no setting asks."""
+    """The dtypes of each rank; None for a rank where no recipe leaves the dtype open."""
 
     @classmethod
     def agree(cls, recipes: Iterable[Recipe], device: torch.device) -> Products:
         """Measure on all ranks. Every rank of the world must call this at the same point.
 
         Raises:
-            LayerWiseError: on every rank, if one cannot multiply at all.
+            LayerWiseError: on every rank, if any rank cannot multiply at all.
         """
         mine = None
         with comm.errors_on_all_ranks(None), numerics_context.set_aside(device):
@@ -46,7 +46,7 @@ class Products:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that are fast on all ranks that ask, for rules; see
+        """The dtypes that are fast on all ranks that measured, for rules; see
         :meth:`.optimizers.rule.UpdateRule.on_device`.
         """
         asked = []
@@ -57,14 +57,14 @@ class Products:
 
     @property
     def fast(self) -> tuple[str, ...] | None:
-        """The names of these, as a checkpoint has them; None if no rank asks."""
+        """The names of :attr:`dtypes`, as stored in a checkpoint; None if no rank measured."""
         if all(dtypes is None for dtypes in self.by_rank):
             return None
         return tuple(sorted(map(dtype_name, self.dtypes)))
 
     def told(self, recipe: Recipe) -> str | None:
-        """Return the dtype of ``recipe``'s products, for the start-up table, and why; None if it
-        multiplies no matrices.
+        """Return the dtype of the products of ``recipe``, with the reason, for the start-up table;
+        None if it multiplies no matrices.
         """
         taken = _products_in(recipe, self.dtypes)
         if taken is None or not _is_open(recipe):
@@ -80,8 +80,11 @@ class Products:
         return f"{taken} ({wanted} is faster on {some})"
 
     def changes(self, recipes: Iterable[Recipe], saved: Sequence[str] | None) -> list[str]:
-        """A line for each of ``recipes`` that multiplies in something else than where ``saved``
-        were the fast ones.
+        """Return a line for each of ``recipes`` whose products now have another dtype than in the
+        run that saved the checkpoint.
+
+        Args:
+            saved: the names of the dtypes that were fast in that run; None if it did not measure.
         """
         if saved is None or self.fast is None:
             return []
@@ -105,6 +108,6 @@ def _products_in(recipe: Recipe, fast: frozenset[torch.dtype]) -> str | None:
 
 
 def _is_open(recipe: Recipe) -> bool:
-    """Tell whether the dtype of its products depends on the device."""
+    """Tell whether the dtype of the recipe's products depends on the device."""
     half = frozenset((torch.bfloat16, torch.float16))
     return _products_in(recipe, half) != _products_in(recipe, frozenset())

@@ -1,9 +1,9 @@
-"""Settings of a script around a call, kept out of the arithmetic of a step.
+"""A context in which a script's settings do not affect the arithmetic of a step.
 
-Note: what is set aside here, and what is not
-    Autocast and the precision of float32 products change what a product computes, so both are off
-    inside. Default dtypes and devices are not touched, as every thread of the process sees them:
-    code that a step runs says the dtype and the device of all it makes.
+Note: which settings this covers
+    Autocast and the precision of float32 products change the result of a product, so both are off
+    inside. Default dtypes and devices stay as they are, because all threads of the process share
+    them; code that runs in a step names the dtype and the device of every tensor it makes.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from contextlib import contextmanager, suppress
 
 import torch
 
-#: Whose float32 products may run in a shorter dtype.
+#: The backends whose float32 products may run in a shorter dtype.
 _BACKENDS = ("cuda", "mkldnn")
 
-#: Switches of ``torch.backends.cuda.matmul`` that let sums of half-precision products be made in
-#: half precision.
+#: The switches of ``torch.backends.cuda.matmul`` that allow half-precision sums in half-precision
+#: products.
 _HALF_SUMS = (
     "allow_fp16_reduced_precision_reduction",
     "allow_bf16_reduced_precision_reduction",
@@ -27,11 +27,11 @@ _HALF_SUMS = (
 
 @contextmanager
 def set_aside(device: torch.device) -> Iterator[None]:
-    """Compute on ``device`` as if nothing were set around this: no autocast, no gradients, products
-    in full precision.
+    """Compute on ``device`` with torch's own settings: no autocast, no gradients, products in full
+    precision.
 
-    Afterwards everything is as it was. Weights that autocast has cached are forgotten, as an update
-    changes them.
+    All settings are restored afterwards. The weights that autocast has cached are dropped, because
+    an update changes them.
     """
     with (
         torch.inference_mode(False),
@@ -48,13 +48,13 @@ def set_aside(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _exact_float32() -> Iterator[None]:
-    """Float32 products from float32 inputs: neither TF32 nor bf16 in their place."""
+    """Compute float32 products from float32 inputs, not in TF32 or bf16."""
     overall = None
-    # Only the words of newer releases may say what is set.
+    # If a setting was made through the newer interface, this getter raises.
     with suppress(RuntimeError):
         overall = torch.get_float32_matmul_precision()
     by_backend = {}
-    # Those are of torch 2.9.
+    # The newer interface, by backend, exists from torch 2.9 on.
     if hasattr(torch._C, "_get_fp32_precision_getter"):
         by_backend = {backend: _precision(backend) for backend in _BACKENDS}
     if overall not in (None, "highest"):
@@ -69,8 +69,8 @@ def _exact_float32() -> Iterator[None]:
             torch.set_float32_matmul_precision(overall)
         for backend, precision in by_backend.items():
             if precision not in ("none", "ieee"):
-                # Unset it follows a setting for more than products, which may be where it came
-                # from.
+                # Unset first: an unset backend follows the setting for all of its operations, which
+                # may be where the precision came from.
                 _set(backend, "none")
             if _precision(backend) != precision:
                 _set(backend, precision)
@@ -87,7 +87,7 @@ def _set(backend: str, precision: str) -> None:
 
 @contextmanager
 def _sums_in_float32() -> Iterator[None]:
-    """Products of half-precision matrices add up in float32."""
+    """Sum products of half-precision matrices in float32."""
     matmul = torch.backends.cuda.matmul
     before = {name: value for name in _HALF_SUMS if (value := getattr(matmul, name, False))}
     for name in before:

@@ -1,7 +1,7 @@
-"""Parameters as ZeRO stage 3 keeps them: a cut on each rank, and whole while a module runs.
+"""The parameters of ZeRO stage 3: a cut on each rank, and whole while a module runs.
 
-DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tensor``, ceil(numel /
-ranks) elements; what the last ranks have too many is padding.
+DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tensor``, with ceil(numel
+/ ranks) elements. On the last ranks, the excess is padding.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ds_layerwise.ranks.owned.weight_checksums import checksum_of
 
 
 def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
-    """Cut the parameters of ``engine`` over the ranks, those that ``zero.Init`` has not cut yet,
-    and make what fetches them.
+    """Cut the parameters of ``engine`` over the ranks, except those that ``zero.Init`` has cut, and
+    return the object that fetches them.
 
     Raises:
         ConfigError: they are cut over other ranks than those of ``group``.
@@ -59,9 +59,9 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
 
 @contextmanager
 def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let every cut parameter have the shape of the whole while a model is looked at.
+    """Give every cut parameter the shape of the whole while a model is inspected.
 
-    It has the memory of one element then: nobody may read or write values.
+    The parameter then has the memory of one element: its values must not be read or written.
     """
     held = []
     try:
@@ -150,14 +150,16 @@ class ParamCuts:
             self._move(slot, shard.narrow(0, first, bucket.cut_of(slot)))
 
     def _move(self, slot: Slot, place: Tensor) -> None:
-        """Let the cut of a parameter, zeros so far behind its end, lie in ``place``."""
+        """Move the cut of a parameter to ``place``. Elements past the parameter's end keep their
+        zeros.
+        """
         numel = min(max(slot.numel - self._rank * place.numel(), 0), place.numel())
         place[:numel].copy_(self.of(slot.name)[:numel])
         self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
         self._places[slot.name] = place
 
     def of(self, name: str) -> Tensor:
-        """Return this rank's cut of ``name``, 1-D, where it lies now."""
+        """Return this rank's cut of ``name``, 1-D, wherever it lies now."""
         cut: Tensor = self._params[name].ds_tensor.data  # type: ignore[attr-defined]
         return cut
 
@@ -169,7 +171,7 @@ class ParamCuts:
         self._fetched = None
 
     def fetch_persistent(self) -> None:
-        """Make those parameters whole that stay so between two steps. A collective."""
+        """Gather the parameters that stay whole between steps. A collective."""
         persistent = self._fetcher.persistent_parameters
         if persistent:
             persistent[0].all_gather(persistent)
@@ -225,7 +227,9 @@ class ParamCuts:
             self._fetched = self._checksum()
 
     def write(self, name: str, value: Tensor) -> None:
-        """Write this rank's cut of a whole parameter, 1-D, and the parameter, where it is whole."""
+        """Write this rank's cut of a whole parameter, 1-D, and the parameter itself if it is whole
+        now.
+        """
         param = self._params[name]
         write_cut(param, self._rank, value)
         if param.numel() == value.numel():
@@ -248,7 +252,7 @@ class ParamCuts:
             self.fetch_persistent()
 
     def misplaced(self) -> str | None:
-        """Return the first parameter whose cut does not lie in its place; None if all do."""
+        """Return the name of the first parameter whose cut is not in its place; None if all are."""
         for name, place in self._places.items():
             if self.of(name).data_ptr() != place.data_ptr():
                 return name

@@ -1,4 +1,6 @@
-"""The optimizer that trains a parameter, and its end when another engine is made for the model."""
+"""The optimizer that trains each parameter, and its end when another engine is made for the
+model.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +12,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ds_layerwise.errors import StepError
 
-#: By parameter, the optimizer that takes its gradients: a second one on the same parameter would
-#: never see any.
+#: The optimizer that takes the gradients of a parameter, by parameter. A second optimizer on the
+#: same parameter would never see any.
 _owners: MutableMapping[Tensor, Any] = WeakIdKeyDictionary()
 
-#: What an engine calls in its forward and backward passes, its step, and when it saves and loads.
+#: The methods that an engine calls in its forward and backward passes, its step, its saves and its
+#: loads.
 _USES = (
     "clear_backward_seen_flag",
     "backward_prologue",
@@ -29,7 +32,7 @@ _USES = (
     "reload_states",
 )
 
-#: Where DeepSpeed's engine keeps what it has hooked into the model.
+#: The attributes in which DeepSpeed's engine keeps its hooks on the model.
 _HANDLES = ("module_forward_pre_hook", "module_forward_post_hook")
 
 
@@ -39,25 +42,27 @@ def is_trained(param: Tensor) -> bool:
 
 
 def has_optimizer(param: Tensor) -> bool:
-    """Tell whether an engine trains ``param``: of this package, or with another optimizer at
-    ZeRO stage 1 or 2, which leaves on it what DeepSpeed's functions for masters look for."""
+    """Tell whether an engine trains ``param``, with an optimizer of this package or with another
+    one at ZeRO stage 1 or 2. The latter leaves on the parameter what DeepSpeed's functions for
+    masters look for.
+    """
     return is_trained(param) or hasattr(param, "_hp_mapping")
 
 
 def take(params: Iterable[Tensor], optimizer: Any) -> None:
-    """Let ``optimizer`` have ``params``, which nobody trains."""
+    """Make ``optimizer`` the one that trains ``params``, which none trains so far."""
     _owners.update((param, optimizer) for param in params)
 
 
 def release(params: Iterable[Tensor]) -> None:
-    """Let nobody have ``params``."""
+    """Remove ``params`` from the optimizer that trains them."""
     for param in params:
         _owners.pop(param, None)
 
 
 def retire_owners(params: Iterable[Tensor]) -> None:
-    """End every optimizer that trains one of ``params``: whoever uses it, or its engine, is told
-    so.
+    """Retire every optimizer that trains one of ``params``. Further use of it or of its engine
+    raises an error.
     """
     for optimizer in dict.fromkeys(_owners[param] for param in params if param in _owners):
         optimizer.destroy()

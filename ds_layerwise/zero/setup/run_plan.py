@@ -1,4 +1,4 @@
-"""Routes, layout and names of all parameters: one value that all ranks agree on before all else."""
+"""The routes, layout and names of all parameters: one value that all ranks agree on first."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from ds_layerwise.routing.param_facts import facts_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.setup.run_settings import Settings
 
-#: Of how many nodes a line tells.
+#: The largest number of nodes that a line lists.
 _FEW = 16
 
 
@@ -45,36 +45,36 @@ class Planned:
     specs: list[ParamSpec]
     layout: Layout
     reduction: Reduction
-    """The way that sums are made."""
+    """The method by which sums over ranks are made."""
     links: Links
-    """The links that the ways of buckets were chosen for."""
+    """The links for which the transports of buckets were chosen."""
     where: tuple[int, ...]
-    """The number of its node, by rank of the world."""
+    """The number of each rank's node, by rank of the world."""
     names: dict[str, tuple[str, ...]]
     """The names of experts in a checkpoint, by parameter; see
     :func:`.checkpoint.new_names.expert_names`.
     """
     routes_elsewhere: dict[str, Route]
-    """The routes of parameters that other stages have; DeepSpeed's converter keeps what one stage
-    knows of all.
+    """The routes of parameters on other pipeline stages. DeepSpeed's converter keeps one stage's
+    information about all parameters.
     """
     counted_elsewhere: frozenset[str]
-    """Parameters that another rank of the same model holds, too, and counts in the norm."""
+    """The parameters that another rank of the same model also holds and counts in the norm."""
     saved_elsewhere: frozenset[str]
-    """Parameters that are in the files of another stage."""
+    """The parameters that the files of another stage contain."""
     norm_groups: dict[str, str]
-    """The norm groups of parameters that are in one."""
+    """The norm group of each parameter that is in one."""
     left_out: tuple[str, ...]
-    """Parameters that require a gradient, and that no group of the user has."""
+    """The parameters that require a gradient but are in none of the user's groups."""
 
     @property
     def recipes(self) -> tuple[Recipe, ...]:
-        """The recipes of parameters, each once."""
+        """The distinct recipes of the parameters."""
         return tuple(dict.fromkeys(self.routes[spec.name].recipe for spec in self.specs))
 
     @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name in a checkpoint, of the parameters of all ranks."""
+        """The shapes by checkpoint name, of the parameters of all ranks."""
         shapes = {}
         for spec in self.specs:
             for saved in self.names[spec.name]:
@@ -85,10 +85,11 @@ class Planned:
 def plan(
     model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings
 ) -> Planned:
-    """Route and place every parameter of ``model``; ranks compare the outcome before anything else.
+    """Route and place every parameter of ``model``. The ranks compare the result before anything
+    else.
 
     Raises:
-        RoutingError, ConfigError, LayoutError: on every rank alike.
+        RoutingError, ConfigError, LayoutError: on every rank.
     """
     if optimizer.recipes_by_group and pipeline.is_pipeline(model):
         raise ConfigError(
@@ -176,7 +177,7 @@ def plan(
 
 
 def _wants_training(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that require a gradient, and have any elements, by name."""
+    """Yield the parameters that require a gradient and have elements, with their names."""
     for name, param in model.named_parameters():
         if param.requires_grad and param.numel():
             yield name, param
@@ -188,7 +189,7 @@ def _specs(
     ep_size: Mapping[str, int],
     settings: Settings,
 ) -> list[ParamSpec]:
-    """Return what the planner needs to know of the parameters."""
+    """Return the specs that the planner needs of the parameters."""
     accumulated = settings.accumulation_dtype if settings.stage == 1 else None
     params = []
     wires = {}
@@ -208,12 +209,12 @@ def _norm_groups(
     config: LayerWiseConfig,
     settings: Settings,
 ) -> dict[str, str]:
-    """Return the norm groups of those of ``trained`` that are in one.
+    """Return the norm group of each of ``trained`` that is in one.
 
     Raises:
-        RoutingError: on every rank, if on any one is in two, or a group has none on any stage of a
-            pipeline.
-        LayoutError: stages that share a parameter have it in different groups.
+        RoutingError: on every rank, if on any rank a parameter is in two groups, or a group has no
+            parameter on any pipeline stage.
+        LayoutError: stages that share a parameter put it in different groups.
     """
     groups = config.norm_groups
     if not groups:
@@ -234,8 +235,10 @@ def _norm_groups(
 
 
 def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Return the ranks that a plan takes a node to have: the least of those that hold parts of the
-    same matrices, which plan the same. And the ranks on each node, of the least even group.
+    """Return the number of ranks per node for the plan, and the number of ranks on each node.
+
+    Ranks that hold parts of the same matrices must plan alike: they take the smallest ranks per
+    node of any of their groups, and the counts of the most uneven group.
     """
     ranks = comm.ranks_of(settings.group)
     own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
@@ -254,13 +257,13 @@ def _tell(
     per_node: int,
     on_host: bool,
 ) -> None:
-    """Say on one rank what the ways of buckets were chosen for, where that is not what somebody
-    might think.
+    """Report on one rank for which links the transports of buckets were chosen, if that may
+    surprise the user.
     """
     unlike = unlike_the_run(config.links, on_host=on_host)
     if unlike and comm.rank_of(None) == 0:
         announce(f"ds_layerwise: {unlike}")
-    # Each stage of a pipeline has ranks of its own, and says it for them.
+    # Each pipeline stage has ranks of its own and reports for them.
     if per_node < max(counts) and comm.rank_of(settings.group) == settings.tp_rank == 0:
         if len(set(counts)) == 1:
             counts = nodes.counts_on_nodes(range(len(where)), where)
@@ -275,7 +278,9 @@ def _tell(
 def _ep_sizes(
     model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings
 ) -> dict[str, int]:
-    """Return the number of ranks in a row with other experts under a trained parameter's name."""
+    """Return the number of consecutive ranks that hold different experts under the name of a
+    trained parameter, by name.
+    """
     given: set[nn.Parameter] = set()
     for param_group in optimizer.param_groups:
         given.update(param_group["params"])
@@ -296,10 +301,10 @@ def _compare(
     settings: Settings,
     links: Links,
 ) -> None:
-    """Compare over ranks what was planned.
+    """Compare the plan over ranks.
 
     Raises:
-        LayerWiseError: it differs; on every rank.
+        LayerWiseError: on every rank, if it differs.
     """
     described = [f"layerwise.links = {links}"]
     for spec in specs:
@@ -318,8 +323,8 @@ def _compare(
     digest = comm.digest_of([layout.digest(), *described])
     compared = [("the layout", settings.group)]
     if settings.tensor_group is not None:
-        # Owners of parts of the same matrices update them in the same order, so that their
-        # collectives meet.
+        # The owners of parts of the same matrices update them in the same order, so that their
+        # collectives match.
         compared.append(("the layout of tensor-parallel parts", settings.tensor_group))
     for what, group in compared:
         with comm.errors_on_all_ranks(None):

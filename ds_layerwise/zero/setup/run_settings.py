@@ -1,4 +1,4 @@
-"""The part of an engine's configuration that concerns its optimizer, in one frozen value."""
+"""The part of an engine's configuration that concerns its optimizer, as one frozen value."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ class Settings:
 
     stage: int
     group: comm.Group
-    """The process group over which gradients are averaged and ownership is dealt out."""
+    """The process group over which gradients are averaged and owners are chosen."""
     expert_groups: Mapping[str, comm.Group]
-    """The groups over which gradients of experts are averaged, by DeepSpeed's name for the
+    """The groups over which gradients of experts are averaged, by DeepSpeed's name of the
     experts.
     """
     model_group: comm.Group | None
-    """The ranks that hold the parts of one model, where it is cut; None where each holds it
+    """The ranks that hold the parts of one model, if the model is cut; None if each rank holds it
     whole.
     """
     mp_rank: int
-    """The number of this rank's piece of the model, as in DeepSpeed's names of files."""
+    """The number of this rank's piece of the model, as in DeepSpeed's file names."""
     tensor_group: comm.Group | None
-    """The ranks that hold the parts of the same parameters, in the order of the parts; None where
-    none is cut.
+    """The ranks that hold the tensor-parallel parts of the same parameters, in the order of the
+    parts; None without tensor parallelism.
     """
     compute_dtype: torch.dtype
-    """The dtype that the model computes in; in float16 the loss is scaled."""
+    """The dtype that the model computes in. In float16 the loss is scaled."""
     accumulation_dtype: torch.dtype | None
-    """The dtype that micro-batches are added up in; None for each parameter's own dtype."""
+    """The dtype in which micro-batches are added up; None for each parameter's own dtype."""
     wire_dtype: torch.dtype | None
-    """The dtype that gradients travel in; None for the dtype that they are accumulated in."""
+    """The dtype in which gradients are sent; None for the dtype in which they are accumulated."""
     autocast: bool
-    """True if ``torch_autocast`` is on, which decides for each parameter what its gradient travels
-    in.
+    """True if ``torch_autocast`` is on. It chooses for each parameter the dtype in which its
+    gradient is sent.
     """
     divide_by: float
     bucket_numel: int
@@ -58,32 +58,37 @@ class Settings:
     """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool
     timers: Any
-    """DeepSpeed's timers by name, or what stands in for them where nobody looks."""
+    """DeepSpeed's timers by name, or a substitute without effect."""
     may_be_unused: bool
-    """True if a step may be without a gradient of a parameter that requires one."""
+    """True if a parameter that requires a gradient may be without one in a step."""
     fetcher: Any = None
-    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, which cuts parameters over the ranks,
-    and makes them whole; else None.
+    """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, which cuts parameters over the ranks
+    and gathers them; else None.
     """
     without_effect: tuple[str, ...] = ()
-    """Keys of the config that are accepted, but change nothing; the start-up table names them."""
+    """The keys of the config that are accepted but change nothing. The start-up table names
+    them.
+    """
 
     @property
     def tp_size(self) -> int:
-        """The number of parts that tensor parallelism has cut the model into."""
+        """The number of tensor-parallel parts of the model."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
     @property
     def tp_rank(self) -> int:
-        """The number of the part that this rank holds."""
+        """The number of this rank's tensor-parallel part."""
         return 0 if self.tensor_group is None else comm.rank_of(self.tensor_group)
 
     def ep_size(self, expert: str, group_name: str) -> int:
-        """Return how many ranks in a row hold other experts under the name of ``expert``, of that
-        group, than this rank.
+        """Return the number of consecutive ranks that hold different experts under the name
+        ``expert``.
+
+        Args:
+            group_name: DeepSpeed's name of the group of these experts.
 
         Raises:
-            ConfigError: its ranks are in another order than that.
+            ConfigError: the ranks of that group are in another order.
         """
         group = self.expert_groups[group_name]
         rank = comm.rank_of(self.group)

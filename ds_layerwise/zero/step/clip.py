@@ -1,4 +1,4 @@
-"""The sums of averaged gradients over all ranks, and the decision on a step that follows."""
+"""The sums over all ranks of averaged gradients, and the decision on the step that they lead to."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from torch import Tensor
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.zero.run_state import RunState
 
-#: Addend of a norm where it is compared with a bound, as in parallel groups: clipping to the norm
+#: Added to a norm before it is compared with a bound, as for parallel groups: clipping to the norm
 #: itself changes nothing.
 _CLIP_EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The common action of all ranks on the averaged gradients of a step."""
+    """The decision of all ranks about the averaged gradients of a step."""
 
     factor: float
-    """The factor that gradients are multiplied with, which undoes the loss scale and clips."""
+    """The factor for all gradients. It undoes the loss scale and clips."""
     frozen: frozenset[str]
-    """The parameters that no rank updates."""
+    """The parameters that no rank updates in this step."""
     overflow: bool = False
-    """True if the step is skipped because not all gradients are finite."""
+    """True if the step is skipped because a gradient is not finite."""
     norm: float | None = None
-    """The norm of the raw averages, without the loss scale; None if nobody asked for it."""
+    """The norm of the raw averages, without the loss scale; None if no setting needs it."""
     factors: Mapping[str, float] = field(default_factory=dict)
-    """The factors that replace ``factor``, by parameter."""
+    """The factors of the parameters that do not use ``factor``, by parameter."""
     norms: Mapping[str, float] = field(default_factory=dict)
     """The norms of the norm groups, by group."""
     above: float | None = None
-    """The norm, where the step is skipped because it is greater than
-    ``grad_norm_skip_threshold``.
+    """The norm, if the step is skipped because it exceeds ``grad_norm_skip_threshold``;
+    else None.
     """
     zeros: int | None = None
-    """The number of elements that are zero; None if nobody asked for it."""
+    """The number of elements that are zero; None if no setting needs it."""
     loss_scale: float
-    """The factor that is in the averages."""
+    """The loss scale that the averages include."""
     clip_grad: float
     """The bound of the norm; 0 for none."""
 
@@ -50,7 +50,7 @@ class Decision:
         return self.overflow or self.above is not None
 
     def rescale_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Multiply averaged ``gradients``, by parameter, with their factors, in place."""
+        """Multiply the averaged ``gradients``, by parameter, by their factors, in place."""
         by_factor: dict[float, list[Tensor]] = {}
         for name, gradient in gradients.items():
             own = self.factors.get(name, self.factor)
@@ -61,23 +61,24 @@ class Decision:
 
 
 def nothing(run: RunState) -> Tensor:
-    """Return the sums of a rank that has nothing to add."""
+    """Return the sums of a rank that contributes nothing."""
     config = run.config
     numel = 2 + len(config.norm_groups) + config.log_num_zeros_in_grad
     return torch.zeros(numel, device=run.device, dtype=widest_float())
 
 
 def sums_of(run: RunState, idle: Collection[str]) -> Tensor:
-    """Return the sums of this rank: squares of what is in no norm group, and of what must be
-    finite; then of each group; then the number of zeros.
+    """Return the sums of this rank: the sum of squares outside of norm groups, that of all
+    gradients (which must be finite), that of each norm group, and the number of zeros.
 
-    Norms are of whole parameters, each counted once, however they are cut and whoever has copies. A
-    norm group with a bound of its own counts in its own norm alone, as the group "mtp" of
-    Megatron-LM does; one without counts in both. Where a model is cut, what several of its ranks
-    have alike counts once, but any of them may find it not finite.
+    A norm is over whole parameters, and each parameter counts once, however it is cut and however
+    many ranks have copies. A norm group with a bound of its own counts only in its own norm, as the
+    group "mtp" of Megatron-LM does; one without a bound counts in both norms. If the model is cut,
+    values that several of its ranks share count once, but any of these ranks may find them not
+    finite.
 
     Args:
-        idle: the parameters that are frozen here, and got no gradient.
+        idle: the parameters that are frozen here and got no gradient.
     """
     reduced = run.owned.reduced
     elsewhere = run.planned.counted_elsewhere
@@ -104,7 +105,7 @@ def decide(
     clip_grad: float,
     loss_scale: float,
 ) -> Decision:
-    """Decide by the ``sums`` over all ranks.
+    """Decide on the step from the ``sums`` over all ranks.
 
     Args:
         clip_grad: the bound of the norm; 0 for none.
@@ -148,8 +149,8 @@ def decide(
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:
-    """Return the factor that brings gradients of that norm to at most the norm ``most``, if that is
-    not 0.
+    """Return the factor that undoes the loss scale and reduces the norm to at most ``most``; a
+    ``most`` of 0 is no bound.
     """
     clip = (norm + _CLIP_EPS) / most if most > 0 else 1.0
     return 1 / (loss_scale * max(1.0, clip))

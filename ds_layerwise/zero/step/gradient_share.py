@@ -1,12 +1,12 @@
-"""The division of gradients by the number of micro-batches of a step: once, where they reach their
-parameters.
+"""The division of gradients by the number of micro-batches of a step. It happens once, where a
+gradient reaches its parameter.
 
 Note: why not where DeepSpeed divides
-    A backward pass that it does not start itself is divided by hooks on the tensors that the model
-    returns. These depend on one another, a loss on logits and logits on hidden states, so that a
-    gradient would be divided once for each that it passes; and what reaches a parameter past all of
-    them, such as a penalty on weights, not at all. In its releases before 0.19 that is so in every
-    backward pass.
+    If DeepSpeed does not start the backward pass itself, it divides in hooks on the tensors that
+    the model returns. These tensors depend on one another (a loss on logits, logits on hidden
+    states), so a gradient would be divided once at each tensor that it passes. A gradient that
+    reaches a parameter on another path, such as that of a penalty on weights, would not be divided
+    at all. Before DeepSpeed 0.19 this is so in every backward pass.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 
 def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
-    """Let gradients be divided where they reach ``params`` if ``engine`` would divide them on the
-    way, and only there.
+    """Divide gradients where they reach ``params``, in the cases in which ``engine`` would divide
+    them on the way. ``engine`` no longer divides.
 
     Returns:
-        The nodes of the graph where they do, and the hooks on these, which last as long as somebody
-        keeps the nodes.
+        The nodes of the graph at which gradients are divided, and the hooks on these nodes. Both
+        last as long as something refers to the nodes.
     """
     engine_of = weakref.ref(engine)
     rule = type(engine)._backward_prologue_per_tensor
@@ -35,7 +35,8 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
     def divided(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         engine = engine_of()
         steps = 1 if engine is None else engine.gradient_accumulation_steps()
-        # What DeepSpeed makes of a 1 tells whether the loss of this pass is divided already.
+        # The result that DeepSpeed gives for 1 tells whether the loss of this pass is divided
+        # already.
         if steps == 1 or rule(engine, 1.0) == 1:
             return None
         return tuple(gradient / steps for gradient in gradients)

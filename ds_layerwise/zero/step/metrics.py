@@ -1,4 +1,4 @@
-"""The values that are reported of steps: to DeepSpeed's monitor, and to who asks for
+"""The values reported for each step, to DeepSpeed's monitor and by
 ``engine.optimizer.report()``.
 """
 
@@ -11,15 +11,15 @@ from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
-#: Prefix of the engine's own values, such as ``Train/Samples/lr``.
+#: The prefix of the engine's own values, such as ``Train/Samples/lr``.
 _LABEL = "Train/Samples/"
 
-#: By the ratio that a recipe takes, the key of ``optimizer.params`` that gives it.
+#: The ratios that a recipe reads, each with the key of ``optimizer.params`` that sets it.
 _RATES = {"matrix_lr_ratio": "muon_lr", "scalar_lr_ratio": "adam_lr"}
 
 
 class Reports(StepObserver):
-    """Keeps what the last step was like, the same on every rank, and hands it to the monitor of
+    """Keeps the values of the last step, the same on every rank, and passes them to the monitor of
     rank 0.
     """
 
@@ -27,7 +27,7 @@ class Reports(StepObserver):
         monitor = run.config.monitor
         self._optimizer = run.optimizer
         self._every = monitor.every
-        # By the key of a ratio, the first group with a recipe that takes it.
+        # The first group with a recipe that reads a ratio, by the ratio's key.
         self._groups: dict[str, int] = {}
         rules = set()
         for route in {**run.planned.routes_elsewhere, **run.planned.routes}.values():
@@ -48,7 +48,7 @@ class Reports(StepObserver):
         self._fresh: dict[str, float] = {}
 
     def before_update(self, step: Step) -> None:
-        """Take note of what the ranks have decided on; others add to the step's values later."""
+        """Record the decision of the ranks. Other observers add to the step's values later."""
         self._earlier |= self._fresh
         self._fresh = step.values
         decision = step.decision
@@ -59,7 +59,7 @@ class Reports(StepObserver):
         if decision.zeros is not None:
             step.values["num_zeros_in_grad"] = decision.zeros
         if self._watch is not None and step.number % self._every == 0:
-            # An update that ended half-way may have left something.
+            # Restart: an update that failed half-way may have left values.
             self._watch.restart()
             step.watch = self._watch
 
@@ -69,14 +69,14 @@ class Reports(StepObserver):
             step.values.update(step.watch.settle(failed=step.failed))
 
     def last(self, engine: Any) -> dict[str, float]:
-        """Return the last value of everything that is reported, by name; learning rates are those
+        """Return the last value of everything that is reported, by name. Learning rates are those
         of the next step.
         """
         return {**self._now(engine), **self._earlier, **self._fresh}
 
     def write(self, engine: Any) -> None:
-        """Give the monitor the values of the step that is just over. Called when the engine has
-        counted it.
+        """Write the values of the step that has just ended to the monitor. Called after the engine
+        has counted the step.
         """
         if engine.monitor.enabled and engine.global_rank == 0:
             values = {**self._now(engine), **self._fresh}
@@ -89,8 +89,7 @@ class Reports(StepObserver):
         for key, name in _RATES.items():
             if key in self._groups:
                 group = self._optimizer.param_groups[self._groups[key]]
-                # Groups of an optimizer that the script has made have one rate, which the engine
-                # reports.
+                # The groups of a script's own optimizer have one rate, which the engine reports.
                 if key in group:
                     values[name] = float(group["lr"]) * float(group[key])
         values["skipped_steps"] = engine.skipped_steps

@@ -1,6 +1,6 @@
-"""The interface of an option that listens to steps, such as reports or QK-clip.
+"""The interface of options that observe steps, such as reports or QK-clip.
 
-The path of a gradient and the update know a list of observers, and none of them by name.
+The path of a gradient and the update have a list of observers, and know none of them by name.
 """
 
 from __future__ import annotations
@@ -16,38 +16,39 @@ from ds_layerwise.zero.step.clip import Decision
 
 @dataclass(eq=False)
 class Step:
-    """A step that all ranks have decided on; observers read it and add to it."""
+    """A step that all ranks have decided on. Observers read it and add to it."""
 
     number: int
-    """The number of its update; a step that is skipped is tried again under the same number."""
+    """The number of its update. A skipped step is tried again under the same number."""
     decision: Decision
     scaled: dict[str, Factors] = field(default_factory=dict)
-    """The factors that parameters, by name, are multiplied with after their update."""
+    """The factors by which parameters are multiplied after their update, by name."""
     values: dict[str, float] = field(default_factory=dict)
-    """The values that are reported of this step, the same on every rank."""
+    """The values reported for this step, the same on every rank."""
     watch: UpdateStats | None = None
-    """The statistics of the update; None where nobody asks for them."""
+    """The statistics of the update; None if no setting needs them."""
     failed: bool = False
     """True if an exception has ended the update on this rank."""
 
 
 class StepObserver:
-    """A listener to steps. Each method does nothing unless an observer needs it.
+    """The base class of observers of steps. Each method does nothing unless a subclass overrides
+    it.
 
-    Observers are called in one order on every rank, so that their collectives meet.
+    Every rank calls its observers in the same order, so that their collectives match.
     """
 
     looks = False
-    """True while it wants to see gradients."""
+    """True while the observer wants to see gradients."""
 
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
-        """Look at the gradient that a backward pass has left on the parameter ``name``."""
+        """Called with the gradient that a backward pass has left on the parameter ``name``."""
 
     def before_update(self, step: Step) -> None:
-        """Look at ``step`` before anything is updated; nothing is if its decision skips it."""
+        """Called before the update of ``step``. There is no update if the decision skips it."""
 
     def after_update(self, step: Step) -> None:
-        """Look at what the update of ``step`` has left, also where it failed."""
+        """Called after the update of ``step``, also if the update failed."""
 
     def forget(self) -> None:
-        """Forget the gradients of the step at hand: they are dropped."""
+        """Forget the gradients of the current step, which are dropped."""

@@ -14,8 +14,9 @@ from ds_layerwise.zero.setup.param_owner import has_optimizer
 
 
 class Guard:
-    """Looks before every step whether the parameters of a model are still those that the optimizer
-    trains. What else requires a gradient at the start is left to the user.
+    """Checks before every step that the model's parameters are still those that the optimizer
+    trains. Parameters that require a gradient at the start, but are not trained here, are left to
+    the user.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -32,14 +33,17 @@ class Guard:
         self._take_note()
 
     def check(self, got: Set[str]) -> frozenset[str]:
-        """Return the names of what was trained at the start, is frozen by now, and is not among
-        those that ``got`` a gradient.
+        """Return the names of parameters that were trained at the start, are frozen now, and are
+        not in ``got``.
+
+        Args:
+            got: the parameters that got a gradient.
 
         Raises:
             StepError: a parameter or its memory was replaced, so that the optimizer would train
-                something else; or has a gradient that no backward pass has left; or one wants to be
-                trained that was frozen at the start, or was not there, and that no engine trains;
-                or one got no gradient where all must.
+                something else; a parameter has a gradient that did not come from a backward pass; a
+                parameter requires a gradient now, but was frozen or missing at the start, and no
+                engine trains it; or a parameter got no gradient where all must get one.
         """
         content = _content(self._modules)
         if len(content) != len(self._content) or not all(map(is_, content, self._content)):
@@ -80,8 +84,8 @@ class Guard:
         return frozenset(idle)
 
     def check_places(self) -> None:
-        """Refuse what is trained and does not lie where it is trained: a save of it would be of two
-        kinds of weights.
+        """Raise an error if the memory of a trained parameter was replaced. A save would then mix
+        two kinds of weights.
 
         Raises:
             StepError: the memory of a parameter was replaced.
@@ -91,11 +95,11 @@ class Guard:
             raise _replaced(name)
 
     def check_names(self) -> None:
-        """Refuse a save of a model in which a trained parameter has the name of another by now: its
-        weights would be saved by that name, and its masters and states by its own.
+        """Refuse to save a model in which a trained parameter now has the name of another one. Its
+        weights would be saved under the new name, and its masters and states under the old one.
 
         Raises:
-            StepError: names the first.
+            StepError: names the first such parameter.
         """
         here = dict(self._model.named_parameters(remove_duplicate=False))
         for name, param in self._run.params.items():
@@ -107,8 +111,8 @@ class Guard:
                 )
 
     def _take_note(self) -> None:
-        """Take note of what is in the model, and of what is neither trained here nor left to the
-        user.
+        """Record the content of the model, and the parameters that are neither trained here nor
+        left to the user.
         """
         self._modules = list(self._model.modules())
         self._content = _content(self._modules)
@@ -121,12 +125,12 @@ class Guard:
                 self._uncut = name
 
     def _look_again(self) -> None:
-        """Take note of a model that was taken apart and put together again.
+        """Record the content of a model that was taken apart and put together again.
 
-        What is trained and not in it any more counts as what is not used.
+        Trained parameters that are no longer in the model count as unused.
 
         Raises:
-            StepError: in the place of a trained parameter there is one that nobody trains.
+            StepError: a parameter that no optimizer trains has replaced a trained one.
         """
         here = dict(self._model.named_parameters(remove_duplicate=False))
         reached = set(here.values())
@@ -141,12 +145,12 @@ class Guard:
                 and (old not in reached or new.requires_grad and not has_optimizer(new))
             ):
                 raise _replaced(name)
-        # What no module of the model holds may still be used by one.
+        # A parameter that no module of the model holds may still be used by a module.
         self._hidden = {name for name, param in self._run.params.items() if param not in reached}
         self._take_note()
 
     def _warn_of(self, gone: Sequence[str]) -> None:
-        """Warn once of ``gone`` parameters, which are not in the model any more."""
+        """Warn once about the parameters ``gone``, which are no longer in the model."""
         if gone and self._run.rank == 0:
             logger.warning(
                 f"ds_layerwise: {few(gone)} got no gradient, and no module of the model has it any "
@@ -165,9 +169,9 @@ def _replaced(name: str) -> StepError:
 
 
 def _content(modules: Sequence[nn.Module]) -> list[object]:
-    """Return the modules and parameters in ``modules``, one after the other."""
-    # At every step, of every module: what holds the parameters of a scripted one has no more than
-    # this.
+    """Return the modules and the parameters of ``modules``, one after the other."""
+    # This runs at every step for every module. It uses only the interface that a scripted module's
+    # parameter dict has as well.
     content: list[object] = []
     for module in modules:
         content.extend(module._modules.values())

@@ -1,5 +1,5 @@
-"""The agreement of all ranks before anything is updated: whether to, how much to clip, and what to
-leave out.
+"""The agreement of all ranks before the update: whether to make it, how much to clip, and which
+parameters to leave out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ds_layerwise.zero.unused_calls import warn_once
 
 
 class BeforeUpdate:
-    """Looks at parameters and gradients, and agrees with all ranks of a model on what to do."""
+    """Checks parameters and gradients, and agrees with all ranks of a model on the step."""
 
     def __init__(self, run: RunState, offloading: Offloading) -> None:
         settings = run.settings
@@ -48,9 +48,9 @@ class BeforeUpdate:
             inside_pass: True if a backward pass has begun and not ended.
 
         Raises:
-            LayerWiseError: on every rank, if on any gradients have not been reduced, as an
-                exception has ended its backward pass, or parameters are not what they were; or if
-                no rank has had a backward pass.
+            LayerWiseError: on every rank, if no rank has had a backward pass, or if on any rank an
+                exception ended the backward pass, so that gradients are not reduced, or parameters
+                have changed.
         """
         if not self._run.progress.updating:
             warn_once(
@@ -67,19 +67,19 @@ class BeforeUpdate:
                 idle = self.guard.check(grad_sync.got)
                 sums = clip.sums_of(self._run, idle)
         except (RuntimeError, MemoryError) as caught:
-            # The others are on their way to the sum, and some device may have no memory left for
-            # what is summed.
+            # The other ranks wait in the sum, so this rank must join them, also if its device has
+            # no memory left to compute its own sums.
             error = caught
         noticed = self.same_weights.noticed(self._run.owned.written)
-        # A script that takes care of accumulation itself may step at any time. A rank may have no
-        # pass of its own.
+        # A script that handles accumulation itself may step at any time. A rank may have no pass of
+        # its own.
         begun = bool(self._run.progress.passes or grad_sync.got or grad_sync.by_hand)
         (*summed, followed, written, have_begun), frozen = self.agreement.reach(
             torch.cat([sums, noticed, noticed.new_full((1,), float(begun))]), error, idle
         )
         if not have_begun:
-            # What the engine has reduced by now is nothing, and no gradient that comes is too late
-            # for it.
+            # The reductions that the engine has made so far count as none, and a gradient that
+            # comes later is not too late for them.
             grad_sync.reset()
             self._run.progress.forget_reductions()
             raise nothing_reduced()
@@ -87,8 +87,8 @@ class BeforeUpdate:
         return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self, inside_pass: bool) -> Exception | None:
-        """End the reductions of the step, and return what is wrong with this rank, if anything is:
-        the others are on their way to the sum.
+        """Finish the reductions of the step, and return the error of this rank, if there is one. It
+        must not raise it, because the other ranks wait in the sum.
         """
         error: Exception | None = None
         try:
@@ -96,23 +96,23 @@ class BeforeUpdate:
         except StepError as caught:
             error = caught
         try:
-            # All ranks have offloaded alike, so that nobody counts on what is away.
+            # All ranks offload together, so no rank waits for an offloaded one.
             self._offloading.check_not_offloaded()
             error = error or self._catch_up(inside_pass)
-            # Any other exception ends a collective, in which the others are: they are not on their
-            # way to the sum.
+            # Any other exception ended a collective that includes the other ranks, so they do not
+            # wait in the sum.
             self._run.grad_sync.finish(aside=error is not None)
         except StepError as caught:
             error = error or caught
         return error
 
     def _catch_up(self, inside_pass: bool) -> StepError | None:
-        """Take part in what other ranks reduce in their backward passes, and wait for, if this one
-        has not.
+        """Take part in the reductions that other ranks have made in their backward passes and this
+        rank has missed.
 
         Returns:
-            What is wrong with this rank's own pass: an exception has ended it, and not all of its
-            gradients are there.
+            The error of this rank's own pass: an exception ended it, so some gradients are missing.
+            None if all is well.
         """
         broken = inside_pass or self._run.progress.in_pass
         missed = self._run.progress.missed(stage=self._run.settings.stage)

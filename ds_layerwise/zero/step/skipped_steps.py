@@ -1,5 +1,6 @@
-"""Steps that are skipped, because a gradient is not finite or their norm too great: a run that
-skips for ever must not look healthy."""
+"""Skipped steps: a gradient was not finite, or the norm was too large. A run that skips for ever
+must not look healthy.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +17,21 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
-#: Steps skipped in a row before the first warning; the next ones come after twice as many each.
+#: The number of consecutive skipped steps before the first warning. Each later warning takes twice
+#: as many.
 _FIRST_WARNING = 10
 
 
 class SkippedSteps(StepObserver):
-    """Counts steps that are skipped in a row, names the gradient to blame, and lets the loss scale
-    follow.
+    """Counts consecutive skipped steps, names the gradient that caused them, and updates the loss
+    scale.
 
-    A dynamic loss scale that comes down skips as it should: such steps do not count, until it can
-    come down no more.
+    A dynamic loss scale skips steps while it comes down. These steps do not count, until the scale
+    is at its minimum.
 
-    Averages say which gradient it is, and not whose. So after a step that was skipped each rank
-    looks at its own, too, as backward passes leave them, until a step is not.
+    The averages show which gradient is not finite, but not on which rank. Therefore, after a
+    skipped step, each rank also checks its own gradients as backward passes leave them, until a
+    step is not skipped.
     """
 
     def __init__(self, run: RunState) -> None:
@@ -38,15 +41,15 @@ class SkippedSteps(StepObserver):
         self._finite = torch.ones((), dtype=torch.bool, device=run.device)
 
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
-        """Look whether the gradient is finite. The device is not waited for."""
-        # What isfinite() makes on its way is larger than the gradient.
+        """Check that the gradient is finite, without waiting for the device."""
+        # A norm avoids the temporaries of isfinite(), which are larger than the gradient.
         self._finite.logical_and_(torch.linalg.vector_norm(gradient, math.inf).isfinite())
 
     def before_update(self, step: Step) -> None:
-        """Count a step that is skipped, and let the loss scale follow.
+        """Count a skipped step, and update the loss scale.
 
         Raises:
-            StepError: on every rank, where there is no sense in going on; names the first gradient
+            StepError: on every rank, if the run cannot usefully continue; names the first gradient
                 that is not finite.
         """
         scaler = self._run.scaling.scaler
@@ -64,24 +67,26 @@ class SkippedSteps(StepObserver):
         elif not scaler.dynamic:
             self._in_a_row += 1
             self._judge(step.number)
-        # Gradients that are finite say nothing against the scale, however long they are.
+        # Finite gradients do not reduce the scale, however large their norm is.
         scaler.update_scale(decision.overflow)
         self.forget()
         self.looks = decision.overflow
 
     def restart(self) -> None:
-        """Count anew what is skipped in a row: other weights are trained now."""
+        """Restart the count of consecutive skipped steps: the weights are new."""
         self._in_a_row = 0
         self.forget()
         self.looks = False
 
     def forget(self) -> None:
-        """Forget the gradients of the step at hand."""
+        """Forget the gradients of the current step."""
         if self.looks:
             self._finite.fill_(True)
 
     def _judge_norm(self, norm: float, step: int) -> None:
-        """Warn of every first, second, fourth, ... step, and end a run that does nothing else."""
+        """Warn at the first, second, fourth, ... step skipped for its norm, and end a run that only
+        skips.
+        """
         self._above += 1
         why = (
             f"the norm of its gradients, {norm:g}, is above layerwise.grad_norm_skip_threshold, "
@@ -118,8 +123,9 @@ class SkippedSteps(StepObserver):
         )
 
     def _blame(self) -> str:
-        """Name the first parameter, in the order of the model, whose averaged gradient is not
-        finite, the rank that found it, and the ranks that have made it so."""
+        """Return the name of the first parameter, in model order, whose averaged gradient is not
+        finite, with the rank that found it and the ranks that caused it.
+        """
         everyone = comm.gather_objects((self._first_wrong(), bool(self._finite)), group=None)
         wrong = []
         makers = []

@@ -1,5 +1,5 @@
-"""The update of a step: what this rank owns, bucket by bucket, each sent as soon as all of it is
-new.
+"""The update of a step: the parameters that this rank owns, bucket by bucket. Each bucket is sent
+as soon as all of it is new.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ def timed(timers: Any, name: str) -> Iterator[None]:
 
 
 def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None:
-    """Update everything with the averaged gradients as the ranks have decided, send it, and let
-    ``observers`` look at it.
+    """Update all parameters with the averaged gradients as the ranks have decided, send them, and
+    call ``observers``.
 
-    Every rank must call this at the same point. Parameters may still be under way when it returns,
-    where they are waited for at their first use.
+    Every rank must call this at the same point. If parameters are waited for at their first use,
+    some may still be pending when it returns.
 
     Raises:
-        Exception: what ended an update of this rank, after the others have got all that they wait
-            for.
+        Exception: the exception that ended the update of this rank, after the other ranks have got
+            everything that they wait for.
     """
     timers = run.settings.timers
     groups = run.optimizer.groups_now()
     left = list(range(len(run.owned.pieces)))
     with timed(timers, "optimizer_step"), run.interrupted.at(step.number), run.owned.updating():
-        # The forward pass needs the parameters of the last bucket first.
+        # Start with the last bucket, whose parameters the forward pass needs first.
         while left:
             with profiled("update"):
                 run.owned.update(
@@ -57,18 +57,18 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
     step.failed = bool(run.interrupted)
     with (sending := Attempt()):
         if step.failed:
-            # The others wait for what is left.
+            # The other ranks wait for the buckets that are left.
             run.param_sync.send(reversed(left))
         else:
             with timed(timers, "optimizer_allgather"):
                 run.param_sync.leave_under_way()
     step.failed |= sending.error is not None
     try:
-        # Also where it has failed: the others are on their way to the same collectives.
+        # Also after a failure: the other ranks enter the same collectives.
         for observer in observers:
             observer.after_update(step)
     finally:
-        # If the others are gone by now, that is no more than what followed.
+        # If the other ranks have stopped by now, that is only a consequence of this error.
         run.interrupted.raise_original()
         if sending.error is not None:
             raise sending.error

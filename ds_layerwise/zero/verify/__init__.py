@@ -1,1 +1,1 @@
-"""The first step beside a plain one."""
+"""The check of the first step against a plain one."""

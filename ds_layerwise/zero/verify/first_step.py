@@ -1,18 +1,18 @@
-"""The comparison of ``layerwise.verify_first_step``: the first update after a start or a load,
-beside what one process would have made.
+"""The check of ``layerwise.verify_first_step``: the first update after a start or a load is
+compared with the update of a single process.
 
 Note: what is compared
-    * the averages at their owners with a plain all-reduce, parameter by parameter, of copies of
-      what the backward passes have left on each rank, element by element, as far apart as sums of
-      so many summands may be in the dtype that travels; and with their norm the factor that
-      gradients are multiplied with;
-    * masters, and states that are kept in float32, after the update with those of
-      :class:`.reference_step.PlainStep` on the whole parameter, from the same averages. For each
-      parameter another rank than its owner computes that, with settings of its own;
-    * the weights of every rank with the masters, exactly.
+    * The averages at their owners, with a plain all-reduce of copies of the gradients that the
+      backward passes left on each rank. They are compared parameter by parameter and element by
+      element; the tolerance is the rounding error of sums with as many summands in the dtype on the
+      wire. The norm of these averages gives the factor for gradients, which is compared too.
+    * Masters, and states stored in float32, after the update, with those of
+      :class:`.reference_step.PlainStep` on the whole parameter, from the same averages. A rank
+      other than the owner computes these for each parameter, with its own settings.
+    * The weights of every rank with the masters, exactly.
 
-    So a transport, a layout, a buffer or a setting of a single rank that is wrong is found, and a
-    rule that is wrong for all is not.
+    So it finds a wrong transport, layout, buffer or setting of a single rank. It does not find a
+    rule that is wrong on all ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.verify.reference_step import PlainStep
 
-#: Bound of rounding errors: those of a sum of n summands grow about like the root of n, and so many
-#: times that is no rounding.
+#: The bound of rounding errors. Those of a sum of n summands grow about like the root of n; this
+#: many times that is no rounding error.
 _SPREAD = 4.0
 
-#: A difference of a parameter: its number in the model, and a text.
+#: A difference in a parameter: the parameter's number in the model, and a text.
 _Difference = tuple[int, str]
 
 
@@ -53,23 +53,25 @@ class _Local:
     """The gradients that the backward passes of a step have left on one parameter of this rank."""
 
     last: Tensor
-    """A copy of the newest."""
+    """A copy of the newest gradient."""
     source: weakref.ref[Tensor]
     """The tensor that ``last`` is a copy of."""
     total: Any = 0.0
-    """The sum of those before."""
+    """The sum of the earlier gradients."""
     sizes: Any = 0.0
     """The sum of their absolute values."""
     passes: int = 1
 
     def fold(self, dtype: torch.dtype) -> None:
-        """Add the newest to the sums, of which ``total`` is made in ``dtype``."""
+        """Add the newest gradient to the sums; ``total`` is rounded to ``dtype``."""
         self.total = (self.last + self.total).to(dtype)
         self.sizes = self.last.abs().float() + self.sizes
 
 
 class FirstStep(StepObserver):
-    """Keeps what the backward passes leave until the first update, and compares that."""
+    """Keeps the gradients that backward passes leave until the first update, and checks that
+    update.
+    """
 
     def __init__(self, run: RunState) -> None:
         self._run = run
@@ -79,25 +81,24 @@ class FirstStep(StepObserver):
         for spec in self._specs:
             route = run.planned.routes[spec.name]
             self._plain[spec.name] = PlainStep(route, spec.numel, fast_dtypes=run.products.dtypes)
-        # By parameter, the master and states that this rank has computed, and how far others may be
-        # from them.
+        # The masters and states that this rank has computed, by parameter, each with its tolerance.
         self._expected: dict[str, dict[str, tuple[Tensor, float]]] = {}
         self._compares = False
         self.arm()
 
     def arm(self) -> None:
-        """Compare the next update."""
+        """Check the next update."""
         self.looks = True
         self.forget()
 
     def forget(self) -> None:
-        """Forget the gradients of the step at hand."""
+        """Forget the gradients of the current step."""
         self._kept: dict[str, _Local] = {}
 
     @torch.no_grad()
     def saw_gradient(self, name: str, gradient: Tensor) -> None:
-        """Keep what a backward pass has left on a parameter, where autograd may add to it later
-        on.
+        """Keep the gradient that a backward pass has left on a parameter. Autograd may add to it
+        later.
         """
         copy = gradient.detach().clone()
         source = weakref.ref(gradient)
@@ -117,10 +118,10 @@ class FirstStep(StepObserver):
     # --- before the update
 
     def before_update(self, step: Step) -> None:
-        """Compare averages, and compute what the update is to be.
+        """Compare the averages, and compute the expected update.
 
         Raises:
-            StepError: on every rank, if on any an average differs; nothing was updated.
+            StepError: on every rank, if an average differs on any; nothing was updated.
         """
         self._compares = self.looks and not step.decision.skipped and not self._is_by_hand()
         if not self._compares:
@@ -134,7 +135,7 @@ class FirstStep(StepObserver):
         self._raise_first(self._different_factors(step.decision, squares), "nothing was updated")
 
     def _is_by_hand(self) -> bool:
-        """Tell whether gradients of this step come from elsewhere than from backward passes."""
+        """Tell whether gradients of this step come from something other than backward passes."""
         by_hand = any(comm.gather_objects(self._run.grad_sync.by_hand, group=None))
         if by_hand and comm.rank_of(None) == 0:
             logger.warning(
@@ -144,10 +145,10 @@ class FirstStep(StepObserver):
         return by_hand
 
     def _different_averages(self, passes: int) -> list[_Difference]:
-        """Compare the averages at their owners with those of what was kept.
+        """Compare the averages at their owners with those of the gradients kept here.
 
         Args:
-            passes: the greatest number of backward passes of a rank.
+            passes: the largest number of backward passes of any rank.
         """
         run = self._run
         different = []
@@ -164,7 +165,7 @@ class FirstStep(StepObserver):
             both.div_(run.settings.divide_by)
             travels = torch.finfo(DTYPES[spec.wire])
             summands = comm.size_of(group) * passes + 1
-            # What is near the least that the dtype has is rounded to that.
+            # Values near the smallest number of the dtype are rounded to a multiple of it.
             both[1].mul_(_SPREAD * math.sqrt(summands) * travels.eps / 2).add_(
                 summands * travels.tiny * travels.eps
             )
@@ -185,12 +186,12 @@ class FirstStep(StepObserver):
     def _different_factors(
         self, decision: Decision, squares: Mapping[str, float]
     ) -> list[_Difference]:
-        """Compare the factors of the decision with those of norms from the ``squares`` by norm
-        group; "" for none.
+        """Compare the factors of the decision with those that follow from the ``squares`` by norm
+        group; "" for no group.
         """
         groups = self._run.config.norm_groups
         norm_groups = self._run.planned.norm_groups
-        # The norm that each factor comes from is of these groups together, and has this bound.
+        # Each factor comes from the common norm of these groups, with this bound.
         together = [key for key, group in groups.items() if not group.is_apart]
         counted = [("", ["", *together], decision.clip_grad, decision.factor)]
         for name, factor in decision.factors.items():
@@ -211,12 +212,11 @@ class FirstStep(StepObserver):
         return different
 
     def _compute_all(self, step: Step) -> dict[str, float]:
-        """Compute the update of each parameter, on one rank of its group, and return the sums of
-        squares of averages by norm group; "" for none.
+        """Compute the update of each parameter on one rank of its group. Return the sums of squares
+        of averages by norm group; "" for no group.
 
         Raises:
-            Exception: on every rank, if on any a rule refuses, or an optimizer of the script raises
-                anything.
+            Exception: on every rank, if a rule refuses on any, or a script's optimizer raises.
         """
         groups = self._run.optimizer.groups_now()
         keys = ["", *self._run.config.norm_groups]
@@ -229,7 +229,7 @@ class FirstStep(StepObserver):
             grad = self._run.whole(name, self._owned.reduced.piece)
             norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
             key = self._run.planned.norm_groups.get(name, "")
-            # Every rank of the group has all of it.
+            # Every rank of the group has the whole gradient.
             squares[keys.index(key)] += norm.square() / comm.size_of(group)
             held = self._gathered(name)
             weights = self._run.weights_of(name)
@@ -237,9 +237,9 @@ class FirstStep(StepObserver):
             owner = index
             if bucket.whole:
                 owner = bucket.owner(layout.slot(name)) // bucket.ep_size
-            # Not its owner, where there is another rank.
+            # Not on its owner, if there is another rank.
             if not failed and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
-                # The others are on their way to the next parameter.
+                # The other ranks go on to the next parameter.
                 with failed:
                     self._compute(name, grad, held, weights, step, groups)
         with comm.errors_on_all_ranks(None):
@@ -256,16 +256,16 @@ class FirstStep(StepObserver):
         step: Step,
         groups: Sequence[Mapping[str, Any]],
     ) -> None:
-        """Keep what the update is to make of a parameter; ``grad`` and what is ``held`` are
+        """Compute and keep the expected update of a parameter. ``grad`` and ``held`` are
         overwritten.
 
         Raises:
-            StepError: its rule refuses, which it names.
+            StepError: its rule refuses; names the rule.
         """
         plain = self._plain[name]
         masters = held[MASTER]
         if weights.dtype != torch.float32:
-            # Who has written weights means them.
+            # Weights that a script has written count.
             masters = torch.where(masters.to(weights.dtype) == weights, masters, weights.float())
             held[MASTER] = masters
         before = {}
@@ -282,7 +282,7 @@ class FirstStep(StepObserver):
                 raise StepError(f"{name}: {error}") from error
         if name in step.scaled:
             step.scaled[name].scale_(masters, 0)
-        # What is kept in fewer bits was rounded since.
+        # A state stored in fewer bits was rounded since.
         self._expected[name] = {
             key: (value, plain.most(key, before[key], value))
             for key, value in held.items()
@@ -292,10 +292,10 @@ class FirstStep(StepObserver):
     # --- after it
 
     def after_update(self, step: Step) -> None:
-        """Compare masters, states and weights; nothing if the update failed on any rank.
+        """Compare masters, states and weights; do nothing if the update failed on any rank.
 
         Raises:
-            StepError: on every rank, if on any something differs.
+            StepError: on every rank, if anything differs on any.
         """
         if not self._compares:
             return
@@ -327,10 +327,10 @@ class FirstStep(StepObserver):
                 )
         return None
 
-    # --- together
+    # --- helpers that call collectives
 
     def _gathered(self, name: str) -> State:
-        """Return whole states, and the whole master, 1-D, of a parameter, on every rank of its
+        """Return the states and the master of a parameter, whole and 1-D, on every rank of its
         group.
         """
         run = self._run
@@ -354,8 +354,8 @@ class FirstStep(StepObserver):
         return held
 
     def _raise_first(self, different: Sequence[_Difference], state: str) -> None:
-        """Raise what the first parameter differs in, in the order of the model, found by any rank;
-        the same on all.
+        """Raise the difference in the first parameter, in model order, that any rank found; the
+        same error on all ranks.
         """
         everyone = comm.gather_objects(min(different, default=None), group=None)
         found = [(*first, rank) for rank, first in enumerate(everyone) if first is not None]
@@ -374,10 +374,11 @@ class FirstStep(StepObserver):
 def _first_difference(
     real: Tensor, expected: Tensor, bound: Tensor | None, origin: int = 0
 ) -> str | None:
-    """Say where ``real`` is further from ``expected`` than ``bound``, or at all; None if nowhere.
+    """Describe where ``real`` differs from ``expected`` by more than ``bound``, or at all if there
+    is no bound; None if nowhere.
 
     Args:
-        origin: what is added to the number of an element.
+        origin: the offset of element numbers in the text.
     """
     same = (real == expected) | (real.isnan() & expected.isnan())
     if bound is not None:

@@ -1,7 +1,7 @@
-"""The update of one whole parameter, as a single process would make it: no buffers, no ranks,
-nothing batched.
+"""The update of one whole parameter as a single process would make it: no buffers, no ranks, no
+batching.
 
-It shares with training the rule, and how that sees a parameter.
+It shares two things with training: the rule, and the views in which the rule sees the parameter.
 """
 
 from __future__ import annotations
@@ -21,15 +21,14 @@ from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.targets.fused_parts import whole_states
 
-#: Part of the largest change by which two ways to the same may differ, where rules multiply in
-#: float32, or not at all.
+#: The tolerance relative to the largest change, if the rule multiplies in float32 or not at all.
 _TOLERANCE = 1e-3
-#: The same where they multiply in half precision. Newton-Schulz makes rounding in what is nearly
-#: zero as large as all else.
+#: The same if the rule multiplies in half precision. Newton-Schulz amplifies the rounding of
+#: directions near zero to full size.
 _TOLERANCE_IN_HALF = 0.25
-#: States that no product of matrices reaches.
+#: The states that do not depend on a matrix product.
 _EXACT = ("momentum_buffer", "step")
-#: Part of weights themselves, whose update may be smaller than what they round to.
+#: The tolerance relative to the weights themselves, for updates smaller than their rounding.
 _ROUNDING = 8 * 2.0**-24
 
 
@@ -49,19 +48,19 @@ class PlainStep:
         """The states of the whole parameter, by name."""
 
     def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a state as it lies in memory."""
+        """Return the shape of a state in memory."""
         shape = self.states[key].shape
         return self._shape if shape == (self._route.matrix_shape or self._shape) else shape
 
     def is_like_the_parameter(self, key: str) -> bool:
-        """Tell whether a state has an element for each of the parameter, in the same order."""
+        """Tell whether a state has one element per element of the parameter, in the same order."""
         return self.shape_of(key) == self._shape
 
     def update_(
         self, master: Tensor, grad: Tensor, state: State, param_group: Mapping[str, Any]
     ) -> None:
-        """Update ``master``, 1-D, and ``state`` in place with ``grad``, of as many elements, which
-        is read only.
+        """Update ``master``, 1-D, and ``state`` in place with ``grad``, which has as many elements
+        and is only read.
         """
         hyper = Hyper(**self._route.hyper(param_group))
         for seen in self._seen(master.view(self._shape), grad.view(self._shape), state):
@@ -83,8 +82,8 @@ class PlainStep:
         return [Seen(master.transpose(0, 1), grad.transpose(0, 1), turned)]
 
     def most(self, key: str, before: Tensor, expected: Tensor) -> float:
-        """Return how far an element of weights, or of the state ``key``, may be from ``expected``
-        where it was ``before``.
+        """Return the tolerance for an element of the weights, or of the state ``key``, that was
+        ``before`` and should be ``expected``.
         """
         if not expected.numel():
             return 0.0
