@@ -40,7 +40,11 @@ def find_others(
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
     others: dict[str, Tensor] = {}
-    held = model.state_dict(keep_vars=True)
+    params = dict(model.named_parameters(remove_duplicate=False))
+    # A hook of the module may have copied parameters.
+    held = {
+        name: params.get(name, value) for name, value in model.state_dict(keep_vars=True).items()
+    }
     # A parameter may have several names. Activation checkpointing adds its wrapper to the names of
     # parameters, but not to those in state_dict.
     names: dict[int, list[str]] = {}

@@ -363,13 +363,7 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
             "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2 or 3 with "
             "overlap_comm; remove it, or set zero_optimization.stage to 2 and overlap_comm to true"
         )
-    if zero["stage"] == 3:
-        _refuse_at_stage_3(ds_config)
-    elif at(ds_config, "zero_optimization.offload_param.device") == "cpu":
-        raise ConfigError(
-            f"zero_optimization.offload_param.device is 'cpu', and stage is {zero['stage']}, where "
-            "parameters stay on the device; remove it, or set zero_optimization.stage to 3"
-        )
+    _refuse_by_stage(ds_config)
     is_local = at(ds_config, "checkpoint.use_node_local_storage")
     if is_local and at(ds_config, "layerwise.save_universal"):
         raise ConfigError(
@@ -386,14 +380,20 @@ _NOT_AT_STAGE_3: dict[str, Any] = {
 }
 
 
-def _refuse_at_stage_3(ds_config: Mapping[str, Any]) -> None:
+def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
+    stage = at(ds_config, "zero_optimization.stage")
     for path, neutral in _NOT_AT_STAGE_3.items():
         value = at(ds_config, path)
-        if value not in (None, neutral, False, 0):
+        if stage == 3 and value not in (None, neutral, False, 0):
             raise ConfigError(
                 f"{path} is {value!r}, which this backend does not do at ZeRO stage 3 yet; remove "
                 "it, or set zero_optimization.stage to 2"
             )
+    if stage < 3 and at(ds_config, "zero_optimization.offload_param.device") == "cpu":
+        raise ConfigError(
+            f"zero_optimization.offload_param.device is 'cpu', and stage is {stage}, where "
+            "parameters stay on the device; remove it, or set zero_optimization.stage to 3"
+        )
 
 
 _AUTOCAST_DTYPES = ("bf16", "bfloat16", "fp16", "float16", "half")

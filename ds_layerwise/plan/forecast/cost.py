@@ -227,11 +227,7 @@ def memory_bytes(
     for dtype in layout.dtypes:
         if stage == 1:
             grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
-    params = _param_bytes(layout, stage)
-    cuts = _cut_bytes(layout) if stage == 3 else 0
-    if not params_on_host:
-        params = [nbytes + cuts for nbytes in params]
-        cuts = 0
+    params, hosted = _param_bytes(layout, stage, params_on_host)
     reduced = [0] * layout.world_size
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
@@ -251,33 +247,31 @@ def memory_bytes(
     memory = []
     for rank in range(layout.world_size):
         on_device = RankMemory(
-            params[rank], grads + reduced[rank], masters[rank], states[rank], host=cuts
+            params[rank], grads + reduced[rank], masters[rank], states[rank], host=hosted
         )
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
 
 
-def _param_bytes(layout: Layout, stage: int) -> list[int]:
-    """Count the bytes of parameters, by rank: of whole buckets, or at stage 3 of what the rank
-    owns.
+def _param_bytes(layout: Layout, stage: int, on_host: bool) -> tuple[list[int], int]:
+    """Count the bytes of parameters on each rank's device, and on its host.
+
+    At stage 3 a rank holds the parameters that it owns, and its cuts of whole ones, which may be on
+    the host. Cuts of the others are their shards.
     """
     if stage < 3:
         whole = sum(itemsize(dtype) * layout.buffer_numel(dtype) for dtype in layout.dtypes)
-        return [whole] * layout.world_size
-    params = [0] * layout.world_size
-    for bucket in layout.buckets:
-        for rank, numel in bucket.non_empty_shards():
-            params[rank] += itemsize(bucket.dtype) * numel
-    return params
-
-
-def _cut_bytes(layout: Layout) -> int:
-    """Count the bytes of a rank's cuts of whole parameters. Cuts of the others are their shards."""
+        return [whole] * layout.world_size, 0
     cuts = 0
+    owned = [0] * layout.world_size
     for bucket in layout.buckets:
         if bucket.whole:
             cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
-    return cuts
+        for rank, numel in bucket.non_empty_shards():
+            owned[rank] += itemsize(bucket.dtype) * numel
+    if on_host:
+        return owned, cuts
+    return [nbytes + cuts for nbytes in owned], 0
 
 
 def _with_host(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -201,12 +201,7 @@ class Checkpointing:
             # The names of frozen parameters of a regular checkpoint are in the model's file, which
             # the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
-            in_file: dict[str, Tensor] = {}
-            has_masters_alone = not universal and not saved.header.has_weights
-            if has_masters_alone:
-                in_file = beside_masters(folder, saved.old_names, config.rename)
-            elif universal:
-                in_file = in_model_file(folder, config.rename)
+            old_names = saved.old_names
             if isinstance(opened, ShardedCheckpoint):
                 saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)
@@ -223,28 +218,18 @@ class Checkpointing:
                 on_missing_state=config.on_missing_state,
                 on_optimizer_change=config.on_optimizer_change,
             )
-            if (universal or has_masters_alone) and strict:
-                check_names(
-                    saved,
-                    folder,
-                    planned.saved_shapes.keys() - (in_file if has_masters_alone else {}),
-                    run.model,
-                    of_all_stages=of_all_stages,
-                )
             others: dict[str, Tensor] = {}
-            if isinstance(opened, ShardedCheckpoint):
-                others = opened.read_others()
-            elif universal or has_masters_alone:
-                others = find_others(
-                    saved,
-                    folder,
-                    run.model,
-                    trained={spec.name for spec in planned.specs},
-                    in_file=in_file,
-                    # One file has what was trained at its save, which may be frozen now, and
-                    # nothing else.
-                    strict=strict and not isinstance(opened, OneFile),
-                )
+            if universal or not saved.header.has_weights:
+                in_file, may_lack = self._in_model_file(folder, old_names, universal=universal)
+                if strict:
+                    check_names(
+                        saved,
+                        folder,
+                        planned.saved_shapes.keys() - may_lack,
+                        run.model,
+                        of_all_stages=of_all_stages,
+                    )
+                others = self._others(opened, saved, folder, in_file, strict=strict)
             found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
         # Each rank may have read its own file or disk, so compare: all ranks must have the same
         # save.
@@ -259,6 +244,43 @@ class Checkpointing:
                 group=run.settings.group,
             )
         return found
+
+    def _in_model_file(
+        self, folder: Path, masters: Iterable[str], *, universal: bool
+    ) -> tuple[dict[str, Tensor], Set[str]]:
+        """Return the tensors of the model's file in ``folder``, by new names, and the names that
+        the optimizer's files may lack because the engine loads them from there.
+
+        Args:
+            masters: the names of masters in the checkpoint.
+        """
+        rename = self._run.config.rename
+        if universal:
+            return in_model_file(folder, rename), frozenset()
+        found = beside_masters(folder, masters, rename)
+        return found, found.keys()
+
+    def _others(
+        self,
+        opened: Any,
+        saved: Renamed,
+        folder: Path,
+        in_file: Mapping[str, Tensor],
+        *,
+        strict: bool,
+    ) -> dict[str, Tensor]:
+        """Return frozen parameters and buffers that the engine does not load itself."""
+        if isinstance(opened, ShardedCheckpoint):
+            return opened.read_others()
+        return find_others(
+            saved,
+            folder,
+            self._run.model,
+            trained={spec.name for spec in self._run.planned.specs},
+            in_file=in_file,
+            # One file has what was trained at its save, which may be frozen now, and nothing else.
+            strict=strict and not isinstance(opened, OneFile),
+        )
 
     def _check_groups(self, folder: Path, header: Header) -> None:
         """Check that the parameter groups and the loss scale of this run can continue from the
@@ -444,7 +466,8 @@ class Checkpointing:
             self._run.param_sync.fetch()
 
     def _copy_others(self, others: Mapping[str, Tensor]) -> None:
-        held = self._run.model.state_dict(keep_vars=True)
+        model = self._run.model
+        held = {**model.state_dict(keep_vars=True), **dict(model.named_parameters())}
         for name, value in others.items():
             if hasattr(held[name], "ds_tensor"):
                 write_cut(held[name], self._run.rank, value.reshape(-1))
