@@ -52,11 +52,12 @@ def _init(
     kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    engine.backward = _refuse("backward")
-    engine.step = _refuse("step")
+    stage = kept["zero_optimization"]["stage"]
+    engine.backward = _refuse("backward", stage)
+    engine.step = _refuse("step", stage)
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
-            f"ds_layerwise: zero_optimization.stage is {kept['zero_optimization']['stage']}, and "
+            f"ds_layerwise: zero_optimization.stage is {stage}, and "
             "neither model_parameters nor an optimizer was given: this engine, as of a reference "
             "model, has no optimizer; to train, give model_parameters, and set stage to 1, 2 or 3"
         )
@@ -73,11 +74,17 @@ def _is_for_asking(given: dict[str, Any]) -> bool:
     return is_for_us(given) and is_number and stage in (0, 3)
 
 
-def _refuse(name: str) -> Callable[..., NoReturn]:
+def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:
+    why = "is 0, at which this backend does not train; set it to 1 or 2"
+    if stage == 3:
+        why = (
+            "is 3, and initialize() was given neither model_parameters nor an optimizer; give "
+            "model_parameters=model.parameters()"
+        )
+
     def refused(*_: object, **__: object) -> NoReturn:
         raise StepError(
-            f"engine.{name}() of an engine without an optimizer: zero_optimization.stage is 0, at "
-            "which this backend does not train; set it to 1 or 2"
+            f"engine.{name}() of an engine without an optimizer: zero_optimization.stage {why}"
         )
 
     return refused

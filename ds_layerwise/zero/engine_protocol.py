@@ -152,9 +152,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         ``step`` does all the work.
         """
 
-    def checkpoint_event_epilogue(self) -> None:
-        """Do nothing: no work is left after a save or a load."""
-
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Finish the reduction at ZeRO stage 2. The engine calls this after every backward pass and
         after ``coalesce_grad_reduction``.

@@ -343,6 +343,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._run.follow_cuts()
         self.empty_partition_cache()
 
+    def checkpoint_event_epilogue(self) -> None:
+        """Make persistent parameters of ZeRO stage 3 whole again after a save. A collective."""
+        self._run.fetch_again()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
         :mod:`.checkpoint.formats.regular`.

@@ -78,7 +78,7 @@ def _load_checked(
     is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
     found = None
-    if is_universal or states or _has_no_weights(engine, folder):
+    if is_universal or states or _has_masters_only(engine, folder):
         found = checkpointing.prepare_load(
             folder,
             universal=is_universal,
@@ -115,16 +115,15 @@ def _load_checked(
         return done
 
 
-def _has_no_weights(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Tell whether only the optimizer's files of ``folder`` have the trained weights, according to
-    those files; False if they cannot be read.
+def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
+    """Return True if a file of the optimizer in ``folder`` says that the trained weights are in
+    these files only. A file that cannot be read says nothing. Every rank must call this at the same
+    point.
     """
-    answer = "yes"
-    with comm.errors_on_all_ranks(None), suppress(LayerWiseError):
-        if not engine.optimizer.checkpointing.open_regular(folder).header.has_weights:
-            answer = "no"
-    comm.same_on_all_ranks(f"whether {folder} has weights", answer, [answer], group=None)
-    return answer == "no"
+    found = False
+    with suppress(LayerWiseError):
+        found = not engine.optimizer.checkpointing.open_regular(folder).header.has_weights
+    return any(comm.gather_objects(found, group=None))
 
 
 def _check_first(
@@ -174,8 +173,9 @@ def _checked(
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
+    all_files = states or _has_masters_only(engine, folder)
     with comm.errors_on_all_ranks(None):
-        is_universal = _check_files(engine, folder, states=states)
+        is_universal = _check_files(engine, folder, states=states, all_files=all_files)
         if is_universal and custom_load_fn is not None:
             raise LayerWiseError(
                 f"{folder} is a universal checkpoint, of which no model is loaded, so that "
@@ -331,9 +331,13 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     return tag
 
 
-def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool:
+def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_files: bool) -> bool:
     """Check this rank's part of the files in ``folder`` by their checksums. Return True if the
     checkpoint is universal.
+
+    Args:
+        states: True if the folder must have a list of its files.
+        all_files: False if the file of the model is all that is loaded.
 
     Raises:
         LayerWiseError: the folder or a file is missing or differs from the saved one.
@@ -353,7 +357,7 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool) -> bool
         manifest = None
     if manifest is None:
         return is_universal
-    if not states and not is_universal:
+    if not all_files and not is_universal:
         manifest = manifest.only(
             name for name in manifest.files if name.endswith("model_states.pt")
         )

@@ -196,21 +196,27 @@ class CutSync:
         return cuts
 
     def send(self, indices: Iterable[int]) -> None:
-        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
+        """Send the buckets ``indices``, in this order, and wait until nothing is pending.
+
+        Persistent parameters stay released. Before the first forward pass, DeepSpeed must meet them
+        so: it takes note of those that a module uses of another while it fetches them.
+        """
         for index in indices:
             self.launch(index)
-        self.finish()
+        self._wait()
 
     def finish(self) -> None:
-        """Wait for all pending rounds."""
-        if not self._launched:
-            return
+        """Wait for all pending rounds of a step, and make persistent parameters whole."""
+        if self._launched:
+            self._wait()
+            self._all_cuts.fetch_persistent()
+
+    def _wait(self) -> None:
         while self._pending:
             self._pending.popleft().wait()
         # An interrupted update may have launched only some buckets of a round.
         self._start()
         self._sent = self._checksums(self._all_cuts.tensors)
-        self._all_cuts.fetch_persistent()
 
     leave_under_way = finish
 

@@ -1,5 +1,6 @@
 """Checkpoints of each ZeRO stage, resumed at each, on any number of ranks; what DeepSpeed's scripts make of them."""
 
+import shutil
 import subprocess
 import sys
 
@@ -95,6 +96,15 @@ class TestWeightsAlone(DistributedTest):
         assert_equal_states({key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}, before)
         train_engine(engine, 1, first=2)
         assert not torch.equal(weights(engine.module)[:9], values["embed.weight"].float().flatten()[:9])
+
+    @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
+    def test_damage_is_found(self, saved, options, tmp_path):
+        tag = "stage3-bf16-2ranks"
+        on_rank_0(lambda: shutil.copytree(saved / tag, tmp_path / tag))
+        path = tmp_path / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        on_rank_0(lambda: path.write_bytes(path.read_bytes()[:-200] + bytes(200)))
+        with pytest.raises(LayerWiseError, match="damaged"):
+            start(make(), config_of(3)).load_checkpoint(str(tmp_path), tag=tag, **options)
 
     def test_a_file_that_lacks_the_optimizers_is_refused(self, saved, tmp_path):
         engine = start(make(), config_of(3))

@@ -438,6 +438,24 @@ class TestBetweenSteps(DistributedTest):
         left = [name for name, param in engine.module.named_parameters() if param.numel()]
         assert not left, left
 
+    @pytest.mark.parametrize("between", ["save", "16 bits", "read", "nothing"])
+    def test_a_resumed_run_saves_and_goes_on(self, between, tmp_path):
+        """Gpt reads its positions itself, which DeepSpeed has to notice in the first forward pass."""
+        config = config_of(3, zero={"stage3_gather_16bit_weights_on_model_save": True})
+        plain = train_engine(start(Gpt(), config), 5)
+        engine = train_engine(start(Gpt(), config), 2)
+        engine.save_checkpoint(str(tmp_path), tag="t")
+        engine = start(Gpt(), config)
+        engine.load_checkpoint(str(tmp_path), tag="t")
+        train_engine(engine, 2, first=2)
+        if between == "save":
+            engine.save_checkpoint(str(tmp_path), tag="u")
+        elif between == "16 bits":
+            engine.save_16bit_model(str(tmp_path))
+        elif between == "read":
+            weights(engine.module)
+        assert_same_run(train_engine(engine, 1, first=4), plain)
+
     def test_a_second_engine_takes_the_model_over(self):
         engine = train_engine(start(Net(), config_of(3)), 1)
         model, first = engine.module, weights(engine.module)
