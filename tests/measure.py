@@ -34,7 +34,7 @@ RULES = {
     "constructors with more than 7 arguments": house_rules.many_arguments,
     "folders with more than 12 files": house_rules.full_folders,
     "nested comprehensions": house_rules.nested_comprehensions,
-    "docstrings that open with a riddle": house_rules.riddles,
+    "docstrings that open with What, Which, Who or the like": house_rules.riddles,
     "names with a word that the glossary replaces": house_rules.wrong_words,
     "basenames that stand twice": house_rules.names_twice,
 }

@@ -1,4 +1,4 @@
-"""The rules that run recipes."""
+"""The lookup of the rule that runs a recipe, by the names of both: there is no list to edit."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.exchange import Exchange
-from ds_layerwise.recipes.rules.newton_schulz_settings import MAX_BATCH_NUMEL
+from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.zero.setup import run_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))

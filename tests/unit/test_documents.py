@@ -523,6 +523,15 @@ def test_files_in_backticks_exist(path):
             assert (ROOT / name).exists(), name
 
 
+def test_names_that_the_design_says_to_look_for_are_in_their_files():
+    found = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "docs/design.md").read_text())
+    assert len(found) > 20
+    for path, name in found:
+        source = (ROOT / "ds_layerwise" / path).read_text()
+        for part in name.split("."):
+            assert re.search(rf"^ *(def|class) {part}\b|^{part}\b.* =", source, re.MULTILINE), (path, name)
+
+
 def test_what_the_evidence_names_is_there():
     tables = tables_of(DOCS / "evidence.md")
     assert len(tables) >= 5

@@ -63,8 +63,6 @@ class Manifest:
         """Return the manifest of the files ``names`` in ``folder``, or of all files in it."""
         if names is None:
             names = names_in(folder)
-        else:
-            names = names
         return cls({name: tuple(_ranges(folder / name)) for name in names})
 
     @classmethod

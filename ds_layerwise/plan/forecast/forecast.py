@@ -36,7 +36,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Axis, Route, whole_shape
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES, MasterDtype
 from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
+from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 
 
 def specs_of(

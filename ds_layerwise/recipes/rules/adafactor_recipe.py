@@ -19,7 +19,7 @@ from ds_layerwise.recipes.base.recipe import (
     States,
     StateSpec,
 )
-from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
+from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 
 #: The largest number of elements in matrices of a stack that are updated together, enough to fill
 #: an accelerator; one matrix may be larger.

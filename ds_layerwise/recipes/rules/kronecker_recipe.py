@@ -8,7 +8,7 @@ from typing import Annotated
 from ds_layerwise.recipes.base.fields import OR_NULL, Count, Decay, NonNegative
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments
 from ds_layerwise.recipes.base.recipe import COUNT, Axis, Shape, States, StateSpec
-from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
+from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 
 #: The largest number of elements in squares (side, side) of one stack that are factorised together;
 #: one square may be larger. Beyond sides of about a thousand, the launches that a batch saves are

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 from ds_layerwise.recipes.base.fields import Decay, Positive
 from ds_layerwise.recipes.base.low_bit_settings import KeptMomentum
 from ds_layerwise.recipes.base.recipe import Axis, HyperText, Shape, States, StateSpec
-from ds_layerwise.recipes.rules.newton_schulz_settings import (
+from ds_layerwise.recipes.rules.newton_schulz_cost import (
     FULL_BATCH_NUMEL,
     NsMethod,
     newton_schulz_flops,

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from ds_layerwise.recipes.base.fields import OR_NULL, Positive
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
-from ds_layerwise.recipes.rules.newton_schulz_settings import (
+from ds_layerwise.recipes.rules.newton_schulz_cost import (
     ALIGNMENT,
     MAX_BATCH_NUMEL,
     most_together,

@@ -19,12 +19,12 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
 from ds_layerwise.recipes.rules import muon_recipes as recipes
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from ds_layerwise.recipes.rules.newton_schulz_settings import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
+from ds_layerwise.recipes.rules.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon_family", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
-                   "newton_schulz_settings", "forecast", "recipes", "update_sets")
+                   "newton_schulz_cost", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
 MODELS = find_model("gpt2-124m").parent

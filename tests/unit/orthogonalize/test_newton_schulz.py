@@ -6,11 +6,11 @@ import torch
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
-from ds_layerwise.recipes.rules.newton_schulz_settings import gram_segments
+from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
 from tests.support.reference import largest_singular_value
 from tests.support.rooms import rooms
 
-pytestmark = rooms("newton_schulz", "newton_schulz_settings", "batching")
+pytestmark = rooms("newton_schulz", "newton_schulz_cost", "batching")
 
 #: (method, dtype) -> relative error and largest singular value allowed on a condition number of 100. The exact
 #: result's largest is about 1.2; an iteration that has lost its precision overshoots.

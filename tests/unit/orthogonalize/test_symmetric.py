@@ -8,7 +8,7 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from tests.support.reference import largest_singular_value
 from tests.support.rooms import rooms
 
-pytestmark = rooms("symmetric", "newton_schulz", "newton_schulz_settings")
+pytestmark = rooms("symmetric", "newton_schulz", "newton_schulz_cost")
 
 SIMPLE5 = coefficients("simple", 5)
 CPU = torch.device("cpu")

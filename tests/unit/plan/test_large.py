@@ -10,7 +10,7 @@ from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
-from ds_layerwise.recipes.rules.newton_schulz_settings import newton_schulz_flops
+from ds_layerwise.recipes.rules.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms

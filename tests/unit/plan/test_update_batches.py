@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ds_layerwise.plan.planner.update_batches import Matrices, together
-from ds_layerwise.recipes.rules.newton_schulz_settings import most_together
+from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 from tests.support.rooms import rooms
 
 pytestmark = rooms("update_batches")

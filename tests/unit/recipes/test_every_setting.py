@@ -32,7 +32,7 @@ from ds_layerwise.recipes.base.recipe import WeightDecayMethod
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules.any_torch_recipe import ElementTorch, WholeTorch
 from ds_layerwise.recipes.rules.muon_recipes import NsDtype, Orthogonalized, ScaleMode, TpMode
-from ds_layerwise.recipes.rules.newton_schulz_settings import NsMethod
+from ds_layerwise.recipes.rules.newton_schulz_cost import NsMethod
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
