@@ -120,10 +120,18 @@ class Parameters(nn.Module):
 
 
 def make_engine(
-    optimizer: str, model: nn.Module, bucket_numel: int, *, overlap: bool = False
+    optimizer: str,
+    model: nn.Module,
+    bucket_numel: int,
+    *,
+    overlap: bool = False,
+    zero: Mapping[str, Any] | None = None,
 ) -> Any:
     """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing
     to overlap.
+
+    Args:
+        zero: further keys of ``zero_optimization``, of all sides.
     """
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -139,6 +147,10 @@ def make_engine(
             "reduce_bucket_size": bucket_numel,
         }
         config["layerwise"] = {"overlap_param_gather": overlap}
+    config["zero_optimization"] |= zero or {}
+    if optimizer == STOCK and config["zero_optimization"]["stage"] == 3:
+        # It refuses to start without.
+        config["zero_optimization"]["reduce_scatter"] = False
     return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[
         0
     ]
@@ -340,16 +352,29 @@ def on_the_wire(
 
 
 def whole_steps(
-    cluster: Cluster, *, config: GPTConfig, tokens: int, rounds: int
+    cluster: Cluster,
+    *,
+    config: GPTConfig,
+    tokens: int,
+    rounds: int,
+    zero: Mapping[str, Any] | None = None,
+    updates: bool = True,
 ) -> dict[str, Spent]:
     """Real steps: forward, backward, and the optimizer's; by side.
 
     A turn is several of them, and over when all has arrived: what is sent during the next forward
     pass counts, too.
+
+    Args:
+        zero: further keys of ``zero_optimization``, of all sides.
+        updates: False to leave out Newton-Schulz on all sides.
     """
+    if not updates:
+        leave_out_newton_schulz()
     sides = {}
     for name in OPTIMIZERS:
-        engine = make_engine(name, GPT(config), BUCKET_NUMEL, overlap=True)
+        overlap = not zero or zero.get("stage") != 3
+        engine = make_engine(name, GPT(config), BUCKET_NUMEL, overlap=overlap, zero=zero)
         windows = torch.randint(
             VOCABULARY,
             (tokens // config.context, config.context + 1),

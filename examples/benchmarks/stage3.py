@@ -1,0 +1,163 @@
+"""What a step costs at ZeRO stage 3, against stock DeepSpeed's Muon and AdamW at stage 3: bytes at
+the interface, seconds over a slow link, and seconds on one machine.
+
+    sudo python examples/benchmarks/stage3.py >
+    examples/benchmarks/results/YYYY-MM_<hardware>_stage3.md
+
+Nodes are network namespaces of this machine, see namespaces.py, and ranks talk over gloo. All sides
+of a comparison take turns in the same processes; what is printed are medians. Where bytes are in
+question Newton-Schulz is left out on all sides. Every parameter is fetched anew in each pass, as in
+a model that does not fit: a small one DeepSpeed would keep from the forward to the backward pass.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+import deepspeed
+import torch
+from cluster_ranks import ADAMW, GPT, OURS, STOCK, GPTConfig, Spent, whole_steps
+from conditions import commit, processor
+from namespaces import Cluster, be_the_switch, run
+
+MB = 1e6
+FETCHED_ANEW = {
+    "stage": 3,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_param_persistence_threshold": 0,
+}
+
+
+class Table:
+    """Rows of measurements, and of bars."""
+
+    def __init__(self) -> None:
+        self.bars = ["| what | found | at most | reached |", "|---|---|---|---|"]
+        self.rows = [
+            "| where | side | s a step | MB out of a node | over the model's |",
+            "|---|---|---|---|---|",
+        ]
+
+    def add(self, where: object, taken: Mapping[str, Spent], model_bytes: int) -> None:
+        """The rows of one comparison."""
+        for name, spent in taken.items():
+            self.rows.append(
+                f"| {where} | {name} | {spent.seconds:.2f} | {spent.sent / MB:.2f} | "
+                f"{spent.sent / model_bytes:.3f} |"
+            )
+
+    def bar(self, what: str, found: float, bound: float) -> None:
+        """A row of bars."""
+        met = "yes" if found <= bound else "no"
+        self.bars.append(f"| {what} | {found:.3f} | {bound:.3f} | {met} |")
+
+
+def owned_matrices(config: GPTConfig) -> int:
+    """The elements of matrices that have owners: those inside blocks."""
+    return sum(
+        param.numel()
+        for name, param in GPT(config).named_parameters()
+        if param.dim() == 2 and "blocks" in name
+    )
+
+
+def bytes_of_steps(table: Table, config: GPTConfig, rounds: int) -> None:
+    """Two fetches, one reduction, and the exchange each way."""
+    numel = sum(param.numel() for param in GPT(config).parameters())
+    matrices = owned_matrices(config)
+    for num_nodes, each in ((2, 1), (4, 1), (2, 2)):
+        cluster = Cluster(num_nodes, each, 1000)
+        taken = run(
+            cluster,
+            partial(
+                whole_steps,
+                config=config,
+                tokens=config.context,
+                rounds=rounds,
+                zero=FETCHED_ANEW,
+                updates=False,
+            ),
+        )
+        table.add(cluster, taken, 4 * numel)
+        if each > 1:
+            continue
+        others = (num_nodes - 1) / num_nodes
+        expected = 3 * others + 2 * others * matrices / numel / num_nodes
+        table.bar(
+            f"{cluster}: bytes at the interface over the model's",
+            taken[OURS].sent / (4 * numel),
+            1.02 * expected,
+        )
+
+
+def steps_of_two_nodes(table: Table, config: GPTConfig, tokens: int, rounds: int) -> None:
+    """Whole steps over a link of 1 Gbit/s."""
+    cluster = Cluster(2, 1, 1000)
+    numel = sum(param.numel() for param in GPT(config).parameters())
+    taken = run(
+        cluster,
+        partial(whole_steps, config=config, tokens=tokens, rounds=rounds, zero=FETCHED_ANEW),
+    )
+    table.add(f"{cluster}, whole steps", taken, 4 * numel)
+    ours = taken[OURS].seconds
+    table.bar(f"{cluster}: whole step over stock Muon's", ours / taken[STOCK].seconds, 0.5)
+    table.bar(f"{cluster}: whole step over stock AdamW's", ours / taken[ADAMW].seconds, 1.15)
+
+
+def optimizer_part(table: Table, config: GPTConfig, rounds: int) -> None:
+    """Steps of 16 tokens, which are next to nothing but the optimizer."""
+    numel = sum(param.numel() for param in GPT(config).parameters())
+    for ranks, bound in ((2, 0.4), (4, 0.3)):
+        cluster = Cluster(1, ranks, 1000)
+        short = replace(config, context=16)
+        taken = run(
+            cluster,
+            partial(whole_steps, config=short, tokens=16, rounds=rounds, zero={"stage": 3}),
+        )
+        table.add(f"one machine, {ranks} ranks", taken, 4 * numel)
+        table.bar(
+            f"one machine, {ranks} ranks: a step of 16 tokens over stock Muon's",
+            taken[OURS].seconds / taken[STOCK].seconds,
+            bound,
+        )
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="of each comparison (default: 5)")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny sizes, to see that it runs; its times say nothing",
+    )
+    args = parser.parse_args()
+    be_the_switch()
+    small = args.small
+    config = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=6, width=384, heads=6)
+    larger = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=9, width=512, heads=8)
+    load = os.getloadavg()[0]
+    table = Table()
+    optimizer_part(table, larger, args.rounds)
+    bytes_of_steps(table, config, min(3, args.rounds))
+    steps_of_two_nodes(table, larger, larger.context * (1 if small else 4), args.rounds)
+    print("Steps at ZeRO stage 3. " + " ".join(["sudo python", *sys.argv]))
+    print(
+        f"{processor()}, gloo, deepspeed {deepspeed.__version__}, torch {torch.__version__}; "
+        f"commit {commit()}; load before {load:.1f}, after {os.getloadavg()[0]:.1f}. float32; "
+        f"medians of {args.rounds} rounds.\n"
+    )
+    print("\n".join(table.bars), end="\n\n")
+    print("\n".join(table.rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main()
