@@ -1,4 +1,5 @@
-"""The costs of a layout: Newton-Schulz FLOPs, elements on the wire, bytes of memory, padding.
+"""The single costs of a layout, each a function: FLOPs of updates, elements on the wire, bytes of
+memory, padding.
 
 The planner, the start-up table and the command line share this model. Numbers are elements unless a
 name says bytes or FLOPs.
@@ -42,7 +43,7 @@ from ds_layerwise.plan.network.exchange_rounds import (
 )
 from ds_layerwise.plan.network.links import Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, InLevels, in_levels, itemsize
+from ds_layerwise.plan.network.transport import MAX_PENDING, InLevels, in_levels, itemsize
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base import dtypes
 from ds_layerwise.recipes.base.dtypes import MasterDtype
@@ -57,7 +58,7 @@ def max_over_mean(loads: Sequence[int]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Wire:
+class WireElements:
     """The number of elements that each rank sends in one step, by rank; see the note."""
 
     reduce: tuple[int, ...]
@@ -68,7 +69,7 @@ class Wire:
     """
 
 
-def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
+def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireElements:
     """Count the elements that each rank sends for all buckets, or only for those with an index in
     ``only``.
     """
@@ -102,7 +103,7 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> Wire:
     total = np.zeros((3, layout.world_size), np.int64)
     for ep_size, elements in sent.items():
         total += np.repeat(elements, ep_size, axis=1)
-    return Wire(*map(tuple, total.tolist()))
+    return WireElements(*map(tuple, total.tolist()))
 
 
 def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
@@ -361,16 +362,16 @@ def traffic_bytes(
     """
     # Buckets take turns with memory that grows to the largest size: for sent data, for the sums of
     # a node, and by rank for received data, for partial sums and for added data.
-    sent = [0] * MAX_UNDER_WAY
-    node_sums = [0] * MAX_UNDER_WAY
-    own = np.zeros((3, MAX_UNDER_WAY, layout.world_size), np.int64)
+    sent = [0] * MAX_PENDING
+    node_sums = [0] * MAX_PENDING
+    own = np.zeros((3, MAX_PENDING, layout.world_size), np.int64)
     gathered = 0
     if links is None:
         rings = InLevels()
     else:
         rings = in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
-        turn = bucket.index % MAX_UNDER_WAY
+        turn = bucket.index % MAX_PENDING
         if links is None:
             group = None
         else:

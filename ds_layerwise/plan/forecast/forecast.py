@@ -1,4 +1,4 @@
-"""The costs of a run on each rank, from names, shapes and the config alone.
+"""The forecast of a run, all costs of each rank together, from names, shapes and the config alone.
 
 Training and ``ds-layerwise plan`` both produce a :class:`Forecast`. Shapes come from the model in
 training, and from a file in a plan.

@@ -19,7 +19,7 @@ from ds_layerwise.plan.forecast.cost import max_over_mean
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, WireTime
+from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.presets import PRESETS
@@ -540,7 +540,7 @@ def _costs(forecast: Forecast) -> Table:
         )
     under_way = max(traffic.total for traffic in forecast.traffic)
     rows["beside it, at most"] = (
-        f"{_size(under_way)} for buckets under way, and their exchange, {MAX_UNDER_WAY} at a "
+        f"{_size(under_way)} for buckets under way, and their exchange, {MAX_PENDING} at a "
         f"time{_waiting(forecast)}"
     )
     rows["in a step, at most"] = f"{_size(max(forecast.workspace))} that an update works in"

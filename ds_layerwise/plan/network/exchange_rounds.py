@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ds_layerwise.plan.layout.layout import Bucket
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY, itemsize
+from ds_layerwise.plan.network.transport import MAX_PENDING, itemsize
 
 
 class Shard(NamedTuple):
@@ -130,7 +130,7 @@ def exchange_bytes(
         owners_have: the dtype of the shards at their owners; None if it is the dtype that is sent.
     """
     most = np.zeros(world_size, np.int64)
-    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_UNDER_WAY)
+    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_PENDING)
     for each in deals:
         under_way.append(
             _held(each, world_size // each.ep_size, in_place=owners_have in (None, each.dtype))
@@ -156,7 +156,7 @@ def cut_bytes(deals: Iterable[Deal], world_size: int) -> NDArray[np.int64]:
     by rank: the elements that an owner sends and those that every rank receives.
     """
     most = np.zeros(world_size, np.int64)
-    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_UNDER_WAY)
+    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_PENDING)
     for each in deals:
         sizes = cut_sizes(each)
         numel = np.full(world_size, sum(sizes.values()), np.int64)

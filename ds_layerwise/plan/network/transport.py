@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 #: The number of buckets, or rounds of an exchange, that are pending at a time. It bounds the memory
 #: for sent and received data.
-MAX_UNDER_WAY = 2
+MAX_PENDING = 2
 
 
 class Levels(NamedTuple):
@@ -175,7 +175,7 @@ def reduce_all_ns(
     # The end of the first level of the latest bucket, and the end of all levels of the pending
     # ones.
     first = 0
-    over = deque([0] * MAX_UNDER_WAY)
+    over = deque([0] * MAX_PENDING)
 
     @_once
     def levels(load: Load, way: Way) -> tuple[int, int]:

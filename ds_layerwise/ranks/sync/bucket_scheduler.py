@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.network.reduction import sum_dtype
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
+from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.scratch import Turn
@@ -134,7 +134,7 @@ class BucketScheduler(ABC):
             self._bucket_of.update((slot.name, bucket.index) for slot in bucket.slots)
         self._pending: deque[comm.Pending] = deque()
         self._side = SideStream()
-        self._ends = [SideStream() for _ in range(MAX_UNDER_WAY)]
+        self._ends = [SideStream() for _ in range(MAX_PENDING)]
         self._turns = [Turn(reduced.bucket(0).device) for _ in self._ends]
         self._ready = self._launched = 0
         self.reset()
@@ -281,7 +281,7 @@ class BucketScheduler(ABC):
         another rank.
         """
         while self._launched < self._ready:
-            if len(self._pending) >= MAX_UNDER_WAY:
+            if len(self._pending) >= MAX_PENDING:
                 if wait or self._ready - self._launched > self._max_waiting:
                     self._begin_last()
                     self._pending[0].wait()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards, has_owners
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
+from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
@@ -31,7 +31,7 @@ class Place(NamedTuple):
     """The number of elements in each rank's cut of the parameter."""
 
 
-class Round(NamedTuple):
+class CutRound(NamedTuple):
     """An all-to-all, in which each owner sends all ranks their cuts of one of its shards."""
 
     buckets: frozenset[int]
@@ -58,13 +58,13 @@ def _places(shard: Shard) -> tuple[Place, ...]:
     return tuple(found)
 
 
-def rounds_of(layout: Layout, rank: int) -> list[Round]:
+def rounds_of(layout: Layout, rank: int) -> list[CutRound]:
     """Return the rounds for all buckets of whole parameters, in the order in which they begin."""
 
-    def seen(dealt: Deal) -> Round:
+    def seen(dealt: Deal) -> CutRound:
         by_owner = {shard.owner: shard for shard in dealt.shards}
         own = by_owner.get(rank)
-        return Round(
+        return CutRound(
             frozenset(shard.bucket.index for shard in dealt.shards),
             None if own is None else own.bucket.index,
             {owner: _places(by_owner[owner]) for owner in sorted(by_owner)},
@@ -103,7 +103,7 @@ class CutSync:
     """Sends the parameters that owners have updated to every rank's cuts, in rounds.
 
     A round begins when its last bucket is launched, in one order on all ranks. At most
-    :data:`~ds_layerwise.plan.network.transport.MAX_UNDER_WAY` rounds are pending at a time.
+    :data:`~ds_layerwise.plan.network.transport.MAX_PENDING` rounds are pending at a time.
     Parameters that are split by element are not sent: their cuts are the shards.
 
     Args:
@@ -148,13 +148,13 @@ class CutSync:
             round_ = self._rounds[self._next]
             if not round_.buckets <= self._launched:
                 return
-            while len(self._pending) >= MAX_UNDER_WAY:
+            while len(self._pending) >= MAX_PENDING:
                 self._pending.popleft().wait()
             with profiled("gather"):
                 self._pending.append(self._begin(round_))
             self._next += 1
 
-    def _begin(self, round_: Round) -> comm.Pending:
+    def _begin(self, round_: CutRound) -> comm.Pending:
         sizes = round_.sizes(self._holders)
         own = sizes[self._rank]
         like = self._shard(round_)
@@ -180,7 +180,7 @@ class CutSync:
 
         return comm.Pending([work], into_place, keep=rows)
 
-    def _shard(self, round_: Round) -> Tensor:
+    def _shard(self, round_: CutRound) -> Tensor:
         """Return this rank's shard that takes part; an empty tensor of its dtype if there
         is none.
         """
@@ -188,7 +188,7 @@ class CutSync:
             return self._values.tensors[min(round_.buckets)][:0]
         return self._values.tensors[round_.own]
 
-    def _cuts(self, round_: Round) -> list[Tensor]:
+    def _cuts(self, round_: CutRound) -> list[Tensor]:
         """Return this rank's cuts that take part, by owner."""
         cuts: list[Tensor] = []
         for places in round_.places.values():
@@ -218,7 +218,7 @@ class CutSync:
         self._start()
         self._sent = self._checksums(self._all_cuts.tensors)
 
-    leave_under_way = finish
+    leave_pending = finish
 
     def remove_hooks(self) -> None:
         """Do nothing: this class has no hooks."""
@@ -272,7 +272,7 @@ class CutSync:
         self._all_cuts.follow_persistent()
         self.fetch(indices)
 
-    def _ask(self, round_: Round) -> comm.Pending:
+    def _ask(self, round_: CutRound) -> comm.Pending:
         sizes = round_.sizes(self._holders)
         own = sizes[self._rank]
         shard = self._shard(round_)

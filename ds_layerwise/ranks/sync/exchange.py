@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, deal
-from ds_layerwise.plan.network.transport import MAX_UNDER_WAY
+from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 
@@ -162,7 +162,7 @@ class Exchange:
         pending: deque[comm.Pending] = deque()
         for round_ in self.rounds:
             pending.append(self._send_to_owners(round_, cuts, shard, add))
-            if len(pending) == MAX_UNDER_WAY:
+            if len(pending) == MAX_PENDING:
                 pending.popleft().wait()
         for transfer in pending:
             transfer.wait()

@@ -195,7 +195,7 @@ class ParamSync:
         while self._chained:
             self._chained.popleft().begin_last()
 
-    def leave_under_way(self) -> None:
+    def leave_pending(self) -> None:
         """Leave collectives pending until the first use of a parameter, if first uses wait;
         otherwise wait now.
         """

@@ -1,4 +1,4 @@
-"""Sections of settings. Types declare their bounds, values are checked once, and errors name the
+"""The base of all sections of settings: types declare the bounds of values, and errors name the
 key.
 
 A section of a config, and a recipe, is a :class:`Section`: pydantic checks it, and :func:`build`

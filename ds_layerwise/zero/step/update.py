@@ -61,7 +61,7 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
             run.param_sync.send(reversed(left))
         else:
             with timed(timers, "optimizer_allgather"):
-                run.param_sync.leave_under_way()
+                run.param_sync.leave_pending()
     step.failed |= sending.error is not None
     try:
         # Also after a failure: the other ranks enter the same collectives.

@@ -95,7 +95,7 @@ def whole_values(layout):
 @pytest.mark.parametrize("seed", range(6))
 def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkeypatch):
     layout = plan_layout(some_specs(seed), world_size, bucket_numel=60, alignment=4, stage=3)
-    monkeypatch.setattr(cut_sync, "MAX_UNDER_WAY", 99)
+    monkeypatch.setattr(cut_sync, "MAX_PENDING", 99)
     ranks, values = Ranks(layout, monkeypatch), whole_values(layout)
     for rank, shards in enumerate(ranks.values):
         for bucket in layout.buckets:
@@ -156,7 +156,7 @@ def test_what_somebody_writes_is_noticed(monkeypatch):
 def test_what_is_sent_and_held_is_what_the_plan_says(world_size, monkeypatch):
     specs = some_specs(3)
     layout = plan_layout(specs, world_size, bucket_numel=60, alignment=4, stage=3)
-    monkeypatch.setattr("ds_layerwise.plan.network.exchange_rounds.MAX_UNDER_WAY", 1)
+    monkeypatch.setattr("ds_layerwise.plan.network.exchange_rounds.MAX_PENDING", 1)
     ranks = Ranks(layout, monkeypatch)
     monkeypatch.setattr(cut_sync.comm, "all_to_all", lambda *args, **kwargs: comm.Pending())
     most = cut_bytes(begun_backwards(layout.buckets, has_owners), world_size)

@@ -90,7 +90,7 @@ def train(grad_sync, param_sync, params, rank, *, stage, steps):
         param_sync.finish()
         for bucket in reversed(param_sync.layout.buckets):
             param_sync.launch(bucket.index)
-        param_sync.leave_under_way()
+        param_sync.leave_pending()
         grad_sync.reset()
     param_sync.finish()
 

@@ -37,7 +37,7 @@ def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypa
     sync.overlap_with_forward(nn.ParameterDict(params))
     for bucket in layout.buckets:
         sync.launch(bucket.index)
-    sync.leave_under_way()
+    sync.leave_pending()
     reader = Stream() if on_another else device.current
     with device.stream(reader):
         sync.wait_for([params["b"]])

@@ -154,7 +154,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                         sync.reduced.bucket(bucket.index).mul_(2)
                         values.shard(bucket, 1).add_(sync.reduced.bucket(bucket.index))
                         param_sync.launch(bucket.index)
-                    param_sync.leave_under_way()
+                    param_sync.leave_pending()
                     sync.reset()
                 # The next step is on the stream that computes, and reads some of the parameters in a forward pass.
                 computing.wait_stream(stepping)

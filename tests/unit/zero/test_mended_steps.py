@@ -41,7 +41,7 @@ class Updating:
         self.settings = SimpleNamespace(timers=lambda name: SimpleNamespace(start=lambda: None, stop=lambda: None))
         self.owned = SimpleNamespace(pieces=range(3), updating=nullcontext, update=self.noted("update"))
         self.param_sync = SimpleNamespace(launch=self.noted("launch"), send=self.noted("send"),
-                                          leave_under_way=self.noted("leave"))
+                                          leave_pending=self.noted("leave"))
         self.optimizer = SimpleNamespace(groups_now=self.noted("groups"), mark_step=self.noted("mark"))
         self.observers = [SimpleNamespace(after_update=self.noted("observe"))] * 2
 
