@@ -1,16 +1,13 @@
 """Weight decay: how weights are drawn towards zero beside what a rule does with them, the same for
 all rules.
 
-With W the weights, wd ``weight_decay``, lr the learning rate that the rule updates W with, and u
-the direction of the update, W <- W - lr u:
+With W the weights, g their gradient, wd ``weight_decay``, lr the learning rate that the rule
+updates W with, and u the direction of the update, W <- W - lr u::
 
-============= ==============================================================
-========================================= decoupled     W <- W - lr wd W
-AdamW, arXiv 1711.05101 independent   W <- W - wd W
-arXiv 1711.05101 with its own schedule l2            g <- g + wd W, before moments and momentum
-:class:`torch.optim.Adam` palm          W <- W - lr^2 wd W
-PaLM, arXiv 2204.02311 ============= ==============================================================
-=========================================
+    decoupled    W <- W - lr wd W    AdamW, arXiv 1711.05101
+    independent  W <- W - wd W       arXiv 1711.05101 with its own schedule
+    l2           g <- g + wd W       torch.optim.Adam; before moments and momentum
+    palm         W <- W - lr^2 wd W  PaLM, arXiv 2204.02311
 
 ``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is where u
 draws it towards zero, too, or is zero: as the paper and microsoft/dion have it for every rule, and

@@ -302,8 +302,12 @@ class NorMuon(Scaled):
     """Muon whose rows are divided by the root of an average of their squares, with the norm that
     Muon has.
 
-    With O orthogonal: v <- beta v + (1 - beta) mean over columns of O^2, u = O / (sqrt(v) + eps),
-    then |O| / |u| times u. State ``moment2_buffer``: v, ``(rows, 1)``.
+    With O orthogonal, the update is |O| / |u| times u::
+
+        v <- beta v + (1 - beta) mean over columns of O^2
+        u = O / (sqrt(v) + eps)
+
+    State ``moment2_buffer``: v, ``(rows, 1)``.
 
     Reference: arXiv 2510.05491, with the norm that the authors' own code keeps (ShizukaKuze/NorMuon
     at 22b57d4, and pytorch_optimizer 4.1.0); the paper's Algorithm 1 gives updates an RMS of 0.2,
@@ -332,9 +336,13 @@ class AdaMuon(Scaled):
     """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
     matrix.
 
-    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), then sqrt(min(rows,
-    cols)) / |u| times u, so that with ``scale_mode`` "match_rms_adamw" every update has an RMS of
-    0.2. State ``moment2_buffer``: v.
+    With O orthogonal, the update is sqrt(min(rows, cols)) / |u| times u, so that with
+    ``scale_mode`` "match_rms_adamw" every update has an RMS of 0.2::
+
+        v <- beta v + (1 - beta) O^2
+        u = O / (sqrt(v) + eps)
+
+    State ``moment2_buffer``: v.
 
     Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and
     pytorch_optimizer 4.1.0; both also correct v for its bias, which the norm takes back but for
@@ -373,9 +381,13 @@ class AdaMuon(Scaled):
 class Namo(Scaled):
     """Muon scaled by how long the momentum is beside the gradients, as Adam's steps are.
 
-    With g the gradient, d the direction that is orthogonalised to O: v <- beta v + (1 - beta)
-    |g|^2, and the update is |d| / (sqrt(v) + eps) times O. State ``moment2_buffer``: v, one number
-    a matrix. It is an average of squares, so gradients whose norm is beyond 1e19 overflow it.
+    With g the gradient, d the direction that is orthogonalised to O, the update is
+    |d| / (sqrt(v) + eps) times O::
+
+        v <- beta v + (1 - beta) |g|^2
+
+    State ``moment2_buffer``: v, one number a matrix. It is an average of squares, so gradients
+    whose norm is beyond 1e19 overflow it.
 
     Reference: Emerging-Optimizers 0.3.0, after arXiv 2602.17080. The authors' own code
     (minxin-zhg/namo) corrects both averages for their bias, has eps under the root, bounds the step
@@ -395,8 +407,9 @@ class Namo(Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scion(Orthogonalized):
-    """Stochastic conditional gradient with the spectral norm: W <- (1 - lr) W - lr radius sqrt(rows
-    / cols) O.
+    """Stochastic conditional gradient with the spectral norm::
+
+        W <- (1 - lr) W - lr radius sqrt(rows / cols) O
 
     Once in the ball, W stays in it while lr is at most 1, as far as O is orthogonal. Without
     ``constrained`` W is not shrunk by lr but by ``weight_decay``, as in every other rule.

@@ -1,15 +1,14 @@
 """Hooks on updates of whole matrices before they are added, and on the matrices after.
 
 With W a matrix after its weight decay, u its update, lr the learning rate and norms those of
-Frobenius:
+Frobenius::
 
-===================
-==================================================================================================
-``hyperball``        W <- R (W - lr R u/|u|) / |W - lr R u/|u||, R the setting or, for "own", |W|;
-nothing decays. ``relative_update``  W <- W - lr |W| u/|u| ``radial_brake``     |W - lr u| <- |W| +
-s (|W - lr u| - |W|), s the first setting if the norm grew, else the second ``spectral_clip``    at
-last, singular values of W are cut down to the setting ===================
-==================================================================================================
+    hyperball        W <- R (W - lr R u/|u|) / |W - lr R u/|u||,
+                         R the setting or, for "own", |W|; nothing decays
+    relative_update  W <- W - lr |W| u/|u|
+    radial_brake     |W - lr u| <- |W| + s (|W - lr u| - |W|),
+                         s the first setting if the norm grew, else the second
+    spectral_clip    at last, singular values of W are cut down to the setting
 
 As in NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and ``spectral_hardcap`` of
 ``spectral_clipping_utils``), which takes one hook at a time. A norm below :data:`TINY` counts as 0
