@@ -52,7 +52,8 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
     Raises:
         ConfigError: it cannot be made; what it does to a parameter depends on others, which are on
             other ranks, or on what is not in the state of that one; or it is to be cut by element,
-            and what it does to one depends on others, or what it keeps of a piece on its length.
+            and draws random numbers, or what it does to one depends on others, or what it keeps of
+            a piece on its length.
     """
     shapes: list[tuple[int, ...]] = [(60,), (24,)]
     if recipe.whole:
@@ -75,13 +76,19 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
                 "elsewhere, or on more of the lr that it is made with than its parameter groups "
                 "tell; this class cannot be used here"
             )
+    if draws and not recipe.whole:
+        raise ConfigError(
+            f"{recipe.rule} draws random numbers, and parameters of the scalar optimizer are cut "
+            "by element into pieces that lie on several ranks, which draw different ones; use it "
+            "as matrix_optimizer"
+        )
     if not recipe.whole:
         pieces = torch.cat([alone(0, slice(24)), alone(0, slice(24, 60))])
         if not _agree(pieces, together[0]):
             raise ConfigError(
                 f"{recipe.rule} does to one element what depends on the others of its parameter, "
-                "or draws random numbers, and parameters of the scalar optimizer are cut by "
-                "element; use it as matrix_optimizer"
+                "and parameters of the scalar optimizer are cut by element; use it as "
+                "matrix_optimizer"
             )
 
 

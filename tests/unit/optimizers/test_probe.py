@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -336,13 +337,31 @@ def test_the_first_parameter_is_not_the_only_one_that_is_compared():
         AnyTorch.of(recipe(Later))
 
 
-def test_a_class_that_draws_random_numbers_gets_matrices_alone():
-    AnyTorch.of(recipe(Later, draws=True, mixes=False))
-    for kind, arguments in ((Later, {"draws": True, "mixes": False}), (Kron, {})):
-        scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
-        with pytest.raises(ConfigError, match=f"{kind.__name__} does to one .*, or draws random numbers, .*use it as "
-                           "matrix_optimizer"):
-            AnyTorch.of(scalar)
+class DrawsOne(Optimizer):
+    """Draws a single random number for each parameter."""
+
+    def __init__(self, params, lr=1e-3, source="torch"):
+        super().__init__(params, {"lr": lr})
+        self.source = source
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            number = {"torch": lambda: float(torch.rand(())), "python": random.random,
+                      "numpy": lambda: float(np.random.rand())}[self.source]()
+            param.sub_(group["lr"] * number * param.grad)
+
+
+@pytest.mark.parametrize("kind, arguments", [
+    (Later, {"draws": True, "mixes": False}), (Kron, {}), (DrawsOne, {}), (DrawsOne, {"source": "python"}),
+    (DrawsOne, {"source": "numpy"})])
+def test_a_class_that_draws_random_numbers_gets_matrices_alone(kind, arguments):
+    AnyTorch.of(recipe(kind, **arguments))
+    scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} draws random numbers, .* on several ranks, .*use it as "
+                       "matrix_optimizer"):
+        AnyTorch.of(scalar)
 
 
 class Half(torch.Tensor):
