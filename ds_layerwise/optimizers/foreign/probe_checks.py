@@ -67,14 +67,20 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
         return _alone(recipe, new_rule, values, seed)
 
     draws = not torch.equal(alone(0), alone(0, seed=_STEPS))
+    by_chance = ""
+    if draws:
+        by_chance = (
+            "it draws random numbers elsewhere than in step, for one parameter after another in "
+            "their order, or from a generator of its own, or "
+        )
     for index in range(1 if draws else 2):
         if not _agree(alone(index), together[index]):
             raise ConfigError(
                 f"{recipe.rule} does otherwise where each parameter has an instance of its own "
                 "that goes on from optimizer.state[param], as after a load, than where one has "
-                "all: what it does depends on other parameters, on something that it keeps "
-                "elsewhere, or on more of the lr that it is made with than its parameter groups "
-                "tell; this class cannot be used here"
+                f"all: {by_chance}what it does depends on other parameters, on something that it "
+                "keeps elsewhere, or on more of the lr that it is made with than its parameter "
+                "groups tell; this class cannot be used here"
             )
     if draws and not recipe.whole:
         raise ConfigError(

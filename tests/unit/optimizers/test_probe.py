@@ -364,6 +364,31 @@ def test_a_class_that_draws_random_numbers_gets_matrices_alone(kind, arguments):
         AnyTorch.of(scalar)
 
 
+class DrawsElsewhere(Optimizer):
+    """Draws in its constructor, for its last parameter first, or from a generator of its own."""
+
+    def __init__(self, params, lr=1e-3, where="constructor"):
+        super().__init__(params, {"lr": lr})
+        self.where, self.own = where, random.Random(42)
+        if where == "constructor":
+            torch.rand(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        number = self.own.random() if self.where == "own generator" else 1.0
+        for param in group["params"][::-1 if self.where == "order" else 1]:
+            param.sub_(group["lr"] * (param.grad + number * torch.rand_like(param)))
+
+
+@pytest.mark.parametrize("where", ["constructor", "order", "own generator"])
+def test_a_class_that_draws_elsewhere_is_told_so(where):
+    """As matrix_optimizer it may draw, in step, for one parameter after another."""
+    with pytest.raises(ConfigError, match="DrawsElsewhere does otherwise where each .*: it draws random numbers "
+                       "elsewhere than in step, .* or from a generator of its own, or what it does depends on other"):
+        AnyTorch.of(recipe(DrawsElsewhere, where=where))
+
+
 class Half(torch.Tensor):
     """A tensor that is more than its elements."""
 
