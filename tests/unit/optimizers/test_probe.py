@@ -412,10 +412,45 @@ class Wraps(Optimizer):
 def test_a_tensor_of_another_class_is_refused_at_the_size_that_has_it():
     """It would go on as a plain one."""
     assert recipe(Wraps).refusal((6, 10)) is None
-    message = "keeps average of a parameter, which is neither tensor nor number, got Half; it could not be saved"
+    message = "keeps average of a parameter in a tensor of the class Half, which would come back as a plain one"
     assert message in recipe(Wraps).refusal((80, 96))
-    with pytest.raises(ConfigError, match="keeps average of a parameter, which is neither"):
+    with pytest.raises(ConfigError, match="keeps average of a parameter in a tensor of the class Half"):
         AnyTorch.of(recipe_of(f"{Wraps.__module__}:{Wraps.__name__}", whole=False)())
+
+
+class KeepsParameters(Optimizer):
+    """Keeps a slow copy of the weights, and a count, as parameters."""
+
+    def __init__(self, params, lr=1e-3, of="parameter"):
+        super().__init__(params, {"lr": lr})
+        self.make = {"parameter": torch.nn.Parameter, "tensor": torch.clone}[of]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(slow=self.make(param.clone()), step=self.make(torch.tensor(0.0)))
+            state["step"] += 1
+            state["slow"] = self.make(state["slow"].lerp(param, 0.5))
+            param.sub_(group["lr"] * (param.grad + state["slow"] / state["step"]))
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (80, 96)])
+def test_a_state_may_be_a_parameter(shape):
+    grads = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
+    ends = []
+    for kind in ("parameter", "tensor"):
+        rule = AnyTorch.of(recipe(KeepsParameters, of=kind))
+        param = torch.ones(shape)
+        state = rule.init_state(param)
+        for grad in grads:
+            rule.update_([param], [grad], [state], HYPER)
+        assert {key: (type(value), value.requires_grad) for key, value in state.items()} == {
+            "slow": (torch.Tensor, False), "step": (torch.Tensor, False)}
+        ends.append([param, state["slow"], state["step"]])
+    assert all(map(torch.equal, *ends)) and ends[0][2] == 4
 
 
 def test_nothing_that_a_step_works_on_is_kept():
