@@ -35,9 +35,7 @@ def _hidden_size(config: Any) -> int | None:
     from ds_layerwise.routing.module_of import config_value
 
     sizes = config_value(config, "hidden_size") or config_value(config, "hidden_sizes")
-    if isinstance(sizes, list | tuple):
-        sizes = sizes
-    else:
+    if not isinstance(sizes, list | tuple):
         sizes = [sizes]
     return max((size for size in sizes if isinstance(size, int)), default=None)
 

@@ -65,8 +65,6 @@ class Manifest:
         """Make the manifest of the files ``names`` in ``folder``, or of all that are there now."""
         if names is None:
             names = names_in(folder)
-        else:
-            names = names
         return cls({name: tuple(_ranges(folder / name)) for name in names})
 
     @classmethod

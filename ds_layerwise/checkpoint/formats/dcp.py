@@ -466,7 +466,5 @@ class ShardedCheckpoint:
         with self._naming(f"cannot be read at {path}"):
             if size is None:
                 size = self._sizes[path]
-            else:
-                size = size
             properties: Any = self._metadata.state_dict_metadata[path]
             return torch.empty(size, dtype=properties.properties.dtype, device="cpu")
