@@ -507,20 +507,37 @@ class LayerWiseConfig(Section):
                 f"layerwise.decoupled_min_lr is {min_lr:g}, above layerwise.decoupled_lr, which is "
                 f"{lr:g}; lower it"
             )
-        for old, new in found.rename.items():
-            if old.count("*") != new.count("*"):
-                raise ConfigError(
-                    f"layerwise.rename[{old!r}] has {old.count('*')} times '*', its new name "
-                    f"{new!r} {new.count('*')}; each stands for the same text in both"
-                )
         return found
 
 
-#: The functions that parse the sections within ``layerwise``.
+def _rename_of(where: str, entries: object) -> object:
+    """Return ``entries`` as they are, and refuse a pair that renames nothing.
+
+    Raises:
+        ConfigError: names the pair.
+    """
+    if not isinstance(entries, Mapping):
+        return entries
+    for old, new in entries.items():
+        if not all(isinstance(name, str) and name for name in (old, new)):
+            raise ConfigError(
+                f"{where} must be an object of names in checkpoints to names in the model, got "
+                f"{old!r}: {new!r}; a name is a text that is not empty"
+            )
+        if old.count("*") != new.count("*"):
+            raise ConfigError(
+                f"{where}[{old!r}] has {old.count('*')} times '*', its new name {new!r} "
+                f"{new.count('*')}; each stands for the same text in both"
+            )
+    return entries
+
+
+#: The functions that parse sections within ``layerwise``.
 _SECTIONS: dict[str, Any] = {
     "mup": Mup.from_section,
     "qk_clip": QkClip.from_section,
     "norm_groups": norm_groups_of,
+    "rename": _rename_of,
     "overrides": partial(entries_of, Override.from_entry),
     "client_optimizer": partial(build, ClientOptimizerConfig),
     "monitor": partial(build, Monitor),

@@ -1,20 +1,18 @@
 """Weight decay: it draws weights towards zero in addition to a rule's update, the same for all
 rules.
 
-W are the weights, wd is ``weight_decay``, lr the learning rate with which the rule updates W, and u
-the direction of the update, W <- W - lr u:
+With W the weights, g their gradient, wd ``weight_decay``, lr the learning rate that the rule
+updates W with, and u the direction of the update, W <- W - lr u::
 
-    ============  =========================================  ================================
-    decoupled     W <- W - lr wd W                           AdamW, arXiv 1711.05101
-    independent   W <- W - wd W                              arXiv 1711.05101, own schedule
-    l2            g <- g + wd W, before moments, momentum    :class:`torch.optim.Adam`
-    palm          W <- W - lr^2 wd W                         PaLM, arXiv 2204.02311
-    ============  =========================================  ================================
+    decoupled    W <- W - lr wd W    AdamW, arXiv 1711.05101
+    independent  W <- W - wd W       arXiv 1711.05101 with its own schedule
+    l2           g <- g + wd W       torch.optim.Adam; before moments and momentum
+    palm         W <- W - lr^2 wd W  PaLM, arXiv 2204.02311
 
-``cautious``: an element decays only if sign(u) sign(W) >= 0 (arXiv 2510.12402), that is, if u also
-draws it towards zero, or is zero. The paper and microsoft/dion do this for every rule, and
-modded-nanogpt for its matrices (its Adam does not decay elements with a u of zero). u is that of
-this step, and W is the weight before it: decay and update are both subtracted from the same W.
+``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is where u
+draws it towards zero, too, or is zero: as the paper and microsoft/dion have it for every rule, and
+modded-nanogpt for its matrices (its Adam leaves elements alone whose u is zero). u is that of this
+step, and W what it was before: decay and update are both subtracted from the same W.
 """
 
 from __future__ import annotations

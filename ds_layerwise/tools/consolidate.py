@@ -77,7 +77,7 @@ def consolidate(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
     if one_file:
-        beside = []
+        beside = {}
     else:
         beside = _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
@@ -110,8 +110,9 @@ def consolidate(
         undo.pop_all()
     lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
     if beside:
-        files = ", ".join(path.name for path in beside)
-        lines.append(f"beside them, from {beside[0].parent}: {files}")
+        first, *_ = beside.values()
+        files = ", ".join(path.name for path in beside.values())
+        lines.append(f"beside them, from {first.parent}: {files}")
     elif not one_file and not (out / CONFIG).exists():
         lines.append(
             f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
@@ -120,7 +121,7 @@ def consolidate(
     return lines
 
 
-def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
+def _beside(source: Path, out: Path, config: Path | None) -> dict[str, Path]:
     """Find the files to copy beside the weights, except those in ``out`` that belong to the
     user.
     """
@@ -129,7 +130,7 @@ def _beside(source: Path, out: Path, config: Path | None) -> list[Path]:
         kept = others_in(out, replaces=WEIGHTS)
     else:
         kept = []
-    return [path for path in found if path.name not in kept]
+    return {name: path for name, path in found.items() if name not in kept}
 
 
 def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:

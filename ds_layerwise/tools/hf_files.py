@@ -30,13 +30,13 @@ _NAMES = (
 )
 
 
-def find_companions(source: Path, asked: Path | None) -> list[Path]:
-    """Find the files to copy beside the weights of the checkpoint ``source``.
+def find_companions(source: Path, asked: Path | None) -> dict[str, Path]:
+    """Find files to lay beside the weights of the checkpoint ``source``, by their names there.
 
     They come from its own folder, else from its parent, where a Trainer writes them.
 
     Args:
-        asked: a ``config.json``, or a folder with one, to use instead.
+        asked: a config of any name, or a folder with a ``config.json``, to use instead.
 
     Raises:
         LayerWiseError: ``asked`` has none.
@@ -54,14 +54,16 @@ def find_companions(source: Path, asked: Path | None) -> list[Path]:
     elif not config.is_file():
         config = source.parent / CONFIG
     if not config.is_file():
-        return []
-    others = [config.with_name(name) for name in _NAMES]
-    return [config, *(path for path in others if path.is_file() and path != config)]
+        return {}
+    found = {CONFIG: config}
+    for name in _NAMES:
+        path = config.with_name(name)
+        if path.is_file() and path != config:
+            found[name] = path
+    return found
 
 
-def lay_beside(files: list[Path], folder: Path) -> None:
-    """Copy ``files`` to ``folder``. The first one is the model's config, whatever its name."""
-    config, *others = files
-    for path in others:
-        shutil.copyfile(path, folder / path.name)
-    shutil.copyfile(config, folder / CONFIG)
+def lay_beside(files: dict[str, Path], folder: Path) -> None:
+    """Copy ``files`` to ``folder``, under the names that they have here."""
+    for name, path in files.items():
+        shutil.copyfile(path, folder / name)

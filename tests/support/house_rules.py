@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -124,6 +125,20 @@ def riddles(files: Iterable[Source]) -> list[str]:
     """Docstrings that open with a word that names nothing and does nothing."""
     return [f"{source.module}: line {doc.lineno}: {text.splitlines()[0][:60]}"
             for source in files for doc, text in source.docstrings() if _OPENINGS.match(text)]
+
+
+def spoilt_formulas(files: Iterable[Source]) -> list[str]:
+    """Tables and formulas in docstrings that run on as if they were sentences."""
+    found = []
+    for source in files:
+        for doc, text in source.docstrings():
+            for paragraph in inspect.cleandoc(text).split("\n\n"):
+                lines = paragraph.splitlines()
+                if any("====" in line and set(line) > {"=", " "} for line in lines):
+                    found.append(f"{source.module}: line {doc.lineno}: a table that is no table: {lines[0][:60]}")
+                elif not paragraph.startswith("    ") and paragraph.count(" <- ") > 1:
+                    found.append(f"{source.module}: line {doc.lineno}: give each formula a line: {lines[0][:60]}")
+    return found
 
 
 def names_twice(files: Iterable[Source]) -> list[str]:

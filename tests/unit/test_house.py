@@ -191,7 +191,7 @@ def test_everything_public_has_a_docstring():
     assert not in_all(lambda source: without_docstring(source.tree))
 
 
-@pytest.mark.parametrize("rule", RULES.values(), ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", [*RULES.values(), house_rules.spoilt_formulas], ids=lambda rule: rule.__name__)
 def test_no_breaches(rule):
     breaches = rule(SOURCES)
     assert not breaches, "\n".join(breaches)
@@ -245,6 +245,8 @@ def test_circles_catch():
     (house_rules.riddles, "def f():\n    'What a file holds.'"),
     (house_rules.riddles, "x = 1\n'Whether there is one.'"),
     (house_rules.wrong_words, "def raise_alike(): pass"),
+    (house_rules.spoilt_formulas, "'A rule.\\n\\n==== ==== a    W <- W - u b    W <- W - 2 u\\n==== ===='"),
+    (house_rules.spoilt_formulas, "def f():\n    'A rule: v <- b v + g, W <- W - v.'"),
 ])
 def test_rules_catch(rule, code):
     assert len(rule([Source(PACKAGE / "a.py", code)])) == 1

@@ -132,7 +132,7 @@ class AnyTorch(UpdateRule):
             if not isinstance(leaf, Leaf) or leaf.ahead is not None:
                 continue
             place = state[leaf.key]
-            value: Any = values.get(path)
+            value = probe.plain(values.get(path))
             if leaf.kind is not Tensor:
                 place.fill_(value)
             elif _told(value) != _told(place):

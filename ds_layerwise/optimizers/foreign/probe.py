@@ -282,7 +282,13 @@ def _observed(
     return Kept(kept, counts, counter.get_total_flops() // STEPS)
 
 
+def plain(value: Any) -> Any:
+    """Return the tensor that an ``nn.Parameter`` is, and anything else as it is."""
+    return value.detach() if type(value) is torch.nn.Parameter else value
+
+
 def _copied(_: Path, value: Any) -> Any:
+    value = plain(value)
     return value.clone() if type(value) is Tensor else value
 
 
@@ -312,6 +318,12 @@ def _leaf(recipe: AnyTorch, path: Path, value: Any, seen: list[Any]) -> Any:
                 f"{recipe.rule} keeps {key} in {spec.dtype}, which cannot be saved; known: "
                 f"{', '.join(DTYPE_BYTES)}"
             )
+    elif isinstance(value, Tensor):
+        raise ConfigError(
+            f"{recipe.rule} keeps {key} of a parameter in a tensor of the class "
+            f"{type(value).__name__}, which would come back as a plain one; this class cannot be "
+            "used here"
+        )
     elif not isinstance(value, (int, float)):
         raise ConfigError(
             f"{recipe.rule} keeps {key} of a parameter, which is neither tensor nor number, got "

@@ -52,8 +52,8 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
     Raises:
         ConfigError: an instance cannot be made; its update of a parameter depends on others, which
             are on other ranks, or on something outside of the parameter's state; or it is to be cut
-            by element, and the update of an element depends on others, or the states of a piece
-            depend on its length.
+            by element, and draws random numbers, the update of an element depends on others, or the
+            states of a piece depend on its length.
     """
     shapes: list[tuple[int, ...]] = [(60,), (24,)]
     if recipe.whole:
@@ -67,22 +67,34 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
         return _alone(recipe, new_rule, values, seed)
 
     draws = not torch.equal(alone(0), alone(0, seed=_STEPS))
+    by_chance = ""
+    if draws:
+        by_chance = (
+            "it draws random numbers elsewhere than in step, for one parameter after another in "
+            "their order, or from a generator of its own, or "
+        )
     for index in range(1 if draws else 2):
         if not _agree(alone(index), together[index]):
             raise ConfigError(
                 f"{recipe.rule} does otherwise where each parameter has an instance of its own "
                 "that goes on from optimizer.state[param], as after a load, than where one has "
-                "all: what it does depends on other parameters, on something that it keeps "
-                "elsewhere, or on more of the lr that it is made with than its parameter groups "
-                "tell; this class cannot be used here"
+                f"all: {by_chance}what it does depends on other parameters, on something that it "
+                "keeps elsewhere, or on more of the lr that it is made with than its parameter "
+                "groups tell; this class cannot be used here"
             )
+    if draws and not recipe.whole:
+        raise ConfigError(
+            f"{recipe.rule} draws random numbers, and parameters of the scalar optimizer are cut "
+            "by element into pieces that lie on several ranks, which draw different ones; use it "
+            "as matrix_optimizer"
+        )
     if not recipe.whole:
         pieces = torch.cat([alone(0, slice(24)), alone(0, slice(24, 60))])
         if not _agree(pieces, together[0]):
             raise ConfigError(
                 f"{recipe.rule} does to one element what depends on the others of its parameter, "
-                "or draws random numbers, and parameters of the scalar optimizer are cut by "
-                "element; use it as matrix_optimizer"
+                "and parameters of the scalar optimizer are cut by element; use it as "
+                "matrix_optimizer"
             )
 
 

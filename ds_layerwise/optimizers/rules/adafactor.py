@@ -22,12 +22,14 @@ TINY = torch.finfo(torch.float32).tiny
 class Adafactor(UpdateRule):
     """Adafactor, for whole matrices.
 
-    With t steps, b = t^``beta2_decay`` and W the matrix before the step, R and C follow the means
-    of g^2 over the columns of each row and over the rows of each column::
+    With t steps, b = t^``beta2_decay``, R and C the means of g^2 over columns and over rows, and W
+    the matrix before the step::
 
-        R <- R + b (mean_cols(g^2) - R),  C <- C + b (mean_rows(g^2) - C)
+        R <- R + b (mean_cols(g^2) - R)
+        C <- C + b (mean_rows(g^2) - C)
         V = R C / max(mean(R), eps1)
-        U = g / max(sqrt(V), eps1),  U <- U / max(1, rms(U) / clip_threshold)
+        U = g / max(sqrt(V), eps1)
+        U <- U / max(1, rms(U) / clip_threshold)
         W <- W - min(lr, 1 / sqrt(t)) max(eps2, rms(W)) U
 
     So the learning rate is the largest step relative to the size of the matrix; weight decay uses
@@ -36,9 +38,11 @@ class Adafactor(UpdateRule):
     convolution.
 
     State: ``row_var`` (R), ``(..., rows, 1)``, ``col_var`` (C), ``(..., 1, cols)``, and ``step``
-    (t), 0-d float32 on the CPU. Reference: :class:`torch.optim.Adafactor`, whose documentation
-    lists the differences from arXiv 1804.04235. If ``eps1``^2 underflows float32, as for 1e-30,
-    torch makes NaN of a row without gradients; here the row does not change.
+    (t), 0-d float32 on the CPU.
+
+    Reference: :class:`torch.optim.Adafactor`, which says how it differs from arXiv 1804.04235.
+    Where ``eps1``^2 is no float32, as of 1e-30, torch makes NaN of a row without gradients; here it
+    stays where it is.
     """
 
     recipe: recipes.Adafactor = recipes.Adafactor()

@@ -120,8 +120,10 @@ class Adam(Elementwise):
 class Sgd(Elementwise):
     """SGD with momentum and, by default, L2 regularisation.
 
-    State: ``momentum_buffer``, like the parameter. It starts as zeros, which the first step turns
-    into the gradient, like torch's missing buffer. Reference: :class:`torch.optim.SGD`
+    State: ``momentum_buffer``, like the parameter; zeros, which the first step turns into the
+    gradient, as torch's missing buffer does.
+
+    Reference: :class:`torch.optim.SGD`
     """
 
     recipe: Recipe = recipes.Sgd()
@@ -146,8 +148,10 @@ class Sgd(Elementwise):
 class Lion(Elementwise):
     """Lion: the sign of a moving average.
 
-    State: ``exp_avg``, like the parameter. The first of ``betas`` is for the direction, the second
-    for the stored average. Reference: arXiv 2302.06675
+    State: ``exp_avg``, like the parameter. ``betas``: of the direction, and of the average that is
+    kept.
+
+    Reference: arXiv 2302.06675
     """
 
     recipe: Recipe = recipes.Lion()
@@ -166,9 +170,15 @@ class Lion(Elementwise):
 class Signum(Elementwise):
     """Signum: the sign of the momentum.
 
-    m <- mu m + (1 - mu) g, and u = sign(m). With ``nesterov``, as in emerging_optimizers 0.5, u =
-    sign(mu m / (1 - mu^(t+1)) + (1 - mu) g / (1 - mu^t)), without the divisors if ``correct_bias``
-    is false.
+    With g the gradient and u the direction of the update::
+
+        m <- mu m + (1 - mu) g
+        u = sign(m)
+
+    and with ``nesterov``, as emerging_optimizers 0.5 has it, and without the divisors where
+    ``correct_bias`` is false::
+
+        u = sign(mu m / (1 - mu^(t+1)) + (1 - mu) g / (1 - mu^t))
 
     State: ``momentum_buffer`` (m), like the parameter, and ``step`` (t), 0-d float32 on the CPU.
     Reference: arXiv 1802.04434; without ``nesterov`` also pytorch_optimizer 4.1's SignSGD.
@@ -197,12 +207,18 @@ class Signum(Elementwise):
 class LaProp(Elementwise):
     """LaProp: the momentum of normalised gradients.
 
-    v <- beta2 v + (1 - beta2) g^2, m <- beta1 m + (1 - beta1) g / (sqrt(v / (1 - beta2^t)) + eps),
-    and u = m / (1 - beta1^t), without the divisors 1 - beta^t if ``correct_bias`` is false.
+    With g the gradient and u the direction of the update, and without the divisors 1 - beta^t where
+    ``correct_bias`` is false::
+
+        v <- beta2 v + (1 - beta2) g^2
+        m <- beta1 m + (1 - beta1) g / (sqrt(v / (1 - beta2^t)) + eps)
+        u = m / (1 - beta1^t)
 
     State: ``exp_avg`` (m), ``exp_avg_sq`` (v), like the parameter, and ``step`` (t), 0-d float32 on
-    the CPU. Reference: the algorithm of arXiv 2002.04839. Its authors' code and pytorch_optimizer
-    4.1 have the learning rate inside of m, which is equivalent while the rate is constant.
+    the CPU.
+
+    Reference: the algorithm of arXiv 2002.04839. Its authors' code and pytorch_optimizer 4.1 have
+    the learning rate inside m, which is the same while that does not change.
     """
 
     recipe: recipes.LaProp = recipes.LaProp()
@@ -224,15 +240,22 @@ class LaProp(Elementwise):
 class AdEMAMix(Elementwise):
     """AdEMAMix: Adam with an additional, slow average of the gradient.
 
-    m1 <- beta1 m1 + (1 - beta1) g, m2 <- b3 m2 + (1 - b3) g, v <- beta2 v + (1 - beta2) g^2, and u
-    = (m1 / (1 - beta1^t) + a m2) / (sqrt(v / (1 - beta2^t)) + eps). Over ``alpha_warmup_steps``, a
-    grows linearly from 0 to ``alpha``. Over ``beta3_warmup_steps``, b3 grows from beta1 to
-    ``beta3`` so that 1 / ln b3, about the number of steps in its average, grows linearly.
+    With g the gradient and u the direction of the update::
+
+        m1 <- beta1 m1 + (1 - beta1) g
+        m2 <- b3 m2 + (1 - b3) g
+        v <- beta2 v + (1 - beta2) g^2
+        u = (m1 / (1 - beta1^t) + a m2) / (sqrt(v / (1 - beta2^t)) + eps)
+
+    Over ``alpha_warmup_steps`` a grows from 0 to ``alpha`` in a straight line; over
+    ``beta3_warmup_steps`` b3 grows from beta1 to ``beta3`` so that 1 / ln b3, about how many steps
+    it looks back, does.
 
     State: ``exp_avg`` (m1), ``exp_avg_slow`` (m2), ``exp_avg_sq`` (v), like the parameter, and
-    ``step`` (t), 0-d float32 on the CPU. Reference: the algorithm and the schedulers of arXiv
-    2409.03137, as in pytorch_optimizer 4.1's AdEMAMix; emerging_optimizers 0.5 has its one-average
-    simplification instead.
+    ``step`` (t), 0-d float32 on the CPU.
+
+    Reference: the algorithm and the schedulers of arXiv 2409.03137, which pytorch_optimizer 4.1's
+    AdEMAMix follows; emerging_optimizers 0.5 has its one-average simplification instead.
     """
 
     recipe: recipes.AdEMAMix = recipes.AdEMAMix()

@@ -306,15 +306,18 @@ class NorMuon(Scaled):
     """NorMuon: Muon with each row divided by the root of an average of its squares, and with Muon's
     norm.
 
-    With O orthogonal: v <- beta v + (1 - beta) mean over columns of O^2, u = O / (sqrt(v) + eps),
-    and the update is |O| / |u| times u. State ``moment2_buffer``: v, ``(rows, 1)``.
+    With O orthogonal, the update is |O| / |u| times u::
 
-    Reference: arXiv 2510.05491, with the norm of the authors' own code (ShizukaKuze/NorMuon at
-    22b57d4, and pytorch_optimizer 4.1.0). The paper's Algorithm 1 gives updates an RMS of 0.2;
-    ``scale_mode`` "match_rms_adamw" reaches that up to the error of five Newton-Schulz steps.
-    ``moment2_per`` "longer_side" is the choice of Emerging-Optimizers (0.3.0). It averages over
-    columns if there are at least as many rows as columns, else over rows, and replaces v by max(v,
-    eps).
+        v <- beta v + (1 - beta) mean over columns of O^2
+        u = O / (sqrt(v) + eps)
+
+    State ``moment2_buffer``: v, ``(rows, 1)``.
+
+    Reference: arXiv 2510.05491, with the norm that the authors' own code keeps (ShizukaKuze/NorMuon
+    at 22b57d4, and pytorch_optimizer 4.1.0); the paper's Algorithm 1 gives updates an RMS of 0.2,
+    which ``scale_mode`` "match_rms_adamw" comes to but for what five Newton-Schulz steps leave.
+    ``moment2_per`` "longer_side" is Emerging-Optimizers' choice (0.3.0), which averages over
+    columns where there are at least as many rows, else over rows; it takes max(v, eps) for v.
     """
 
     recipe: recipes.NorMuon
@@ -334,19 +337,23 @@ class NorMuon(Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaMuon(Scaled):
-    """AdaMuon: Muon divided by the root of an average of its own squares, with the norm of an
-    orthogonal matrix.
+    """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
+    matrix.
 
-    With O orthogonal: v <- beta v + (1 - beta) O^2, u = O / (sqrt(v) + eps), and the update is
-    sqrt(min(rows, cols)) / |u| times u. So with ``scale_mode`` "match_rms_adamw" every update has
-    an RMS of 0.2. State ``moment2_buffer``: v.
+    With O orthogonal, the update is sqrt(min(rows, cols)) / |u| times u, so that with
+    ``scale_mode`` "match_rms_adamw" every update has an RMS of 0.2::
 
-    Reference: arXiv 2507.11005 as in the authors' own code (Chongjie-Si/AdaMuon at 3b84e03) and
-    pytorch_optimizer 4.1.0. Both also correct the bias of v, which the norm cancels except for eps.
-    The paper's second version orthogonalises the signs of the momentum (``sign_momentum``). Without
-    ``moment2_rescale`` it is the adamuon of Emerging-Optimizers 0.3.0: an element's first update is
-    1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral" updates begin
-    at an RMS of 72 (64 x 256) and end near 16.
+        v <- beta v + (1 - beta) O^2
+        u = O / (sqrt(v) + eps)
+
+    State ``moment2_buffer``: v.
+
+    Reference: arXiv 2507.11005 as the authors' own code has it (Chongjie-Si/AdaMuon at 3b84e03) and
+    pytorch_optimizer 4.1.0; both also correct v for its bias, which the norm takes back but for
+    eps. The paper's second version orthogonalises the signs of the momentum (``sign_momentum``).
+    Without ``moment2_rescale`` it is what Emerging-Optimizers 0.3.0 calls adamuon: an element's
+    first update is 1 / sqrt(1 - beta) whatever its gradient, so that with ``scale_mode`` "spectral"
+    updates begin at an RMS of 72 (64 x 256) and end near 16.
     """
 
     recipe: recipes.AdaMuon
@@ -379,9 +386,13 @@ class Namo(Scaled):
     """NAMO: Muon scaled by the ratio of the momentum's norm to that of gradients, like Adam's
     steps.
 
-    With g the gradient, and d the direction that is orthogonalised to O: v <- beta v + (1 - beta)
-    |g|^2, and the update is |d| / (sqrt(v) + eps) times O. State ``moment2_buffer``: v, one number
-    per matrix. It averages squares, so gradients with a norm beyond 1e19 overflow it.
+    With g the gradient, d the direction that is orthogonalised to O, the update is
+    |d| / (sqrt(v) + eps) times O::
+
+        v <- beta v + (1 - beta) |g|^2
+
+    State ``moment2_buffer``: v, one number a matrix. It is an average of squares, so gradients
+    whose norm is beyond 1e19 overflow it.
 
     Reference: Emerging-Optimizers 0.3.0, after arXiv 2602.17080. The authors' own code
     (minxin-zhg/namo) corrects the bias of both averages, has eps under the root, bounds the step by
@@ -401,8 +412,9 @@ class Namo(Scaled):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scion(Orthogonalized):
-    """Stochastic conditional gradient with the spectral norm: W <- (1 - lr) W - lr radius sqrt(rows
-    / cols) O.
+    """Stochastic conditional gradient with the spectral norm::
+
+        W <- (1 - lr) W - lr radius sqrt(rows / cols) O
 
     If W starts in the ball, it stays there while lr is at most 1, as far as O is orthogonal.
     Without ``constrained``, W shrinks by ``weight_decay`` as in every other rule, not by lr.

@@ -1,19 +1,19 @@
 """Hooks on updates of whole matrices before they are added, and on the matrices after.
 
-W is a matrix after its weight decay, u its update, lr the learning rate, and norms are Frobenius
-norms.
+With W a matrix after its weight decay, u its update, lr the learning rate and norms those of
+Frobenius::
 
-* ``hyperball``: W <- R (W - lr R u/|u|) / |W - lr R u/|u||, with R the setting or, for "own", |W|;
-  there is no weight decay.
-* ``relative_update``: W <- W - lr |W| u/|u|.
-* ``radial_brake``: |W - lr u| <- |W| + s (|W - lr u| - |W|), with s the first setting if the norm
-  grew, else the second.
-* ``spectral_clip``: finally, singular values of W are clipped to the setting.
+    hyperball        W <- R (W - lr R u/|u|) / |W - lr R u/|u||,
+                         R the setting or, for "own", |W|; nothing decays
+    relative_update  W <- W - lr |W| u/|u|
+    radial_brake     |W - lr u| <- |W| + s (|W - lr u| - |W|),
+                         s the first setting if the norm grew, else the second
+    spectral_clip    at last, singular values of W are cut down to the setting
 
-They are those of NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and
-``spectral_hardcap`` of ``spectral_clipping_utils``), which uses one hook at a time. There and here,
-a norm below :data:`TINY` counts as 0, and a matrix or update with such a norm becomes 0. Its 0.3.0
-has only ``hyperball``, with "own" as the default radius.
+As in NVIDIA's Emerging-Optimizers at fd77292 (``weight_update_hooks``, and ``spectral_hardcap`` of
+``spectral_clipping_utils``), which takes one hook at a time. A norm below :data:`TINY` counts as 0
+there and here, and what has it becomes 0. Its 0.3.0 has ``hyperball`` alone: "own" is its default
+radius.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ Note: elements on the wire, and how they are counted
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -238,8 +238,8 @@ def memory_bytes(
             masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
             if stage > 1 or stored != "float32":
                 reduced[rank] += SUM_BYTES * numel
-            for piece in bucket.pieces(rank):
-                states[rank] += state_bytes(piece.name, piece.numel)
+        for rank, name, numel in _held(bucket):
+            states[rank] += state_bytes(name, numel)
         if bucket.way == "cuts":
             sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
             # Sums share the memory of the gradients, or have memory of their own.
@@ -252,6 +252,18 @@ def memory_bytes(
         )
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)
+
+
+def _held(bucket: Bucket) -> Iterator[tuple[int, str, int]]:
+    """Yield rank, name and number of elements of what ranks hold of ``bucket``, without padding."""
+    if bucket.whole:
+        for slot in bucket.slots:
+            for owner in bucket.owners(slot):
+                yield owner, slot.name, slot.numel
+        return
+    for rank, _ in bucket.non_empty_shards():
+        for piece in bucket.pieces(rank):
+            yield rank, piece.name, piece.numel
 
 
 def _param_bytes(layout: Layout, stage: int, on_host: bool) -> tuple[list[int], int]:

@@ -428,15 +428,31 @@ def workspace_bytes(
                     counts[owner] += count
         for kind, counts in together.items():
             taken_along = along.setdefault(kind, Counter())
+            # Thousands of owners may have as many.
+            works_in = cache(kind.works_in)
             for owner, count in counts.items():
-                take(owner, kind.works_in(count) + own[owner])
+                take(owner, works_in(count) + own[owner])
                 if not (hosted or own[owner]):
                     taken_along[owner] += count
     for kind, counts in along.items():
+        works_in = cache(kind.works_in)
         for owner, count in counts.items():
             numel = kind.rows * kind.cols
-            take(owner, kind.works_in(most_together(count, numel, kind.recipe.full_batch_numel)))
+            take(owner, works_in(most_together(count, numel, kind.recipe.full_batch_numel)))
     return tuple(most)
+
+
+def on_the_wire(specs: Iterable[ParamSpec], run: RunConfig) -> list[ParamSpec]:
+    """Return ``specs`` with the dtype that ``run`` sends their gradients in; those that have it are
+    not copied.
+    """
+    sent = []
+    for spec in specs:
+        wire = run.sent_as(spec.dtype)
+        if spec.wire != wire:
+            spec = replace(spec, wire=wire)
+        sent.append(spec)
+    return sent
 
 
 def forecast(
@@ -460,7 +476,7 @@ def forecast(
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
-    specs = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
+    specs = on_the_wire(specs, run)
     layout = plan_layout(
         specs,
         num_ranks,

@@ -45,7 +45,7 @@ from ds_layerwise.plan.routes.routes import (
     with_heads,
     with_parts,
 )
-from ds_layerwise.recipes.base.fields import Count, Section, T, build
+from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, T, build
 from ds_layerwise.recipes.targets.conditions import Facts
 from ds_layerwise.recipes.targets.fused_parts import Split, as_one_change, checked_split
 from ds_layerwise.recipes.targets.overrides import Override
@@ -63,8 +63,8 @@ _LIKE_SPLIT = 'an object like {"q": 64, "k": 16}'
 
 class _File(Section):
     example = '{"model": "name", "numel": 8, "params": [...]}'
-    model: str
-    numel: _Size
+    model: Annotated[Any, OR_NULL]
+    numel: _Size | Annotated[float, Field(ge=1)]
     hidden_size: Count | None = None
     params: tuple[Any, ...]
 

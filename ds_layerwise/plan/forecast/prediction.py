@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.plan.forecast.forecast import Forecast, forecast
+from ds_layerwise.plan.forecast.forecast import Forecast, forecast, on_the_wire
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction
@@ -124,7 +124,7 @@ def predict(
 
     own = size_of(plan, run.bucket_numel)
     sizes = [own]
-    sent = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
+    sent = on_the_wire(specs, run)
     for bucket_numel in {*bucket_numels} - {run.bucket_numel}:
         if memory_bytes is None:
             drafts = draft_layout(

@@ -207,8 +207,6 @@ def ordered_levels(
     """
     if sum_bytes is None:
         sum_bytes = wire_bytes
-    else:
-        sum_bytes = sum_bytes
     if not group.has_levels:
         took = _added_up(numel, wire_bytes, SUM_BYTES, group)
         if group.nodes == 1:

@@ -60,6 +60,14 @@ class TestUsersFiles(DistributedTest):
             assert run("consolidate", folder / "tag", model, "--overwrite", "--max-shard-size", "1KB")[0] == 0
             assert_kept(model)
             assert (model / "config.json").read_text() == (model / "mine.safetensors").read_text() == "theirs"
+            # What the checkpoint has besides is laid there, and nothing of it under the name of the user's config.
+            for name in ("config.json", "generation_config.json"):
+                (folder / name).write_text("of the checkpoint")
+            code, said, _ = run("consolidate", folder / "tag", model, "--overwrite", "--max-shard-size", "1KB")
+            assert code == 0 and f"beside them, from {folder}: generation_config.json\n" in said
+            assert_kept(model)
+            assert (model / "config.json").read_text() == "theirs"
+            assert (model / "generation_config.json").read_text() == "of the checkpoint"
             index = json.loads((model / "model.safetensors.index.json").read_text())
             assert {path.name for path in model.glob("model*.safetensors")} == set(index["weight_map"].values())
 

@@ -161,7 +161,9 @@ def test_what_to_do_at_a_load():
      r"layerwise.norm_groups.a.gradient_clipping must be in \[0, inf\), got -1"),
     ({"norm_groups": {"a": {"regex": "("}}}, r"layerwise.norm_groups.a.regex must be a regular expression, got '\('"),
     ({"rename": ["a"]}, "layerwise.rename must be an object of names in checkpoints to names in the model"),
-    ({"rename": {"a": 1}}, r"names in checkpoints to names in the model, got \{'a': 1\}"),
+    ({"rename": {"a": 1}}, "layerwise.rename must be .* to names in the model, got 'a': 1; a name is a text"),
+    ({"rename": {"a": "b", "c": ""}}, "layerwise.rename must be .*, got 'c': ''; a name is a text that is not empty"),
+    ({"rename": {"a": "b", "": "c"}}, "layerwise.rename must be .*, got '': 'c'; a name is a text that is not empty"),
     ({"rename": {"h.*.*": "layers.*"}}, r"layerwise.rename\['h.\*.\*'\] has 2 times '\*', its new name 'layers.\*' 1"),
 ])
 def test_a_bad_layerwise_section_names_the_key(section, message):

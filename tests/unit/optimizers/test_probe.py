@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 import weakref
 from types import SimpleNamespace
 
@@ -336,13 +337,56 @@ def test_the_first_parameter_is_not_the_only_one_that_is_compared():
         AnyTorch.of(recipe(Later))
 
 
-def test_a_class_that_draws_random_numbers_gets_matrices_alone():
-    AnyTorch.of(recipe(Later, draws=True, mixes=False))
-    for kind, arguments in ((Later, {"draws": True, "mixes": False}), (Kron, {})):
-        scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
-        with pytest.raises(ConfigError, match=f"{kind.__name__} does to one .*, or draws random numbers, .*use it as "
-                           "matrix_optimizer"):
-            AnyTorch.of(scalar)
+class DrawsOne(Optimizer):
+    """Draws a single random number for each parameter."""
+
+    def __init__(self, params, lr=1e-3, source="torch"):
+        super().__init__(params, {"lr": lr})
+        self.source = source
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            number = {"torch": lambda: float(torch.rand(())), "python": random.random,
+                      "numpy": lambda: float(np.random.rand())}[self.source]()
+            param.sub_(group["lr"] * number * param.grad)
+
+
+@pytest.mark.parametrize("kind, arguments", [
+    (Later, {"draws": True, "mixes": False}), (Kron, {}), (DrawsOne, {}), (DrawsOne, {"source": "python"}),
+    (DrawsOne, {"source": "numpy"})])
+def test_a_class_that_draws_random_numbers_gets_matrices_alone(kind, arguments):
+    AnyTorch.of(recipe(kind, **arguments))
+    scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
+    with pytest.raises(ConfigError, match=f"{kind.__name__} draws random numbers, .* on several ranks, .*use it as "
+                       "matrix_optimizer"):
+        AnyTorch.of(scalar)
+
+
+class DrawsElsewhere(Optimizer):
+    """Draws in its constructor, for its last parameter first, or from a generator of its own."""
+
+    def __init__(self, params, lr=1e-3, where="constructor"):
+        super().__init__(params, {"lr": lr})
+        self.where, self.own = where, random.Random(42)
+        if where == "constructor":
+            torch.rand(())
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        number = self.own.random() if self.where == "own generator" else 1.0
+        for param in group["params"][::-1 if self.where == "order" else 1]:
+            param.sub_(group["lr"] * (param.grad + number * torch.rand_like(param)))
+
+
+@pytest.mark.parametrize("where", ["constructor", "order", "own generator"])
+def test_a_class_that_draws_elsewhere_is_told_so(where):
+    """As matrix_optimizer it may draw, in step, for one parameter after another."""
+    with pytest.raises(ConfigError, match="DrawsElsewhere does otherwise where each .*: it draws random numbers "
+                       "elsewhere than in step, .* or from a generator of its own, or what it does depends on other"):
+        AnyTorch.of(recipe(DrawsElsewhere, where=where))
 
 
 class Half(torch.Tensor):
@@ -368,10 +412,45 @@ class Wraps(Optimizer):
 def test_a_tensor_of_another_class_is_refused_at_the_size_that_has_it():
     """It would go on as a plain one."""
     assert recipe(Wraps).refusal((6, 10)) is None
-    message = "keeps average of a parameter, which is neither tensor nor number, got Half; it could not be saved"
+    message = "keeps average of a parameter in a tensor of the class Half, which would come back as a plain one"
     assert message in recipe(Wraps).refusal((80, 96))
-    with pytest.raises(ConfigError, match="keeps average of a parameter, which is neither"):
+    with pytest.raises(ConfigError, match="keeps average of a parameter in a tensor of the class Half"):
         AnyTorch.of(recipe_of(f"{Wraps.__module__}:{Wraps.__name__}", whole=False)())
+
+
+class KeepsParameters(Optimizer):
+    """Keeps a slow copy of the weights, and a count, as parameters."""
+
+    def __init__(self, params, lr=1e-3, of="parameter"):
+        super().__init__(params, {"lr": lr})
+        self.make = {"parameter": torch.nn.Parameter, "tensor": torch.clone}[of]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        group, = self.param_groups
+        for param in group["params"]:
+            state = self.state[param]
+            if not state:
+                state.update(slow=self.make(param.clone()), step=self.make(torch.tensor(0.0)))
+            state["step"] += 1
+            state["slow"] = self.make(state["slow"].lerp(param, 0.5))
+            param.sub_(group["lr"] * (param.grad + state["slow"] / state["step"]))
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (80, 96)])
+def test_a_state_may_be_a_parameter(shape):
+    grads = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
+    ends = []
+    for kind in ("parameter", "tensor"):
+        rule = AnyTorch.of(recipe(KeepsParameters, of=kind))
+        param = torch.ones(shape)
+        state = rule.init_state(param)
+        for grad in grads:
+            rule.update_([param], [grad], [state], HYPER)
+        assert {key: (type(value), value.requires_grad) for key, value in state.items()} == {
+            "slow": (torch.Tensor, False), "step": (torch.Tensor, False)}
+        ends.append([param, state["slow"], state["step"]])
+    assert all(map(torch.equal, *ends)) and ends[0][2] == 4
 
 
 def test_nothing_that_a_step_works_on_is_kept():

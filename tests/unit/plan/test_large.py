@@ -6,10 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.plan.forecast.cost import wire_elements
-from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.forecast.forecast import on_the_wire, workspace_bytes
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.recipes.rules.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.costs import memory_bytes
@@ -95,3 +99,31 @@ def test_costs_are_whole_numbers(world_size):
         assert sum(bucket.shard_numels) == bucket.numel == bucket.stop - bucket.start
         assert all(type(numel) is int for numel in bucket.shard_numels)
     assert math.prod((46_351, 46_337)) == layout.slot("last.weight").numel > LIMIT
+
+
+def test_costs_of_thousands_of_owners_are_counted_once_a_shape(monkeypatch):
+    """A plan of a large model takes ten thousand buckets, each with hundreds of owners."""
+    specs = [ParamSpec(f"experts.{i}", (8, 16), "bfloat16", True, 10, ep_size=64) for i in range(4)]
+    routes = {spec.name: Route(name=spec.name, recipe=Muon(), reason="", group=0, matrix_shape=spec.shape)
+              for spec in specs}
+    layout = plan_layout(specs, 64, bucket_numel=10**6)
+    expected = workspace_bytes(layout, routes), memory_bytes(layout)
+    calls, workspace = [], Muon.workspace
+
+    def counted(recipe, shape):
+        calls.append(shape)
+        return workspace(recipe, shape)
+
+    monkeypatch.setattr(Muon, "workspace", counted)
+    monkeypatch.setattr(Bucket, "pieces", None)
+    assert (workspace_bytes(layout, routes), memory_bytes(layout)) == expected
+    # Of each bucket, and of those that are taken along.
+    assert len(calls) == len(layout.buckets) + 1
+
+
+def test_specs_that_say_what_they_travel_in_are_not_copied():
+    run = RunConfig.from_ds_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {
+        "type": "LayerWise"}, "zero_optimization": {"stage": 2}})
+    specs = [ParamSpec("a", (8, 16), "bfloat16", True, 10, wire=wire) for wire in ("bfloat16", "float32")]
+    sent = on_the_wire(specs, run)
+    assert sent[0] is specs[0] and sent[1] == specs[0] and specs[1].wire == "float32"

@@ -90,6 +90,17 @@ def test_a_model_file_says_what_it_takes(entry, message, tmp_path):
         read_model(path)
 
 
+@pytest.mark.parametrize("model", ["405", "4.5", "[a]", ""])
+@pytest.mark.parametrize("numel", ["3000", "3.0e+3"])
+def test_a_name_and_a_count_may_be_any_of_yaml(model, numel, tmp_path):
+    path = tmp_path / "m.yaml"
+    path.write_text(f"model: {model}\nnumel: {numel}\nparams: [{{name: w, shape: [30, 100], optimizer: matrix}}]\n")
+    assert [param.shape for param in read_model(path).params] == [(30, 100)]
+    path.write_text(path.read_text().replace(f"numel: {numel}", "numel: 3000.5"))
+    with pytest.raises(ConfigError, match="the parameters have 3000 elements, numel says 3000.5"):
+        read_model(path)
+
+
 SHAPES = {"up": (16, 8), "down": (8, 16), "bias": (8,)}
 
 
