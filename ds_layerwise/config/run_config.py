@@ -18,6 +18,7 @@ from ds_layerwise.config.ds_config import (
     with_plain_numbers,
     without_effect,
 )
+from ds_layerwise.config.fetching import Fetching
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import check
@@ -61,6 +62,8 @@ class RunConfig:
     wire_dtype: str | None
     params_on_host: bool
     """True if the cuts of ZeRO stage 3 live in host memory."""
+    fetching: Fetching | None
+    """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
     host_ratio: float
     autocast: bool
     """True if ``torch_autocast`` decides in which dtype gradients are sent."""
@@ -101,6 +104,7 @@ class RunConfig:
             accumulation_dtype=_dtype("data_types.grad_accum_dtype", given, _ACCUMULATION_DTYPES),
             wire_dtype=_dtype("communication_data_type", given, _DTYPES),
             params_on_host=at(given, "zero_optimization.offload_param.device") == "cpu",
+            fetching=Fetching.of(zero) if zero["stage"] == 3 else None,
             host_ratio=_host_ratio(zero),
             autocast=bool(at(given, "torch_autocast.enabled")),
             without_effect=without_effect(given),

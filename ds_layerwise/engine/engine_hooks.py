@@ -525,6 +525,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         static_loss_scale=engine.loss_scale(),
         loss_scale_args=AUTOCAST_SCALE if is_autocast else engine.dynamic_loss_scale_args(),
         params_on_host=run.params_on_host,
+        fetching=run.fetching,
         host_ratio=run.host_ratio,
         pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),

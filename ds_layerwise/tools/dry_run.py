@@ -134,8 +134,6 @@ class DryRun:
                 specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size
             )
             forecasts.append(plan)
-            if run.stage == 3:
-                continue
             prediction = predict(
                 plan,
                 specs,
@@ -148,11 +146,6 @@ class DryRun:
             )
             predictions.append(prediction)
         assumed = [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes]
-        if run.stage == 3:
-            assumed.append(
-                "not predicted at ZeRO stage 3 yet: times, and what fits beside the parameters "
-                "that DeepSpeed makes whole while modules run"
-            )
         return cls(run, routes, specs, forecasts, assumed, predictions, tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""The scale of the loss, and the overflow that it may cause."""
+"""The scale of the loss: its kind, its start, and the overflow of a step."""
 
 from __future__ import annotations
 

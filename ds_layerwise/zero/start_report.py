@@ -64,6 +64,7 @@ def forecast(run: RunState) -> Forecast:
         links=planned.links,
         host_ratio=run.settings.host_ratio,
         params_on_host=run.settings.params_on_host,
+        fetching=run.settings.fetching,
         master_dtype=run.config.master_dtype,
         max_waiting=run.config.max_waiting_buckets,
     )

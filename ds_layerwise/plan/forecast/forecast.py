@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ds_layerwise.config.fetching import Fetching, Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.forecast.cost import (
@@ -132,6 +133,8 @@ class Forecast:
     """
     max_waiting: int | None = None
     """The number of buckets whose gradients may wait at stage 2; None for all."""
+    whole: Whole = Whole(0, 0)
+    """The bytes of parameters that DeepSpeed makes whole on each rank at stage 3."""
 
     @classmethod
     def of(
@@ -144,6 +147,7 @@ class Forecast:
         stored_as: Mapping[str, str],
         host_ratio: float = 0.0,
         params_on_host: bool = False,
+        fetching: Fetching | None = None,
         tp_size: int = 1,
         reduction: Reduction = "ordered",
         links: Links | None = None,
@@ -157,6 +161,7 @@ class Forecast:
             tp_size: how many parts tensor parallelism has cut matrices into.
             host_ratio: how much of masters and states lives in host memory.
             params_on_host: whether the cuts of whole parameters, of stage 3, live there.
+            fetching: the limits of what is whole at a time, of stage 3.
             reduction: how sums are made; see :mod:`.plan.network.reduction`.
             links: see :func:`.plan.forecast.cost.traffic_bytes`.
             master_dtype: the form of masters.
@@ -206,6 +211,7 @@ class Forecast:
             in_float32,
             tuple(most_opened),
             max_waiting,
+            Whole(0, 0) if fetching is None else fetching.whole(map(_size_of, specs)),
         )
 
     @property
@@ -263,10 +269,11 @@ class Forecast:
 
         It is the larger of :attr:`start_up` and of a step: the memory between two steps, plus
         pending buckets, plus the working memory. Parameters of one bucket may be sent while the
-        next is updated, so these add up.
+        next is updated, so these add up. At stage 3 it is, if more, the memory between two steps,
+        plus pending buckets, plus what DeepSpeed makes whole.
         """
         return tuple(
-            max(start, held.total + traffic.total + step)
+            max(start, held.total + traffic.total + max(step, self.whole.most))
             for start, held, traffic, step in zip(
                 self.start_up, self.memory, self.traffic, self.in_step, strict=True
             )
@@ -328,6 +335,10 @@ class Forecast:
         for dtype, each in sent.items():
             found[dtype] = (each.gradients[busiest], each.parameters[busiest])
         return found
+
+
+def _size_of(spec: ParamSpec) -> tuple[int, int]:
+    return spec.numel, spec.numel * DTYPE_BYTES[spec.dtype]
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
@@ -494,6 +505,7 @@ def forecast(
         stage=run.stage,
         host_ratio=run.host_ratio,
         params_on_host=run.params_on_host,
+        fetching=run.fetching,
         reduction=reduction,
         links=links or NVLINK_IB,
         master_dtype=run.layerwise.master_dtype,

@@ -119,7 +119,8 @@ def predict(
             left = None
         else:
             left = memory_bytes - max(costs.needed)
-        wire = wire_time(loads, [bucket.way for bucket in buckets], links, reduction)
+        ways = [bucket.way for bucket in buckets]
+        wire = wire_time(loads, ways, links, reduction, run.stage)
         return BucketSize(bucket_numel, len(buckets), wire, left)
 
     own = size_of(plan, run.bucket_numel)

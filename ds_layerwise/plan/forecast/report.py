@@ -156,6 +156,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "start_up_bytes": list(forecast.start_up),
         "step_bytes": list(forecast.workspace),
         "waiting_bytes": forecast.waiting,
+        "whole_bytes": forecast.whole._asdict(),
         "under_way_bytes": _with_totals(forecast.traffic),
         "dtypes": dtypes,
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
@@ -236,7 +237,8 @@ def _fitting(
         )
     parts: list[Table | str] = [
         _numbers(f"the rank that needs most, on a device with {_size(memory)}", rows),
-        "needed: between steps, under way and in a step together, or at start if that is more. Not "
+        "needed: between steps, under way and in a step together, or at start if that is more; at "
+        "stage 3 what a pass makes whole counts instead of a step if that is more. Not "
         "counted: what the forward and the backward pass keep, activations above all, and what "
         "drivers and libraries take for themselves.",
     ]
@@ -284,13 +286,18 @@ def _predicted(
     if forecasts[0].stage == 1:
         every = ""
     else:
-        every = " once in each backward pass at stage 2,"
+        every = " once in each backward pass at stages 2 and 3,"
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
         f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; "
         f"collectives one after another, at {at}; update: the matrices of the busiest rank at "
         f"{first.links.tflops:g} TFLOP/s",
     ]
+    if forecasts[0].stage == 3:
+        parts.append(
+            "gather: parameters of one forward and one backward pass, which fetching ahead hides "
+            "behind them, and once a step from owners to cuts"
+        )
     if first.memory_bytes is not None:
         parts.append("best: of the sizes that fit")
     return [*parts, *none_fits]
@@ -537,6 +544,12 @@ def _costs(forecast: Forecast) -> Table:
             "zero_optimization.offload_param; a step takes "
             f"{_size(staging)} of its device to work on them (less with a smaller "
             "reduce_bucket_size)"
+        )
+    if forecast.stage == 3:
+        rows["whole, at most"] = (
+            f"{_size(forecast.whole.most)} of parameters that DeepSpeed fetches for a pass "
+            f"(stage3_max_live_parameters), {_size(forecast.whole.always)} of them always "
+            "(stage3_param_persistence_threshold)"
         )
     under_way = max(traffic.total for traffic in forecast.traffic)
     rows["beside it, at most"] = (

@@ -409,13 +409,17 @@ class WireTime(NamedTuple):
 
 
 def wire_time(
-    loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction
+    loads: Sequence[Load], ways: Sequence[Way], links: Links, reduction: Reduction, stage: int = 1
 ) -> WireTime:
     """Return the times of a step for ``loads`` with these transports. The last load is reduced
     last.
+
+    At ZeRO stage 3 DeepSpeed gathers every parameter twice, for one forward and one backward pass,
+    from cuts, and owners send all whole parameters to cuts.
     """
     gather = last = 0
     in_cuts: dict[int, list[Load]] = defaultdict(list)
+    from_owners: dict[int, list[Load]] = defaultdict(list)
 
     @_once
     def both(load: Load, way: Way) -> tuple[int, int]:
@@ -427,13 +431,25 @@ def wire_time(
         gather += gathered
         if way == "cuts":
             in_cuts[load.ep_size].append(load)
+        if stage == 3 and way != "by_param":
+            from_owners[load.ep_size].append(load)
     sums = params = 0
     for ep_size, cut in in_cuts.items():
         moved = exchange(cut, group_of(cut[0].holders, links, ep_size))
         sums += moved.sums
         params += moved.params
+    if stage == 3:
+        fetched = [gather_ns(load, "cuts", load.numel, _group(load, links)) for load in loads]
+        gather = 2 * sum(fetched)
+        params = 0
+        for whole in from_owners.values():
+            params += exchange(whole, _group(whole[0], links)).params
     reduce = reduce_all_ns(loads, ways, links, reduction)
     return WireTime(reduce, sums, params, gather, last)
+
+
+def _group(load: Load, links: Links) -> Group:
+    return group_of(load.holders, links, load.ep_size)
 
 
 def _both_ns(
@@ -453,6 +469,7 @@ def time_of_drafts(
         [draft.way for draft in drafts],
         links,
         reduction,
+        stage,
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ds_layerwise.config.fetching import Fetching
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
 
@@ -54,6 +55,8 @@ class Settings:
     loss_scale_args: dict[str, Any] | None
     params_on_host: bool
     """True if the cuts of ZeRO stage 3 live in host memory."""
+    fetching: Fetching | None
+    """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
     host_ratio: float
     """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool

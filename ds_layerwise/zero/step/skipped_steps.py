@@ -1,5 +1,5 @@
-"""Skipped steps: a gradient was not finite, or the norm was too large. A run that skips for ever
-must not look healthy.
+"""Skipped steps, where a gradient was not finite or the norm was too large, and the change of the
+loss scale after each step. A run that skips for ever must not look healthy.
 """
 
 from __future__ import annotations

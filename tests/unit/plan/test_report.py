@@ -10,6 +10,7 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.forecast.cost import RankMemory, RankTraffic
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
@@ -182,6 +183,22 @@ def fitting(memory_bytes, *plans):
     return plan_table(ALIKE, SPECS, plans, RUN.optimizer, predictions=predictions)
 
 
+def test_at_stage_3_times_and_what_passes_make_whole_are_foretold():
+    zero = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_param_persistence_threshold": 100}
+    run = RunConfig.from_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {
+        "type": "LayerWiseMuon", "params": {"muon_lr": 0.1}}})
+    matrices = [ModelParam(f"w{number}", (40, 50), "matrix") for number in range(8)]
+    routes = route_model([*matrices, ModelParam("b", (30, ), "scalar")])
+    specs = specs_of(((name, (40, 50) if name != "b" else (30, ), "bfloat16") for name in routes), routes)
+    found = forecast(specs, routes, run, 4)
+    assert found.whole == (60, 4000)
+    assert "whole, at most" in start_up_table(routes, specs, found, run.optimizer)
+    times = predict(found, specs, routes, run, bucket_numels=()).wire
+    at_2 = predict(forecast(specs, routes, replace(run, stage=2), 4), specs, routes, replace(run, stage=2),
+                   bucket_numels=()).wire
+    assert times.params > 0 and times.gather > 1.5 * at_2.gather > 0
+
+
 def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
     plan = on_two_ranks()
     assert (plan.fullest, plan.needed) == (0, (13 * GIB, 15 * GIB))
@@ -195,7 +212,8 @@ def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
             assert [each[9] for each in cells(text, 11) if "this plan" in each[10]] == [said] * len(plans)
     assert "the rank that needs most, on a device with 10.0 GiB" in text
     words = " ".join(text.split())
-    assert ("needed: between steps, under way and in a step together, or at start if that is more. Not counted: what "
+    assert ("needed: between steps, under way and in a step together, or at start if that is more; at "
+            "stage 3 what a pass makes whole counts instead of a step if that is more. Not counted: what "
             "the forward and the backward pass keep, activations above all, and what drivers and libraries take for "
             "themselves." in words)
     # The way out is there for a plan that does not fit, and only then.
