@@ -1,5 +1,5 @@
-"""A script's optimizer object in place of this package's own: users and schedulers hold its
-groups.
+"""The takeover of an optimizer object that a script passed to ``initialize()``. Its groups are used;
+its ``step``, ``state_dict`` and ``load_state_dict`` are replaced.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A script's optimizer object: its class and settings, and further optimizers like it.
+"""The reading of a script's optimizer object: its class and settings, and optimizers like it for
+single parameters.
 
 Note: the content of an object
     Its class, ``defaults``, the values of its parameter groups, and its states: everything that
@@ -30,10 +31,10 @@ from ds_layerwise.recipes.rules.client_recipe import SPLIT, ClientSplit, ClientT
 #: The attributes of objects in addition to those of torch's base class: of fused kernels, and of
 #: schedulers.
 _OF_TORCH = (
-    "_need_device_dtype_check_for_fused",
-    "_step_supports_amp_scaling",
-    "_opt_called",
-    "_step_count",
+    "torch.optim.Adagrad._need_device_dtype_check_for_fused",
+    "torch.optim.Adam._step_supports_amp_scaling",
+    "torch.optim.lr_scheduler.LRScheduler._opt_called",
+    "torch.optim.lr_scheduler.LRScheduler._step_count",
 )
 
 #: The keys of a group that concern the group as a whole, and not an optimizer of one of its
@@ -195,7 +196,7 @@ def _function_for(client: Optimizer, make: Make | None) -> Make | None:
             "(where Accelerate has put it there, set zero_force_ds_cpu_optimizer to false)"
         )
     plainest = SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.0)
-    known = {*vars(plainest), *_OF_TORCH}
+    known = {*vars(plainest), *(path.rpartition(".")[2] for path in _OF_TORCH)}
     if hasattr(client.step, "_wrapped_by_lr_sched"):
         known.add("step")
     more = []
