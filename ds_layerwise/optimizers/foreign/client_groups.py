@@ -1,4 +1,4 @@
-"""The takeover of an optimizer object that a script passed to ``initialize()``. Its groups are used;
+"""The takeover of an optimizer object that a script passed to ``initialize()``: its groups serve;
 its ``step``, ``state_dict`` and ``load_state_dict`` are replaced.
 """
 
