@@ -454,7 +454,8 @@ def _to_cuts_ns(loads: Iterable[Load], group: Group) -> int:
     """
     sent: NDArray[np.float64] = np.zeros(group.size)
     for load in loads:
-        np.add.at(sent, load.shards.filled, np.array(load.shards.lengths) * load.param_bytes)
+        lengths = np.fromiter(load.shards.lengths, np.float64, len(load.shards.filled))
+        np.add.at(sent, np.array(load.shards.filled, np.int64), lengths * load.param_bytes)
     sent *= (group.size - 1) / group.size
     return group.all_to_all(sent.max(), sent.mean())
 
