@@ -1,4 +1,5 @@
-"""The list of a checkpoint's files and checksums: written last and checked first.
+"""The list of a checkpoint's files and checksums: the last file written into its folder, and the
+first that a load checks.
 
 Note: the source of the checksums
     ``torch.save`` writes a zip archive, whose directory has the CRC-32 of every record. The list

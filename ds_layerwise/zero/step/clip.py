@@ -1,4 +1,4 @@
-"""The sums over all ranks of averaged gradients, and the decision on the step that they lead to."""
+"""A rank's sums for the norm of averaged gradients, and the decision on a step from their totals."""
 
 from __future__ import annotations
 
