@@ -1,4 +1,4 @@
-"""A rank's sums for the norm of averaged gradients, and the decision on a step from their totals."""
+"""A rank's sums for the norm of averaged gradients, and the decision that their totals lead to."""
 
 from __future__ import annotations
 
