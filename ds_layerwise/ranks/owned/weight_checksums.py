@@ -138,6 +138,8 @@ def checksum_of(values: Tensor) -> Tensor:
         some = bits[start : start + _AT_A_TIME].long()
         places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
         # Sums of products alone would be the same where values change places symmetrically.
-        mixed = (some ^ (places * _SPREAD)) * _SPREAD
-        total += torch.stack([some.sum(), (mixed ^ (mixed >> 29)).sum()])
+        mixed = places.mul_(_SPREAD).bitwise_xor_(some).mul_(_SPREAD)
+        plain = some.sum()
+        torch.bitwise_right_shift(mixed, 29, out=some)
+        total += torch.stack([plain, some.bitwise_xor_(mixed).sum()])
     return total
