@@ -103,7 +103,7 @@ class TestStockIntoOurs(DistributedTest):
             assert average.any()
             kept = average if policy == "keep_shared" else torch.zeros_like(average)
             assert torch.equal(found[name, "momentum_buffer"], kept), name
-        why = "adam before, muon now" + ", went on from exp_avg" * (policy == "keep_shared")
+        why = "adam before, muon now" + ", continued from exp_avg" * (policy == "keep_shared")
         assert engine.optimizer.fresh_states == dict.fromkeys(MATRICES, why)
         report = [line for line in printed.splitlines() if line.startswith("ds_layerwise:")]
         if dist.get_rank() == 0:

@@ -171,7 +171,7 @@ class TestSaving(DistributedTest):
     def test_a_folder_that_may_not_be_written(self, tmp_path):
         engine = start(Net(), ds_config())
         on_rank_0(lambda: (tmp_path / "file").write_text(""))
-        with pytest.raises(LayerWiseError, match="file is no folder, and a save of tag needs"):
+        with pytest.raises(LayerWiseError, match="file is not a folder, but a save of tag needs"):
             engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
         train_engine(engine, 1)
 

@@ -266,7 +266,7 @@ class TestWithFSDP2(DistributedTest):
             dcp.load(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "whole"))
         dcp.save({"weights": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "other"))
         for name, message in {"other": "no weights under model; it has weights.w",
-                              "nothing": "is no checkpoint of torch.distributed.checkpoint"}.items():
+                              "nothing": "is not a checkpoint of torch.distributed.checkpoint"}.items():
             with pytest.raises(LayerWiseError, match=message):
                 engine.optimizer.load_sharded_state_dict(tmp_path / name)
         largest = max((tmp_path / "whole").glob("*.distcp"), key=lambda path: path.stat().st_size)

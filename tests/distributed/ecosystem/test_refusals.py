@@ -319,7 +319,7 @@ class TestRefusedParallelism(DistributedTest):
         in_no_list = experts(2)
         own = in_no_list[0].weight
         own.allreduce, own.group_name = False, "ep_size_2"
-        with pytest.raises(LayerWiseError, match="0.weight is another parameter on every one of 2 ranks"):
+        with pytest.raises(LayerWiseError, match="0.weight is a different parameter on each of 2 ranks"):
             initialize(in_no_list)
 
     def test_an_mpu_that_says_too_little_or_too_much(self):
