@@ -237,6 +237,6 @@ class TestDenseIntoOurs(DistributedTest):
             (tmp_path / "dense" / "mp_rank_00_model_states.pt").unlink()
         dist.barrier()
         engine = start(Net(tied=True), ds_config())
-        with pytest.raises(LayerWiseError, match="dense holds no mp_rank_00_model_states.pt"):
+        with pytest.raises(LayerWiseError, match="dense has no mp_rank_00_model_states.pt"):
             engine.load_checkpoint(tmp_path, tag="dense")
         train_engine(engine, 1)

@@ -342,7 +342,7 @@ REFUSED = {
     "an override": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {
         "overrides": [{"name": "embed.*", "optimizer": "adamw"}]}}, "sets optimizer for embed.weight.*can set lr"),
     "a rate of embeddings": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {"decoupled_lr": 0.1}},
-                             "decoupled_lr is set, and the groups"),
+                             "layerwise.decoupled_lr has no effect with an optimizer passed to"),
     "another's parameter": (lambda m: SGD([*m.parameters(), nn.Parameter(torch.ones(3))], lr=0.1), {},
                             "the model does not have"),
     "two optimizers": (lambda m: SGD(m.parameters(), lr=0.1), {"optimizer": {"type": "LayerWiseMuon"}},
