@@ -527,7 +527,7 @@ class TestRefused(DistributedTest):
 
     def test_what_the_model_is_besides(self):
         config = config_of(3, sequence_parallel_size=2)
-        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which this backend does not do at ZeRO"):
+        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which is not supported at ZeRO"):
             start(Net(), config)
 
     def test_parameters_without_elements(self):

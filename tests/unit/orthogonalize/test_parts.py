@@ -250,7 +250,7 @@ def test_overrides_that_contradict_each_other():
     ({"split": {"q": {"size": 2, "head": 2}}}, r"split.q.head is not an option; did you mean 'heads'\?"),
     ({"split": {"q": {"size": 3, "heads": 2}}}, r"split.q has size 3, which 2 heads do not divide"),
     ({"split": {"q/k": 3}}, r"split names a part 'q/k'; give it a name of letters, digits and underscores"),
-    ({"split_groups": 2}, r"split_groups says how parts lie, and layerwise.overrides\[0\] names none"),
+    ({"split_groups": 2}, r"split_groups sets the layout of parts, but layerwise.overrides\[0\] has no split"),
     ({"split": {"q": 3}, "split_axis": "rows"}, r"split_axis must be one of 'out', 'in', got 'rows'"),
     ({"split": {"q": 3}, "num_heads": 3}, r"has split and num_heads; count the heads of each part"),
 ])

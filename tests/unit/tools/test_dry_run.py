@@ -498,7 +498,7 @@ def test_auto_is_what_a_trainer_fills_in(files):
     assert code == 0 and len(json.loads(out)) == 1 and err.count("assumed") == err.count("\n") == 10
     # What no Trainer knows stays an error.
     auto["optimizer"]["params"]["muon_lr"] = "auto"
-    assert_refused("optimizer.params.muon_lr is 'auto', and nothing filled it in", *files(auto))
+    assert_refused("optimizer.params.muon_lr is 'auto', which only Hugging Face", *files(auto))
 
 
 HIDDEN = MODEL.replace("numel: 5120", "numel: 5120\nhidden_size: 45")
