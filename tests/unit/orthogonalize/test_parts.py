@@ -311,7 +311,7 @@ def test_tensor_parallelism_that_does_not_cut_through_parts(layer, entry, seen, 
     (autotp((8, 6), (16, 6), conversion={"affine_map": {"segments": []}}), {"split": {"gate": 8, "up": 8}}),
 ])
 def test_tensor_parallelism_that_cuts_through_parts(layer, entry):
-    with pytest.raises(RoutingError, match="do not lie whole on 2 tensor-parallel ranks, which need whole groups, "
+    with pytest.raises(RoutingError, match="do not fit 2 tensor-parallel ranks: each must have whole groups, "
                                            r"whole parts, or an equal piece .*\"split\": \{\} in layerwise.overrides"):
         route(layer, entry, tp_size=2)
 
