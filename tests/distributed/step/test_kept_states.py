@@ -304,6 +304,6 @@ class TestBeside(DistributedTest):
 
     def test_refused(self):
         for params, message in (({"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.999]}, "keeps 0.999 of itself"),
-                                ({"stochastic_rounding": True}, "no state is kept in 'bfloat16'")):
+                                ({"stochastic_rounding": True}, "no state is stored in 'bfloat16'")):
             with pytest.raises(ConfigError, match=message):
                 start(Large(), ds_config(params=params))

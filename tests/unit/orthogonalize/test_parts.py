@@ -229,7 +229,7 @@ def test_the_outputs_of_a_transposed_layer_are_its_columns():
                                   "and it has 16 rows; correct the sizes, or split_axis, or split_groups"),
     ({"split": QKV, "split_axis": "in"}, 'k 4, v 4 \\(2 heads\\) along "in", which is 16 in all, and it has 6 columns'),
     ({"split": QKV, "split_groups": 2}, r"v 4 \(2 heads\) x 2, which is 32 in all, and it has 16 rows"),
-    ({"split": QKV, "optimizer": "scalar"}, "which takes no matrices; narrow the pattern"),
+    ({"split": QKV, "optimizer": "scalar"}, "which does not see it as a matrix; narrow the pattern"),
 ])
 def test_parts_that_do_not_fit(entry, message):
     with pytest.raises(RoutingError, match=message):
