@@ -230,7 +230,7 @@ class TestCodes:
     def test_without_torchao(self, monkeypatch):
         low_bit._torchao.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
-        with pytest.raises(ConfigError, match=r"'8bit', which takes torchao .*pip install 'torchao>=0.18'"):
+        with pytest.raises(ConfigError, match=r"'8bit' need torchao .*pip install 'torchao>=0.18'"):
             low_bit.check_codes()
 
     def test_bytes(self):
