@@ -324,7 +324,7 @@ class TestRefusedParallelism(DistributedTest):
 
     def test_an_mpu_that_says_too_little_or_too_much(self):
         for change, message in (
-                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_"),
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it must have the "),
                 ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
                 ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
                 ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
