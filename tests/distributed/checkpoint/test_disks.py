@@ -120,7 +120,7 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
-        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 resu"):
+        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 need"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -129,7 +129,7 @@ class TestOneDisk(DistributedTest):
         train_engine(engine, 1, first=1)
         check = disks.check_arrived
         monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
-        with pytest.raises(LayerWiseError, match="was made anew while this save was under way: another job"):
+        with pytest.raises(LayerWiseError, match="was replaced during this save: another job saves to the"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -196,7 +196,7 @@ class TestWhatIsLoaded(DistributedTest):
             (mine / "global_step1").symlink_to(tmp_path / "global_step2")
         before = weights(engine.module).clone()
         for states_too in (True, False):
-            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1 another"):
+            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1, rank 1 in"):
                 engine.load_checkpoint(mine, tag="global_step1", load_optimizer_states=states_too)
         assert engine.global_steps == 2 and (weights(engine.module) == before).all()
 

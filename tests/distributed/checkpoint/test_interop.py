@@ -216,7 +216,7 @@ class TestDenseIntoOurs(DistributedTest):
             assert torch.equal(value, weights[name].to(value.dtype)), name
         assert engine.optimizer.fresh_states == dict.fromkeys(names, "no state in the checkpoint")
         if dist.get_rank() == 0:
-            assert f"{len(names)} of {len(names)} parameters do not go on" in printed.getvalue()
+            assert f"{len(names)} of {len(names)} parameters do not continue from" in printed.getvalue()
             assert f": {len(names)} x no state in the checkpoint" in printed.getvalue()
             assert {f"ds_layerwise: {name}: no state in the checkpoint" for name in names} <= set(lines)
         assert engine.optimizer.step_count == engine.global_steps == 0

@@ -342,7 +342,7 @@ class TestLoading(DistributedTest):
                 other.optimizer.load_state_dict_from_file(tmp_path / "file", strict=strict)
 
         save()
-        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, and differ"):
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, but differ"):
             load()
         assert torch.equal(weights(other.module), before)
         load(strict=False)

@@ -320,7 +320,7 @@ class TestWithFSDP2(DistributedTest):
         resumed = start(Net(), ds_config(gas=2))
         resumed.optimizer.load_sharded_state_dict(tmp_path / "under way")
         assert_equal_states(whole_states(resumed), expected)
-        assert dist.get_rank() or ("was saved within a step: no gradients are loaded, and training goes on with the "
+        assert dist.get_rank() or ("was saved within a step: no gradients are loaded, and training continues with the "
                                    "first micro-batch") in capsys.readouterr().out
 
 

@@ -145,7 +145,8 @@ class TestPreconditioned(DistributedTest):
                     train_engine(engine, 1, first=1)
             else:
                 train_engine(engine, 1, first=1)
-        with pytest.raises(LayerWiseError, match="the update of step 2 was ended by StepError: .*soap finds no eig"):
+        with pytest.raises(LayerWiseError, match="the update of step 2 was interrupted by StepError: "
+                                                     ".*soap finds no eig"):
             train_engine(engine, 1, first=2)
         engine.load_checkpoint(tmp_path)
         train_engine(engine, 2, first=1)
