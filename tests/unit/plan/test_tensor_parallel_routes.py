@@ -160,7 +160,7 @@ def test_ranks_with_the_same_part_have_their_share_of_a_node(plan, tmp_path):
     (tmp_path / "links.json").write_text(json.dumps({**nodes.model_dump(), "rails": 3}))
     # Half of three interfaces of 20 each.
     assert found(2, links=of_file) == (4, 1, 30)
-    with pytest.raises(ConfigError, match=r"tp_size 3 and the 8 ranks of a node \(links\) do not divide each other"):
+    with pytest.raises(ConfigError, match=r"tp_size 3 and the 8 ranks per node \(links\), one must divide the other"):
         found(3, links=of_file)
     assert links_of_run("tcp", on_host=True, ranks_per_node=4).between_gb_s == TCP.between_gb_s
 
