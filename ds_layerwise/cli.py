@@ -75,7 +75,8 @@ def _parser() -> argparse.ArgumentParser:
     every.add_argument(
         "--trust-client-state",
         action="store_true",
-        help="let the model's file run code, which a client state of other than plain values needs",
+        help="allow code in the model's file to run, as client states that have more than plain "
+        "values need",
     )
     every.add_argument(
         "--quiet",
@@ -94,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made.add_argument
 
-    _plan_arguments(command("plan", _plan, "the start-up table of a run, without its devices"))
+    _plan_arguments(command("plan", _plan, "print the start-up table of a run; needs no devices"))
 
     add = command(
         "links",
@@ -106,8 +107,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--like",
         metavar="NAME|FILE",
-        help="what has the rest where not all can be measured, as on one node what is between "
-        "nodes: nvlink-ib, pcie-ethernet, tcp, or a file",
+        help="the links for values that cannot be measured here, such as those between nodes on "
+        "a single node: nvlink-ib, pcie-ethernet, tcp, or a file",
     )
 
     command("schema", _schema, "a JSON schema of this backend's part of a config, for editors")
@@ -152,14 +153,14 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype",
         choices=("fp32", "bf16", "fp16"),
         default="fp32",
-        help="of everything with a floating point (%(default)s)",
+        help="dtype of all floating-point tensors (%(default)s)",
     )
     add(
         "--max-shard-size",
         type=_num_bytes,
         default="5GB",
         metavar="SIZE",
-        help="of one file in a folder, such as 500MB or 2GiB (%(default)s)",
+        help="largest size of one file in a folder, such as 500MB or 2GiB (%(default)s)",
     )
     return parser
 
@@ -182,21 +183,20 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
     add(
         "--links",
         metavar="NAME|FILE",
-        help="what seconds are predicted for: nvlink-ib, pcie-ethernet, tcp, or a JSON file with "
-        "bandwidths and latencies; by default what layerwise.links says, and nvlink-ib for "
-        '"auto"',
+        help="the links to predict times for: nvlink-ib, pcie-ethernet, tcp, or a JSON file with "
+        'bandwidths and latencies; by default layerwise.links, and nvlink-ib for "auto"',
     )
     add(
         "--ranks_per_node",
         type=_positive,
         metavar="N",
-        help="by default what the links say: 8 of those with a name",
+        help="ranks per node; by default that of the links, which is 8 for those with a name",
     )
     add(
         "--reduction",
         choices=("ordered", "native"),
-        help="how sums are made: in float32 and rank order, or the backend's way; by default what "
-        'layerwise.reduction says, and for "auto" the backend\'s way but on tcp',
+        help="method of sums: in float32 and rank order, or the backend's own; by default "
+        'layerwise.reduction, and for "auto" the backend\'s own except on tcp',
     )
     add(
         "--ep_size",
@@ -209,14 +209,14 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "--tp_size",
         type=_positive,
         metavar="N",
-        help="ranks that tensor parallelism cuts the model for, beside --ranks; by default what "
-        "tensor_parallel.autotp_size says",
+        help="ranks that tensor parallelism cuts the model for, beside --ranks; by default "
+        "tensor_parallel.autotp_size",
     )
     add(
         "--memory",
         type=_gib,
         metavar="GIB",
-        help="what one device has, in GiB (2^30 bytes): shows which numbers of ranks and bucket "
+        help="memory of one device in GiB (2^30 bytes): shows which numbers of ranks and bucket "
         "sizes fit; activations are not counted",
     )
     add(

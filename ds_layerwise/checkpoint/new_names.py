@@ -41,7 +41,8 @@ def new_names(
     for old, new in renamed.items():
         if new in old_of:
             raise LayerWiseError(
-                f"layerwise.rename gives {old_of[new]} and {old} of the checkpoint one name, {new}"
+                f"{old_of[new]} and {old} of the checkpoint have the same name after "
+                f"layerwise.rename, {new}; correct its globs"
             )
         old_of[new] = old
     return renamed
@@ -69,8 +70,9 @@ def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
         match = _EXPERT.fullmatch(name)
         if match is None:
             raise LayerWiseError(
-                f"{name} is another parameter on every one of {ep_size[name]} ranks, and is not in "
-                "a deepspeed.moe.layer.MoE, so that its parts cannot be told apart in a checkpoint"
+                f"{name} is a different parameter on each of {ep_size[name]} ranks, but is not in "
+                "a deepspeed.moe.layer.MoE, so a checkpoint cannot tell them apart; build experts "
+                "with that layer"
             )
         experts[name] = match
         counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)

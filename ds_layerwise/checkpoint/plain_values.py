@@ -90,7 +90,8 @@ def check_kind(held: Any, value: Any, where: str) -> None:
         else _is_number(held) and not isinstance(held, bool)
     ):
         raise ValueError(
-            f"{where} is {value!r:.100}, and was to go on in the place of {held!r:.100}"
+            f"{where} is {value!r:.100}, which cannot replace this run's {held!r:.100}: the kinds "
+            "differ"
         )
 
 

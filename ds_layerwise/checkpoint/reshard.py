@@ -18,7 +18,7 @@ from ds_layerwise.errors import LayerWiseError
 Copy = tuple[Tensor, Tensor]
 
 _WEIGHTS_ALONE = (
-    "load the weights alone with load_checkpoint(..., load_optimizer_states=False), or with "
+    "load only the weights with load_checkpoint(..., load_optimizer_states=False), or with "
     "states=False where they come from one file or a sharded checkpoint"
 )
 
@@ -139,10 +139,10 @@ def _kept(
             return {key: key for key in new.state_keys}, ""
         if on_optimizer_change == "error":
             raise LayerWiseError(
-                f"{name} was updated by {old.family} with other settings, with which its states "
-                f"have {what} ({told}); set layerwise.on_optimizer_change to 'reset' or "
-                "'keep_shared', resume with the settings of the checkpoint (what optimizer.params "
-                "and layerwise.overrides say of its heads, parts and averages), or "
+                f"{name} was updated by {old.family} with other settings, which gave its states "
+                f"{what} ({told}); resume with the settings of the checkpoint (heads, parts and "
+                "averages in optimizer.params and layerwise.overrides), set "
+                "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
                 f"{_WEIGHTS_ALONE}"
             )
         shared = _shared(old, new, on_optimizer_change)
@@ -160,7 +160,7 @@ def _kept(
 
 
 def _went_on(shared: Mapping[str, str]) -> str:
-    return "".join(f", went on from {key}" for key in shared.values())
+    return "".join(f", continued from {key}" for key in shared.values())
 
 
 def _shared(
@@ -230,8 +230,8 @@ def _copies(
             end = source.param_start + value.numel()
             if end > numel:
                 raise LayerWiseError(
-                    f"the checkpoint's files hold {end} elements of {what}, and its shape has "
-                    f"{numel}; one belongs to another save"
+                    f"the checkpoint's files hold {end} elements of {what}, but its shape has "
+                    f"{numel}; a file belongs to another save"
                 )
             first = max(start, begin)
             last = min(stop, end)

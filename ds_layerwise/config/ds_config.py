@@ -289,7 +289,7 @@ def _refuse_misplaced(path: str, key: str, known: Sequence[str]) -> None:
         return
     if nearest(_flat(key), ["layerwise"], cutoff=0.8):
         raise ConfigError(
-            f"{path} is no section of the config; did you mean 'layerwise' at the top level?"
+            f"{path} is not a section of the config; did you mean 'layerwise' at the top level?"
         )
     if home := belongs_in(key):
         raise ConfigError(f"{path} is not read; did you mean {home}?")
@@ -314,7 +314,10 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
             )
     for path in _NEVER_AUTO:
         if at(ds_config, path) == "auto":
-            raise ConfigError(f"{path} is 'auto', and nothing filled it in; give it a value")
+            raise ConfigError(
+                f"{path} is 'auto', which only Hugging Face's Trainer and Accelerate replace; give "
+                "it a value"
+            )
     check(NonNegative, "gradient_clipping", ds_config.get("gradient_clipping", 1.0))
     check(Positive, "gradient_predivide_factor", ds_config.get("gradient_predivide_factor", 1.0))
     if at(ds_config, "zero_optimization.stage") is None:
@@ -354,8 +357,8 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     if not at_stage_2 and overlaps and ds_config.get("managed_gradient_accumulation") is False:
         raise ConfigError(
             "zero_optimization.overlap_comm is true, which at stage 1 sends gradients in the last "
-            "backward pass of a step, and managed_gradient_accumulation is false, so that nobody "
-            "knows which that is; set overlap_comm to false, or stage to 2"
+            "backward pass of a step, but managed_gradient_accumulation is false, so it is not "
+            "known which pass that is; set overlap_comm to false, or stage to 2"
         )
     is_bounded = at(ds_config, "layerwise.max_waiting_buckets") is not None
     if is_bounded and not (at_stage_2 and overlaps):
@@ -386,7 +389,7 @@ def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
         value = at(ds_config, path)
         if stage == 3 and value not in (None, neutral, False, 0):
             raise ConfigError(
-                f"{path} is {value!r}, which this backend does not do at ZeRO stage 3 yet; remove "
+                f"{path} is {value!r}, which is not supported at ZeRO stage 3 yet; remove "
                 "it, or set zero_optimization.stage to 2"
             )
     if stage < 3 and at(ds_config, "zero_optimization.offload_param.device") == "cpu":

@@ -83,8 +83,8 @@ def _configure_train_batch_size(original: Method, config: ds_config_module.DeepS
         ):
             if config._param_dict.get(key) == "auto":
                 raise ConfigError(
-                    f"{key} is 'auto', and nothing filled it in, as Hugging Face's Trainer and "
-                    "Accelerate do; give it a whole number, or remove it"
+                    f"{key} is 'auto', which only Hugging Face's Trainer and Accelerate replace by "
+                    "a number; give it a whole number, or remove it"
                 )
     try:
         return original()

@@ -192,8 +192,8 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
     for key in ("decoupled_lr", "decoupled_min_lr", "apply_wd_to_qk_layernorm", "mup"):
         if getattr(run.layerwise, key) != getattr(default, key):
             raise ConfigError(
-                f"layerwise.{key} is set, and the groups of the optimizer that was given to "
-                "initialize() say what it would; remove it, and make a group of those parameters"
+                f"layerwise.{key} has no effect with an optimizer passed to initialize(), whose "
+                "groups decide this; remove it, and put those parameters into a group of their own"
             )
 
 
@@ -269,12 +269,13 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     if has_experts and engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank "
-            "reads what those of other nodes have saved of them; remove it"
+            "reads files of experts that ranks of other nodes have saved; remove it"
         )
     if has_experts and (is_cut or engine.sequence_parallel_size > 1):
         raise ConfigError(
             "deepspeed.moe layers together with model or sequence parallelism are not supported by "
-            "this optimizer: it knows no order of experts for that"
+            "this optimizer, because the order of experts is not defined for that; use only one of "
+            "the two"
         )
 
 
@@ -325,8 +326,9 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     layerwise = _run(engine).layerwise
     if settings.tensor_group is not None and layerwise.save_universal:
         raise ConfigError(
-            "layerwise.save_universal is true, and tensor parallelism has cut the model into "
-            f"{engine.mp_world_size} parts, which the universal format would have whole; remove it"
+            "layerwise.save_universal is true, but tensor parallelism has cut the model into "
+            f"{engine.mp_world_size} parts, and the universal format needs whole parameters; "
+            "remove it"
         )
     is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1
     if layerwise.verify_first_step and is_cut:
@@ -382,8 +384,8 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     if engine.has_moe_layers or engine.mpu is not None or pipeline.is_pipeline(engine.module):
         raise ConfigError(
             "zero_optimization.stage is 3, and experts, pipelines, tensor or sequence parallelism "
-            "spread the model over ranks as well, which this backend does at stages 1 and 2 alone; "
-            "set zero_optimization.stage to 2"
+            "spread the model over ranks as well, which this backend supports only at stages 1 and "
+            "2; set zero_optimization.stage to 2"
         )
 
 
@@ -409,9 +411,9 @@ def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: A
         given = list(parameters)
     if any(param_owner.is_trained(param) and param.grad is None for param in given):
         warn_once(
-            "clip_grad_norm_() of the script finds no gradients, and clips none: they stay in the "
-            "engine; set gradient_clipping in the config, and ask engine.get_global_grad_norm() "
-            "for the norm"
+            "clip_grad_norm_() of the script has no effect: gradients are in the engine, not on "
+            "the parameters; set gradient_clipping in the config, and get the norm from "
+            "engine.get_global_grad_norm()"
         )
     return original(given, *args, **options)
 

@@ -58,8 +58,9 @@ def _init(
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
             f"ds_layerwise: zero_optimization.stage is {stage}, and "
-            "neither model_parameters nor an optimizer was given: this engine, as of a reference "
-            "model, has no optimizer; to train, give model_parameters, and set stage to 1, 2 or 3"
+            "neither model_parameters nor an optimizer was passed: this engine has no optimizer "
+            "(it is for inference, such as with a reference model); to train, pass "
+            "model_parameters, and set stage to 1, 2 or 3"
         )
     return None
 

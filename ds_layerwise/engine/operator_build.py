@@ -36,12 +36,12 @@ def progress(name: str, folder: Path, *, is_locked: bool) -> str:
     """
     if is_locked:
         return (
-            f"DeepSpeed waits for another process that compiles {name}; if there is none, as an "
-            f"earlier start was killed, end this one and delete {folder / 'lock'}"
+            f"DeepSpeed waits for another process to compile {name}; if there is none, because an "
+            f"earlier start was killed, stop this one and delete {folder / 'lock'}"
         )
     return (
-        f"DeepSpeed compiles {name} in {folder}; this takes one to three minutes, at the first "
-        "start alone"
+        f"DeepSpeed compiles {name} in {folder}; this takes one to three minutes, only at the "
+        "first start"
     )
 
 

@@ -61,16 +61,16 @@ def refuse_shared_memory(model: nn.Module) -> None:
         )
         if not same.is_param:
             raise RoutingError(
-                f"the buffer {same.name} lies in the memory of the parameter {trained.name}, which "
-                "moves into memory of its own, so that the buffer would stay as it is now; take "
-                f"it from the parameter where it is used, {apart}"
+                f"the buffer {same.name} shares memory with the parameter {trained.name}, which "
+                "moves, so the buffer would keep its present values; compute it from the parameter "
+                f"in forward(), {apart}"
             )
-        way_out = "make one parameter, of which forward() takes what each is"
+        way_out = "make one parameter, and take both as views of it in forward()"
         if (first.start, _axes(first.tensor)) == (second.start, _axes(second.tensor)):
             way_out = f"tie them as one parameter, {trained.name} = {same.name}"
         raise RoutingError(
-            f"{first.name} and {second.name} are two parameters in the same memory, as assigning "
-            "to .data leaves them: each would move into memory of its own, and be trained apart; "
+            f"{first.name} and {second.name} are different parameters that share memory, as after "
+            "an assignment to .data: they would be separated and trained separately; "
             f"{way_out}, {apart}"
         )
 

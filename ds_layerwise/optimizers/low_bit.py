@@ -150,8 +150,8 @@ def _torchao() -> Any:
             getattr(quant_utils, name)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"a state is to be kept in '8bit', which takes torchao ({error}): pip install "
-            "'torchao>=0.18', or keep it in 'bfloat16'"
+            f"states in '8bit' need torchao ({error}): pip install 'torchao>=0.18', or store them "
+            "in 'bfloat16'"
         ) from error
     return quant_utils
 

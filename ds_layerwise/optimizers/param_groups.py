@@ -164,8 +164,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             for key, ratio in RATIOS.items():
                 if key in group:
                     raise StepError(
-                        f"{where}.{key} is {group[key]!r}, but counts only where a group is given: "
-                        f"since then the rate is lr times {ratio}; remove it, and set "
+                        f"{where}.{key} is {group[key]!r}, but has no effect after initialize(): "
+                        f"the rate is lr times {ratio}; remove it, and set "
                         f"{where}[{ratio!r}] to the rate divided by lr"
                     )
             if group.get("use_muon") != use_muon:
@@ -309,9 +309,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 def cannot_load() -> StepError:
     """Return the error for loading a dict of states into an optimizer of an engine."""
     return StepError(
-        "an engine's optimizer takes no states from load_state_dict(): each rank has those of some "
-        "parameters; load with engine.load_checkpoint(), or whole states from one file with "
-        "engine.optimizer.load_state_dict_from_file(), as "
+        "an engine's optimizer accepts no states from load_state_dict(), because each rank has "
+        "only those of some parameters; load with engine.load_checkpoint(), or whole states from "
+        "one file with engine.optimizer.load_state_dict_from_file(), as "
         "engine.optimizer.save_state_dict_to_file() writes it"
     )
 
@@ -341,7 +341,7 @@ def _require_as_the_run(
     for_the_run = config.for_the_run()
     if key not in for_the_run and key not in _OF_OTHER_OPTIMIZERS:
         raise ConfigError(
-            f"{where}.{key} is {value!r}, which no parameter group can set; write it into an entry "
+            f"{where}.{key} cannot be set in a parameter group, got {value!r}; set it in an entry "
             "of layerwise.overrides for these parameters"
         )
     if key not in for_the_run:

@@ -50,8 +50,8 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
     stage = engine.zero_optimization_stage()
     if type(engine) is not PipelineEngine:
         raise ConfigError(
-            f"{type(model).__name__} is not supported by this optimizer: of pipelines it knows "
-            "PipelineModule and its schedule only"
+            f"{type(model).__name__} is not supported by this optimizer, which supports "
+            "only pipelines of DeepSpeed's PipelineModule and PipelineEngine"
         )
     if grid.get_slice_parallel_world_size() > 1:
         raise ConfigError(
@@ -71,7 +71,7 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
     if engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage is not supported with a PipelineModule: a stage "
-            "reads what others have saved of tied weights; remove it"
+            "reads tied weights from the files of other stages; remove it"
         )
     if not any(p.requires_grad and p.numel() for p in model.parameters()):
         raise ConfigError(
@@ -199,8 +199,8 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
         name, first, second = found
         raise LayoutError(
             f"{name} is shared by stages {first} and {second} of the pipeline, and is in "
-            f"layerwise.norm_groups.{stages[first][name] or stages[second][name]} on one of them "
-            "alone; let a condition hold for it on both"
+            f"layerwise.norm_groups.{stages[first][name] or stages[second][name]} on only one of "
+            "them; let a condition hold for it on both"
         )
 
 

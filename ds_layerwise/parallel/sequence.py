@@ -87,9 +87,9 @@ def check(engine: Any) -> None:
     size = engine.sequence_parallel_size
     if size > 1 and engine.mpu is None:
         raise ConfigError(
-            f"an earlier engine of this process has left sequence groups of {size} behind, by "
-            "which DeepSpeed would average the gradients of this one; give mesh_param again, or "
-            "start another process"
+            f"sequence groups of {size} are left from an earlier engine of this process, and "
+            "DeepSpeed would average the gradients of this one with them; pass mesh_param again, "
+            "or start a new process"
         )
     asked = given.get("sequence_parallel_size", size)
     if asked != size:

@@ -40,16 +40,21 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
             AutoTP's.
     """
     if missing := [name for name in _ASKED if not callable(getattr(mpu, name, None))]:
-        raise ConfigError(f"mpu has no {missing[0]}(); it needs {', '.join(_ASKED)}")
+        raise ConfigError(
+            f"mpu has no {missing[0]}(); it must have the methods {', '.join(_ASKED)}"
+        )
     if (stages := bwc_pipeline_parallel_world_size(mpu)) > 1:
         raise ConfigError(
-            f"mpu has {stages} pipeline stages, and this optimizer knows of stages from "
-            "deepspeed's PipelineModule alone"
+            f"mpu has {stages} pipeline stages, but this optimizer supports only the stages of "
+            "deepspeed's PipelineModule"
         )
     for what in ("sequence", "context"):
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()
         if hasattr(mpu, f"initialize_{what}_parallel") or size > 1:
-            raise ConfigError(f"{what} parallelism (mpu) is not supported by this optimizer")
+            raise ConfigError(
+                f"{what} parallelism (mpu) is not supported by this optimizer; pass an mpu "
+                "without it"
+            )
     if autotp_size <= 1:
         return
     rank = comm.rank_of(None)
@@ -80,8 +85,8 @@ def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Gr
     group = bwc_tensor_model_parallel_group(mpu)
     if autotp_group is not None and comm.ranks_of(autotp_group) != comm.ranks_of(group):
         raise ConfigError(
-            f"AutoTP cut the model for ranks {comm.ranks_of(autotp_group)}, and gradients are "
-            f"averaged for a model on ranks {comm.ranks_of(group)}; leave tp_group out of "
+            f"AutoTP has cut the model over ranks {comm.ranks_of(autotp_group)}, but gradients are "
+            f"averaged as if over ranks {comm.ranks_of(group)}; leave tp_group out of "
             "tp_model_init"
         )
     return group

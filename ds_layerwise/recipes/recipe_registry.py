@@ -53,9 +53,8 @@ REGISTRY: dict[str, Entry] = {
 #: The keys of other packages' optimizers that have another meaning here, each with the way out.
 NOT_HERE = {
     "max_grad_norm": "set gradient_clipping at the top level",
-    "use_shape_scaling": "scalar optimizers see pieces of parameters, which have no shape; "
-    "multiply the rate by 2 / "
-    "(rows + columns) with lr_scale in layerwise.overrides",
+    "use_shape_scaling": "scalar optimizers get pieces of parameters, and do not know the shape; "
+    "set lr_scale to 2 / (rows + columns) in layerwise.overrides",
 }
 
 

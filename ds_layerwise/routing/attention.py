@@ -88,15 +88,16 @@ def attentions_of(
             way_out = _WAY_OUT
             if clip.attention:
                 way_out = (
-                    f"the entry {entry.name!r} of layerwise.qk_clip.attention means it; correct "
-                    "that, or let its name fit attention modules alone, as 'blocks.*.attn' does"
+                    f"it matches the entry {entry.name!r} of layerwise.qk_clip.attention; correct "
+                    "the entry, or make its name match only attention modules, like "
+                    "'blocks.*.attn'"
                 )
             raise RoutingError(f"{error}; {way_out}") from None
         for scaled in attention.scaled:
             if (owner := owners.setdefault(scaled.name, path)) != path:
                 raise RoutingError(
-                    f"layerwise.qk_clip: {scaled.name} gives queries or keys of {owner} and of "
-                    f"{path}, whose logits cannot be scaled each for itself; leave qk_clip out"
+                    f"layerwise.qk_clip: {scaled.name} makes queries or keys for both {owner} and "
+                    f"{path}, whose logits cannot be scaled separately; leave qk_clip out"
                 )
         attentions.append(attention)
     return attentions
@@ -266,8 +267,8 @@ def _refuse_norms(path: str, module: nn.Module) -> None:
     for child, normed in module.named_children():
         if QK_NORM.fullmatch(child) and next(normed.parameters(), None) is not None:
             raise RoutingError(
-                f"layerwise.qk_clip: {path}.{child} norms queries or keys, so that scaling the "
-                "weights before it leaves logits as they are, and they are bounded without; leave "
+                f"layerwise.qk_clip: {path}.{child} normalises queries or keys, so scaling the "
+                "weights before it does not change logits, which are bounded anyway; leave "
                 "qk_clip out, or name other modules in layerwise.qk_clip.attention"
             )
 
@@ -302,8 +303,8 @@ def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Para
     for name, param in layer.named_parameters():
         if param is not weight and param is not getattr(layer, "bias", None):
             raise RoutingError(
-                f"layerwise.qk_clip: {path}.{where} has {name} beside a weight and a bias, so that "
-                "scaling those does not scale what it gives; leave qk_clip out"
+                f"layerwise.qk_clip: {path}.{where} has {name} in addition to weight and bias, so "
+                "scaling these does not scale its output; leave qk_clip out"
             )
     return layer, weight
 

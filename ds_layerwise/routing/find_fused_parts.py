@@ -261,8 +261,8 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
         here = _pieces_here(parts, tensor)
     if here is None or any(with_heads) and not whole:
         raise RoutingError(
-            f"{route.name}: parts {Split(parts.each, groups=parts.groups)!r} do not lie whole on "
-            f"{tensor.size} tensor-parallel ranks, which need whole groups, whole parts, or an "
+            f"{route.name}: parts {Split(parts.each, groups=parts.groups)!r} do not fit "
+            f"{tensor.size} tensor-parallel ranks: each must have whole groups, whole parts, or an "
             "equal piece of each part, and heads for all parts or for none; leave it whole with "
             '"split": {} in layerwise.overrides'
         )

@@ -58,7 +58,10 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
             return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"
         if shape[0] == 1 or 1 in shape[1:]:
             return None, "three axes, but no stack of matrices"
-        unlike = ", far more than they are wide: if it is none, send it to the scalar optimizer"
+        unlike = (
+            ", far more matrices than rows or columns: if it is none, send it to the scalar "
+            "optimizer"
+        )
         return shape, "stack of matrices" + unlike * (shape[0] > 2 * max(shape[1:]))
     return None, f"{len(shape)} axes, and not a convolution"
 

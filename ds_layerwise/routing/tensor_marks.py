@@ -83,8 +83,8 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
             cut.append(i)
     if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
         raise RoutingError(
-            f"{name}: AutoTP made {tuple(param.shape)} of {before} over {tp_size} "
-            f"ranks{f' ({reason})' if reason else ''}, and only parts of equal size without "
+            f"{name}: AutoTP cut {before} into {tuple(param.shape)} over {tp_size} "
+            f"ranks{f' ({reason})' if reason else ''}, but only parts of equal size without "
             "overlap can be orthogonalised as a whole; send it to the scalar optimizer with "
             "layerwise.overrides"
         )

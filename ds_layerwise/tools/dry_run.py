@@ -192,9 +192,9 @@ def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[st
     for path, value in left.items():
         why = ""
         if path == "zero_optimization.reduce_bucket_size":
-            why = ", as the model says no hidden_size, of which a Trainer takes the square"
+            why = ", because the model has no hidden_size, whose square a Trainer would use"
         lines.append(
-            f'assumed for "auto", for which DeepSpeed takes its default{why}: {path} = '
+            f'assumed for "auto", for which DeepSpeed uses its default{why}: {path} = '
             f"{json.dumps(value)}"
         )
     return lines
@@ -263,9 +263,8 @@ def _links(
     if tp_size > 1:
         if per_node % tp_size and tp_size % per_node:
             raise ConfigError(
-                f"tp_size {tp_size} and the {per_node} ranks of a node ({where}) do not divide "
-                "each other; plan with another tp_size, or say with ranks_per_node how many there "
-                "are"
+                f"of tp_size {tp_size} and the {per_node} ranks per node ({where}), one must "
+                "divide the other; plan with another tp_size, or set ranks_per_node"
             )
         same_part = max(1, per_node // tp_size)
         full = links_with(ranks_per_node=same_part, places=per_node // same_part)
@@ -280,9 +279,9 @@ def _links(
     if uneven:
         lines.append(
             f"assumed for {', '.join(uneven)} ranks, of which nodes of {full.ranks_per_node} would "
-            "have different numbers: sums are not made inside nodes first, and ways are chosen as "
-            "for one rank a node, as in a run there; start equally many on each, and say how many "
-            "with --ranks_per_node"
+            "have different numbers: sums are not made inside nodes first, and transports are "
+            "chosen as for one rank per node, as in a run there; start the same number on each "
+            "node, and set it with --ranks_per_node"
         )
     lonely = links_with(ranks_per_node=1, places=per_node)
     return [full if full.are_full(num_ranks) else lonely for num_ranks in ranks], lines

@@ -65,7 +65,7 @@ class HfShapes:
             transformers = import_module("transformers")
         except ImportError as e:
             raise ConfigError(
-                f"{path} is a config of Hugging Face's, which takes transformers to build ({e}): "
+                f"{path} is a config of Hugging Face's, and its model needs transformers ({e}): "
                 "pip install transformers"
             ) from e
         transformers.logging.set_verbosity_error()

@@ -119,16 +119,16 @@ def _check_bytes(report: Report, names: list[str], *, workers: int, bars: Bars) 
         return
     if manifest is None:
         report.warnings.append(
-            f"{report.folder} has no {FILE_NAME}, as DeepSpeed's converter writes none: its bytes "
-            "cannot be checked, the rest is"
+            f"{report.folder} has no {FILE_NAME} (DeepSpeed's converter writes none), so its bytes "
+            "are not checked; everything else is"
         )
         return
     for script in sorted((Path(deepspeed.__file__).parent / "utils").glob("zero_to_*.py")):
         path = report.folder.parent / script.name
         if path.is_file() and path.read_bytes() != script.read_bytes():
             report.warnings.append(
-                f"{path} is not the script of the DeepSpeed that is installed: before it is run, "
-                "compare the two, or take that one"
+                f"{path} differs from the script of the installed DeepSpeed; compare the two "
+                "before running it, or use the installed one"
             )
     report.problems += damaged(report.folder, manifest, workers=workers, bars=bars)
     for name in names:
@@ -189,7 +189,7 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
                 found[name].append((starts[name], starts[name] + address.numel, rank))
             for key, size in _of_other_size(state_dict, index, numel):
                 has = f"{path} has {size} elements of {key} of {name}"
-                yield name, f"{has}, and {numel} by its own list"
+                yield name, f"{has}, but {numel} in its own list"
                 broken.add(name)
     for name, intervals in found.items():
         intervals.sort()

@@ -88,6 +88,6 @@ class CutAccess:
 
 def _no_cuts(name: str) -> StepError:
     return StepError(
-        f"{name}: masters, states and gradients of matrices are whole at one rank, so that a rank "
-        "has no cut of its own of them; use safe_get_full_* and safe_set_full_*, on all ranks"
+        f"{name}: masters, states and gradients of matrices are whole on one rank, so there "
+        "are no local parts; use safe_get_full_* and safe_set_full_* on all ranks"
     )

@@ -65,8 +65,8 @@ class Interrupted:
         """
         if self._what:
             raise StepError(
-                f"the update of step {self._step} was ended by {self._what}; some parameters have "
-                "it and others not; load a checkpoint with its optimizer states "
+                f"the update of step {self._step} was interrupted by {self._what}; some parameters "
+                "are updated and others are not; load a checkpoint with its optimizer states "
                 "(engine.load_checkpoint)"
             )
 

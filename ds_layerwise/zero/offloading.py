@@ -114,6 +114,6 @@ def _refuse(*_: object) -> None:
     lack them.
     """
     raise StepError(
-        "parameters are offloaded, so state_dict() would have none of them, nor what "
-        "save_16bit_model() writes; call engine.reload_states() first"
+        "parameters are offloaded, so state_dict() and save_16bit_model() would lack them; call "
+        "engine.reload_states() first"
     )

@@ -40,9 +40,9 @@ def warn_of_zeros(run: RunState) -> None:
     zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
     if zeros and run.rank == 0:
         logger.warning(
-            f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update, or "
-            "hyperball 'own', keeps them so for ever; start them otherwise, give hyperball a "
-            "norm, or leave the hook out for them with layerwise.overrides"
+            f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update or "
+            "hyperball 'own' will keep them at 0; initialise them differently, give hyperball a "
+            "norm, or turn the hook off for them in layerwise.overrides"
         )
 
 

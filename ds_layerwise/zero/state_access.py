@@ -161,7 +161,8 @@ class StateAccess:
         """Return this rank's part of the whole parameter ``value``, 1-D; None if it has none."""
         if value.numel() != math.prod(self._shape):
             raise StepError(
-                f"{self.name} has {math.prod(self._shape)} elements, got a value of {value.numel()}"
+                f"{self.name} has {math.prod(self._shape)} elements, got a value of "
+                f"{value.numel()}; pass a tensor with the shape of the whole parameter"
             )
         if self._piece is None:
             return None

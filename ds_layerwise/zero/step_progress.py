@@ -121,9 +121,9 @@ class Progress:
         """
         if self.updating:
             raise StepError(
-                "a checkpoint cannot be saved inside engine.step(), or after one that failed on "
-                "the way, when not all parameters have moved; let a signal handler set a flag and "
-                "save after step(), and after an error load a checkpoint"
+                "a checkpoint cannot be saved inside engine.step(), or after a failed one, because "
+                "not all parameters are updated; in a signal handler, set a flag and save after "
+                "step(); after an error, load a checkpoint"
             )
         engine = self._engine()
         if self.passes or self.in_pass or engine._running_engine_backward:

@@ -49,7 +49,7 @@ def test_a_refusal_is_one_line_and_exit_code_2(argv, tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path)
     assert cli.main(argv) == 2
     out, err = capsys.readouterr()
-    assert (out, err) == ("", "ds-layerwise: in is no folder; give the folder of a checkpoint, or one with a file "
+    assert (out, err) == ("", "ds-layerwise: in is not a folder; give the folder of a checkpoint, or one with a file "
                               "named latest\n")
     assert not list(tmp_path.iterdir())
 

@@ -60,8 +60,8 @@ def _check_free(folder: Path) -> None:
     for place in (folder, *folder.parents):
         if os.path.lexists(place) and not place.is_dir():
             raise LayerWiseError(
-                f"{place} is no folder, and a save of {folder.name} needs one of that name; move "
-                "it away, or choose another tag or place"
+                f"{place} is not a folder, but a save of {folder.name} needs one of that name; "
+                "move it away, or choose another tag or place"
             )
 
 
@@ -284,8 +284,8 @@ def flush(path: Path) -> None:
         if (device := os.fstat(descriptor).st_dev) not in _without_fsync:
             _without_fsync.add(device)
             logger.warning(
-                f"ds_layerwise: the disk of {path.parent} knows no fsync ({e.strerror}): what is "
-                "saved there may be lost with the power"
+                f"ds_layerwise: the disk of {path.parent} does not support fsync ({e.strerror}): "
+                "a power failure may lose what is saved there"
             )
     finally:
         os.close(descriptor)

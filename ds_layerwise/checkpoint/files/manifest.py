@@ -93,7 +93,7 @@ class Manifest:
         path = folder / FILE_NAME
         if not path.is_file():
             raise LayerWiseError(
-                f"{path} is {'no file' if path.exists() else 'missing'}: the save was never "
+                f"{path} is {'not a file' if path.exists() else 'missing'}: the save was never "
                 "finished, or files were lost since; load another checkpoint"
             )
         try:
@@ -203,7 +203,7 @@ def _placed(ranges: Sequence[tuple[int, int]]) -> Iterator[ByteRange]:
         raise ValueError("a file has no range")
     for size, crc32 in ranges:
         if type(size) is not int or size < 0 or type(crc32) is not int:
-            raise ValueError(f"{[size, crc32]!r} is no range of bytes and its checksum")
+            raise ValueError(f"{[size, crc32]!r} is not [number of bytes, CRC-32]")
         yield ByteRange(start, size, crc32)
         start += size
 
@@ -265,6 +265,6 @@ def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
             if _crc32(file, wanted.start, wanted.size) != wanted.crc32:
                 raise LayerWiseError(
                     f"{path} is damaged or of another save: its bytes from {wanted.start} to "
-                    f"{wanted.start + wanted.size} are not those that were saved; restore it, or "
+                    f"{wanted.start + wanted.size} do not match their checksum; restore it, or "
                     "load another checkpoint"
                 )

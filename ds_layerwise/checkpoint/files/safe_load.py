@@ -82,7 +82,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
     """
     if not path.is_file():
         raise LayerWiseError(
-            f"{path} is {'no file' if path.exists() else 'missing'}; the checkpoint is not whole"
+            f"{path} is {'not a file' if path.exists() else 'missing'}; the checkpoint is not whole"
         )
     try:
         try:
@@ -115,7 +115,7 @@ def _refused(path: Path, error: BaseException) -> LayerWiseError:
         if found:
             text = f"it asks for {found[1]}, which only code could restore"
         else:
-            text = "it is no data of torch.save"
+            text = "torch.save did not write it"
     return LayerWiseError(
         f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}"
     )

@@ -93,7 +93,8 @@ def find(path: Path) -> Path:
 def _find(path: Path) -> Path:
     if not path.is_dir():
         raise LayerWiseError(
-            f"{path} is no folder; give the folder of a checkpoint, or one with a file named latest"
+            f"{path} is not a folder; give the folder of a checkpoint, or one with a file named "
+            "latest"
         )
     if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
         return path
@@ -230,7 +231,9 @@ class ModelFile:
             load = _load_client_state
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
-            raise LayerWiseError(f"{path} holds no module; it is no model file of DeepSpeed")
+            raise LayerWiseError(
+                f"{path} has no module, as DeepSpeed's model files do; load another checkpoint"
+            )
         shapes = {**_shapes_of_others(path, load), **_shapes(content)}
         if is_zero3:
             elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}

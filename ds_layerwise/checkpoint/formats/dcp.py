@@ -147,8 +147,9 @@ class Piece(Tensor):
             LayerWiseError: always.
         """
         raise LayerWiseError(
-            f"{func} of a tensor of which this rank has a part: sharded_state_dict() is for "
-            "torch.distributed.checkpoint.save(), which writes parts; async_save() would copy them"
+            f"{func} is not possible on a tensor of sharded_state_dict(), of which this rank has "
+            "only a part: pass the dict to torch.distributed.checkpoint.save(), which writes the "
+            "parts; async_save() would copy them"
         )
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
@@ -189,7 +190,7 @@ class Piece(Tensor):
             if chunk.offsets == index.offset:
                 return self.held[first : first + chunk.sizes.numel()].view(chunk.sizes)
             first += chunk.sizes.numel()
-        raise LayerWiseError(f"{index.fqn}: there is no box at {index.offset} of it")
+        raise LayerWiseError(f"{index.fqn}: this rank has no part at offset {index.offset}")
 
 
 def _listed_in(folder: Path) -> Metadata:
@@ -200,13 +201,13 @@ def _listed_in(folder: Path) -> Metadata:
     """
     path = folder / ".metadata"
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is no file")
+        raise FileNotFoundError(f"{path} is not a file")
     with path.open("rb") as file:
         # The C version allocates as many objects as a file claims to have.
         found: Metadata = pickle._Unpickler(file).load()
     for name in {info.relative_path for info in found.storage_data.values()}:
         if leads_out(name) or not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name} is no file of it")
+            raise FileNotFoundError(f"{folder / name} is not a file")
     return found
 
 
@@ -272,7 +273,7 @@ class ShardedCheckpoint:
         else:
             self._reader = FileSystemReader(checkpoint)
         with self._naming(
-            "is no checkpoint of torch.distributed.checkpoint that this rank can read"
+            "is not a checkpoint of torch.distributed.checkpoint that this rank can read"
         ):
             self._metadata = self._read_list(checkpoint)
             self._sizes = _sizes_in(self._metadata)
@@ -366,7 +367,9 @@ class ShardedCheckpoint:
                 size = self._sizes.get(path)
                 saved = sum(last - first for first, (last, _) in blocks.items())
                 if size is None or math.prod(size) != saved:
-                    raise ValueError(f"its list has {path} as {size}, which was saved otherwise")
+                    raise ValueError(
+                        f"its list gives {path} the shape {size}, but {saved} elements were saved"
+                    )
         return beside
 
     @contextmanager

@@ -75,7 +75,7 @@ class Beside:
         found = load_bytes_safely(body if is_whole else raw, path)
         with naming(path):
             if _SUMS in found and not is_whole:
-                raise ValueError("what is beside its tensors is not what was saved")
+                raise ValueError("its header or its checksums differ from the saved ones")
             self.header = header_of(found)
             self.save = str(found.get(_SAVE, ""))
             self.sums: Sums | None = found.get(_SUMS)
@@ -110,12 +110,11 @@ class Beside:
                     checked += last - first
                     if _crc32(flat[first - start : last - start]) != crc32:
                         raise ValueError(
-                            f"the elements {first} to {last} of {name} are not those that were "
-                            "saved"
+                            f"elements {first} to {last} of {name} do not match their checksum"
                         )
             if checked != flat.numel():
                 raise ValueError(
-                    f"it has {flat.numel()} elements of {name}, and checksums of {checked}"
+                    f"it has {flat.numel()} elements of {name}, but checksums for {checked}"
                 )
 
 

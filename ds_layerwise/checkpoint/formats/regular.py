@@ -264,7 +264,7 @@ class RegularCheckpoint:
             self.layout = Layout.from_json(self.ours["layout"])
             if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
                 raise ValueError(
-                    f"world_size is {self.world_size!r:.100}, and {self.layout.world_size} in its "
+                    f"world_size is {self.world_size!r:.100}, but {self.layout.world_size} in its "
                     "layout"
                 )
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
@@ -350,7 +350,7 @@ class RegularCheckpoint:
             if not isinstance(value, Tensor) or not is_free and value.shape != (fragment.numel,):
                 raise ValueError(
                     f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
-                    f"and {fragment.numel} elements by its own list"
+                    f"but has {fragment.numel} elements in the file's own list"
                 )
         return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
 
@@ -393,7 +393,7 @@ def _prefix(folder: Path, ending: str) -> str:
     if len(found) != 1:
         raise LayerWiseError(
             f"{folder} has {'two kinds of' if found else 'no'} files named "
-            f"*zero_pp_rank_*{ending}, so no optimizer states to load; for the weights alone, "
+            f"*zero_pp_rank_*{ending}, so no optimizer states to load; for only the weights, "
             "load_checkpoint(..., load_optimizer_states=False)"
         )
     return found.pop()
@@ -412,7 +412,7 @@ def read(path: Path) -> dict[str, Any]:
         found = None
     if not isinstance(found, dict):
         raise LayerWiseError(
-            f"{path} has no {OPTIMIZER_STATE_DICT}; it is no file of a ZeRO checkpoint"
+            f"{path} has no {OPTIMIZER_STATE_DICT}; it is not a file of a ZeRO checkpoint"
         )
     return found
 
@@ -448,8 +448,8 @@ def ours_of(
         raise LayerWiseError(
             f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
-            "FOLDER --output_folder NEW` and load NEW; stock Muon's it does not convert: load the "
-            "weights alone with load_checkpoint(..., load_optimizer_states=False)"
+            "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
+            "only the weights with load_checkpoint(..., load_optimizer_states=False)"
         )
     if ours["format"] != FORMAT:
         way_out = "resume with the version that wrote it"

@@ -92,13 +92,16 @@ class OneFile:
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise LayerWiseError(
-                f"{path} is no file; every rank reads it, so it must be on a disk that all share"
+                f"{path} is not a file; every rank reads it, so it must be on a disk that all share"
             )
         try:
             opened: Any = safe_open(path, framework="pt")
             names = set(opened.keys())
         except (SafetensorError, OSError) as e:
-            raise LayerWiseError(f"{path} is no whole file of safetensors: {e}") from e
+            raise LayerWiseError(
+                f"{path} is not a complete safetensors file ({e}); write it again with "
+                "save_state_dict_to_file()"
+            ) from e
         self._file = opened
         if HEADER not in names:
             raise LayerWiseError(
@@ -110,7 +113,8 @@ class OneFile:
             for key in self._keys(name):
                 if name_in_file(name, key) not in names:
                     raise LayerWiseError(
-                        f"{path} lacks {name_in_file(name, key)}, and is not whole"
+                        f"{path} lacks {name_in_file(name, key)}, so it is not complete; write it "
+                        "again with save_state_dict_to_file()"
                     )
 
     def _keys(self, name: str) -> tuple[str, ...]:

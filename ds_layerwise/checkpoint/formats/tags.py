@@ -30,9 +30,9 @@ def check_tag(tag: object) -> str:
     elif parts[0] in _TAKEN:
         reason = f"is the name of a file beside the checkpoints ({', '.join(_TAKEN)})"
     elif any(part.endswith((atomic.INCOMPLETE, atomic.REPLACED)) for part in parts):
-        reason = f"ends as what is not whole yet is called ({atomic.INCOMPLETE}, {atomic.REPLACED})"
+        reason = f"ends in {atomic.INCOMPLETE} or {atomic.REPLACED}, as only unfinished saves do"
     elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
-        reason = f"has a part of {longest} bytes, and {_LONGEST} are the most"
+        reason = f"has a part of {longest} bytes, more than {_LONGEST}"
     if reason:
         raise LayerWiseError(
             f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' "

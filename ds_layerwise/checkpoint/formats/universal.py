@@ -94,7 +94,7 @@ class UniversalCheckpoint:
             state_dict = {}
         if not isinstance(state_dict, dict):
             raise LayerWiseError(
-                f"{state_path} holds no dict; it is no optimizer state of DeepSpeed"
+                f"{state_path} holds no dict; it is not an optimizer state of DeepSpeed"
             )
         self._folders = {}
         shapes = {}
@@ -104,7 +104,7 @@ class UniversalCheckpoint:
             shapes[name] = tuple(self._read(path / "fp32.pt").shape)
         if not shapes:
             raise LayerWiseError(
-                f"{self._zero} holds no fp32.pt of any parameter; it is no universal checkpoint"
+                f"{self._zero} holds no fp32.pt of any parameter; it is not a universal checkpoint"
             )
         if KEY in state_dict:
             self.header = self._own_header(state_dict, state_path, shapes)
@@ -167,7 +167,9 @@ class UniversalCheckpoint:
         if isinstance(value, dict):
             value = value.get(PARAM)
         if not isinstance(value, (Tensor, int, float)):
-            raise LayerWiseError(f"{path} holds no tensor; it is no file of a universal checkpoint")
+            raise LayerWiseError(
+                f"{path} holds no tensor; it is not a file of a universal checkpoint"
+            )
         if isinstance(value, float):
             dtype = torch.float32
         else:
@@ -270,7 +272,7 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
     for key in keys:
         if leads_out(key) or "/" in key:
             raise LayerWiseError(
-                f"the state {key!r} of {name} is no file name; rename it in the optimizer"
+                f"the state {key!r} of {name} is not a file name; rename it in the optimizer"
             )
 
 

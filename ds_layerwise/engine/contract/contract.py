@@ -81,7 +81,7 @@ class Name:
         if self.parameters is None:
             if isinstance(value, list):
                 return None
-            return f"{self.path} is no list"
+            return f"{self.path} is not a list"
         changed = difference(value, self.parameters.split())
         return changed and f"{self.path} {changed}"
 

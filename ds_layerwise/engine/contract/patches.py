@@ -145,8 +145,7 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
             patch.put()
     _refuse_replaced(
         [patch for patch in _patches.values() if not patch.is_called()],
-        ", by what does not say that it calls what was there; undo that, or write it with "
-        "functools.wraps",
+        ", by code that does not show what it wraps; undo that, or use functools.wraps in it",
     )
     for key, values in _ADDED.items():
         entries: list[object] = getattr(*contract.resolve(key))

@@ -89,9 +89,9 @@ def _load_checked(
     has_no_weights = found is not None and not found.header.has_weights
     if has_no_weights and custom_load_fn is not None:
         raise LayerWiseError(
-            f"{folder} was saved at ZeRO stage 3, where trained weights are masters in the "
-            "optimizer's files alone, so that custom_load_fn would get none of them; load without "
-            "it, and change weights after that"
+            f"{folder} was saved at ZeRO stage 3, where trained weights are only in the "
+            "optimizer's files, so custom_load_fn would get none of them; load without it, and "
+            "change the weights afterwards"
         )
     load = Load(
         found,
@@ -178,8 +178,9 @@ def _checked(
         is_universal = _check_files(engine, folder, states=states, all_files=all_files)
         if is_universal and custom_load_fn is not None:
             raise LayerWiseError(
-                f"{folder} is a universal checkpoint, of which no model is loaded, so that "
-                "custom_load_fn would not be called; load without it, and change weights after that"
+                f"{folder} is a universal checkpoint, from which the engine loads no model file, "
+                "so it would not call custom_load_fn; load without it, and change the weights "
+                "afterwards"
             )
     disks.check_one_save(folder, own_disks=own_disks)
     return is_universal
@@ -301,7 +302,7 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
     first, where = places[0]
     raise LayerWiseError(
         f"ranks would load different checkpoints: rank 0 {first!r} in {where}, and rank {rank} "
-        f"{theirs!r} in {there}; None is where no file latest names a tag; pass one tag to "
+        f"{theirs!r} in {there} (None: there is no file latest); pass the same tag to "
         "load_checkpoint on all ranks"
     )
 

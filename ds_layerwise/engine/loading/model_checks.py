@@ -68,7 +68,7 @@ def _check_tied(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
             first = names.setdefault(id(value), name)
             if first != name and not torch.equal(found[first], found[name]):
                 raise LayerWiseError(
-                    f"{first} and {name} are one parameter here, and differ in the checkpoint; "
+                    f"{first} and {name} are one parameter here, but differ in the checkpoint; "
                     "load it into a model that does not tie them"
                 )
 
@@ -125,14 +125,14 @@ def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> N
         return
     for key in _COUNTS:
         if not isinstance(checkpoint.get(key), int):
-            raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, and no number")
+            raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, expected a whole number")
     if engine.lr_scheduler is not None and load.wants_scheduler:
         more = check_state(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
         if more and comm.rank_of(None) == 0:
             announce(
                 f"ds_layerwise: the checkpoint's learning rate scheduler has {', '.join(more)}, "
-                f"which this run's {type(engine.lr_scheduler).__name__} has not so far, and takes "
-                "over"
+                f"which this run's {type(engine.lr_scheduler).__name__} does not have yet and "
+                "will load"
             )
 
 
@@ -145,8 +145,8 @@ def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
     names = engine._get_all_ckpt_names(load_dir, tag)
     if not names:
         raise LayerWiseError(
-            f"{Path(load_dir, tag)} holds no mp_rank_00_model_states.pt, which says how many steps "
-            "were taken; copy it there from the checkpoint that was converted"
+            f"{Path(load_dir, tag)} has no mp_rank_00_model_states.pt, from which the number of "
+            "steps is read; copy it from the checkpoint that was converted"
         )
     try:
         checkpoint = load_safely(Path(names[0]), with_objects=True)

@@ -48,10 +48,10 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
     if not isinstance(own, Mapping):
         if not isinstance(saved, type(own)):
             raise LayerWiseError(
-                "the checkpoint's learning rate scheduler is another one than this run's "
+                "the checkpoint's learning rate scheduler differs from this run's "
                 f"{type(scheduler).__name__}: its state is a {type(saved).__name__}, not a "
-                f"{type(own).__name__}; make the scheduler as the run that was saved did, or load "
-                "with load_lr_scheduler_states=False to start this one afresh"
+                f"{type(own).__name__}; use the scheduler of the saved run, or load with "
+                "load_lr_scheduler_states=False to start this one afresh"
             )
         return []
     check_kind(own, saved, "the state of the learning rate scheduler")
@@ -66,10 +66,9 @@ def check_scheduler(scheduler: Any, saved: Any) -> list[str]:
             if names:
                 differences.append(f"{verb} {', '.join(names)}")
         raise LayerWiseError(
-            "the checkpoint's learning rate scheduler is another one than this run's "
-            f"{type(scheduler).__name__}: its state {'; '.join(differences)}; make the scheduler "
-            "as the run that was saved did, or load with load_lr_scheduler_states=False to start "
-            "this one afresh"
+            "the checkpoint's learning rate scheduler differs from this run's "
+            f"{type(scheduler).__name__}: its state {'; '.join(differences)}; use the scheduler "
+            "of the saved run, or load with load_lr_scheduler_states=False to start this one afresh"
         )
     return more
 

@@ -280,8 +280,8 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     """
     if gone := [name for name in names if not (folder / name).is_file()]:
         raise LayerWiseError(
-            f"{folder / gone[0]} is gone, or was never written, though this save is not over yet; "
-            "what was saved before is still there"
+            f"{folder / gone[0]} is missing before this save is complete: it was removed, or never "
+            "written; what was saved before is still there"
         )
     for name in names:
         if fnmatch(name, "*zero_pp_rank_*_optim_states.pt"):
@@ -351,8 +351,8 @@ def _saying_where(save_dir: str | Path) -> Iterator[None]:
         if "pickle" not in str(e):
             raise
         raise LayerWiseError(
-            "the checkpoint cannot be written, as client_state, or what the module's state_dict "
-            f"has, holds what no file can: {e}; leave it out"
+            "the checkpoint cannot be written: client_state or the module's state_dict has a value "
+            f"that cannot be saved ({e}); leave it out"
         ) from e
     except RuntimeError as e:
         raise LayerWiseError(

@@ -48,8 +48,8 @@ class Kronecker(UpdateRule):
             torch.linalg.qr(torch.linalg.eigh(torch.eye(2, device=device, dtype=torch.float32))[1])
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
-                f"{self.recipe.rule} needs torch.linalg.eigh and qr, and {device} has them not "
-                f"({str(error).partition(chr(10))[0]}); use 'muon', which multiplies alone"
+                f"{self.recipe.rule} needs torch.linalg.eigh and qr, which {device} does not have "
+                f"({str(error).partition(chr(10))[0]}); use 'muon', which only multiplies"
             ) from error
 
     @property

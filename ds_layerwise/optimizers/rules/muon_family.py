@@ -121,8 +121,8 @@ class Orthogonalized(UpdateRule):
         if recipe.ns_coefficients in NEED_FLOAT32:
             if ns_dtype in ("bf16", "fp16"):
                 raise ConfigError(
-                    f"ns_coefficients {recipe.ns_coefficients!r} diverges in half precision, got "
-                    f"ns_dtype {ns_dtype!r}; set ns_dtype to 'fp32', or use 'polar_express'"
+                    f"ns_coefficients {recipe.ns_coefficients!r} diverges with ns_dtype "
+                    f"{ns_dtype!r}; set ns_dtype to 'fp32', or ns_coefficients to 'polar_express'"
                 )
             ns_dtype = "fp32"
         return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)

@@ -431,7 +431,7 @@ def _preset(chosen: OptimizerConfig) -> str:
             value = given[key]
             taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
     if own:
-        left_out = f"; without its {', '.join(own)}, where the config has its own"
+        left_out = f"; the config replaces its {', '.join(own)}"
     else:
         left_out = ""
     return f"{', '.join(taken) or 'nothing'}{left_out}"

@@ -197,23 +197,23 @@ class Bucket:
             )
         if not self.whole and self.way not in ("even", "by_param"):
             raise LayoutError(
-                f"bucket {self.index}: slots that are cut over the ranks take equal shards and the "
+                f"bucket {self.index}: slots that are cut over the ranks need equal shards and the "
                 f"way 'by_param' or the way 'even', got way {self.way!r} and shards of "
                 f"{self._lengths}"
             )
         if self.whole and self.way == "by_param":
             raise LayoutError(
-                f"bucket {self.index}: the way 'by_param' takes slots that are cut over the ranks"
+                f"bucket {self.index}: the way 'by_param' needs slots that are cut over the ranks"
             )
         if self.way == "by_param":
             self._check_room()
         if self.way in ("even", "by_param") and not self.is_even:
             raise LayoutError(
-                f"bucket {self.index}: the way {self.way!r} takes equal shards, got {self._lengths}"
+                f"bucket {self.index}: the way {self.way!r} needs equal shards, got {self._lengths}"
             )
         if self.way == "cuts" and self.shards.numel % self.holders:
             raise LayoutError(
-                f"bucket {self.index}: the way 'cuts' takes a multiple of {self.holders} elements, "
+                f"bucket {self.index}: the way 'cuts' needs a multiple of {self.holders} elements, "
                 f"one cut a shard, got {self.shards.numel}"
             )
 

@@ -115,8 +115,8 @@ def fit(timings: Sequence[Timing], ranks_per_node: int) -> Fit:
                 if timing.where == where
             )
             raise LayerWiseError(
-                f"what was measured ({where}) does not grow with the bytes: {times}; measure again "
-                "when nothing else runs on these nodes"
+                f"measured times ({where}) do not grow with the message size: {times}; measure "
+                "again when nothing else runs on these nodes"
             )
     ratios = (rows @ solved / measured).tolist()
     return Fit(values | dict.fromkeys(clamped, 0.0), tuple(clamped), tuple(ratios))
@@ -160,8 +160,8 @@ class Measured:
             lines.append(line)
         off = self.fit.off
         lines.append(
-            "on these links, collectives take what was measured within a factor of "
-            f"{float(np.median(off)):.2f} in half of the cases, {off[-1]:.2f} in all"
+            "on these links, predicted times of collectives match the measured ones within a "
+            f"factor of {float(np.median(off)):.2f} in half of the cases, {off[-1]:.2f} in all"
         )
         return "\n".join(lines)
 
@@ -254,5 +254,5 @@ def require_like(ranks_per_node: int, num_nodes: int) -> str:
         start = "nodes of several ranks"
     return (
         f"{', '.join(missing_keys(ranks_per_node, num_nodes))} cannot be measured on {where}; "
-        f"start it on {start}, or name what has them with --like"
+        f"start it on {start}, or name links that have them with --like"
     )

@@ -189,8 +189,8 @@ def unlike_the_run(links: str, *, on_host: bool) -> str:
     else:
         talks = "the device's own backend"
     return (
-        f"layerwise.links {links!r} is between {theirs}, and parameters lie in {here}: ways of "
-        "buckets are chosen "
+        f"layerwise.links {links!r} is between {theirs}, but parameters are in {here}: "
+        "transports are chosen "
         f"for the collectives of {talks}, at the rates of these links; measure those that are "
         "there with "
         'ds-layerwise links, or set it to "auto"'

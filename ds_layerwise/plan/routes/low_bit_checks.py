@@ -41,8 +41,8 @@ def check_kept(
     by_chance = [name for name in kept if routes[name].recipe.rounds_by_chance]
     if by_chance and not any("bfloat16" in kept[name].values() for name in by_chance):
         raise ConfigError(
-            f"stochastic_rounding is true for {by_chance[0]}, and no state is kept in 'bfloat16'; "
-            "set momentum_dtype, exp_avg_dtype or exp_avg_sq_dtype to it, or remove "
+            f"stochastic_rounding is true for {by_chance[0]}, but no state is stored in "
+            "'bfloat16'; set momentum_dtype, exp_avg_dtype or exp_avg_sq_dtype to it, or remove "
             "stochastic_rounding"
         )
     if config.rounding_seed and not by_chance:
@@ -83,11 +83,11 @@ def check_accuracy(
             if dtype == "bfloat16":
                 way_out = "set stochastic_rounding to true, with which small changes add up"
             else:
-                way_out = "keep it in 'bfloat16' with stochastic_rounding"
+                way_out = "store it in 'bfloat16' with stochastic_rounding"
             raise ConfigError(
                 f"{told}{route.name}: {key} of {recipe.rule} keeps {share:g} of itself in a step "
-                f"and would be kept in {dtype!r}, whose steps are so coarse that above "
-                f"{MOST_KEPT:g} most of what it should take up is rounded away; {way_out}, or in "
+                f"and would be stored in {dtype!r}, whose steps are so coarse that above "
+                f"{MOST_KEPT:g} most of what is added to it is rounded away; {way_out}, or in "
                 "'float32'"
             )
 
@@ -103,7 +103,7 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
         else:
             found = "float32"
         why = {
-            "float16": "a float16 weight is no part of its float32 master, it has fewer bits of "
+            "float16": "a float16 weight is not a part of its float32 master, it has fewer bits of "
             "exponent",
             "float32": "a float32 weight is its own master, so that there is nothing to save",
         }[found]
@@ -113,8 +113,8 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
         )
     if config.alignment % BLOCK:
         raise ConfigError(
-            f"{where}, and layerwise.alignment is {config.alignment}: {BLOCK} masters in a row go "
-            f"together; set it to a multiple of {BLOCK}"
+            f"{where}, and layerwise.alignment is {config.alignment}: {BLOCK} consecutive masters "
+            f"belong together; set it to a multiple of {BLOCK}"
         )
     if host_ratio:
         raise ConfigError(
@@ -131,11 +131,11 @@ def _check_codes(
     if host_ratio:
         raise ConfigError(
             f"{name} has states in '8bit', and zero_optimization.offload_optimizer keeps states on "
-            "the host, which knows no codes with scales; keep them in 'bfloat16', or remove it"
+            "the host, where '8bit' is not supported; store them in 'bfloat16', or remove it"
         )
     if not route.whole and config.alignment % SCALED:
         raise ConfigError(
             f"{name} has states in '8bit', and layerwise.alignment is {config.alignment}: {SCALED} "
-            "elements in a row have one scale, which would be others for another number of ranks; "
+            "consecutive elements share a scale, which would change with the number of ranks; "
             f"set it to a multiple of {SCALED}"
         )

@@ -284,7 +284,7 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         if key not in takes:
             raise RoutingError(
                 f"layerwise.overrides sets {key} for {route.name}, which goes to {recipe.rule} "
-                f"({route.reason}) and takes {', '.join(takes)}; narrow the pattern, or give the "
+                f"({route.reason}) and accepts {', '.join(takes)}; narrow the pattern, or give the "
                 "entry an optimizer"
             )
     if settings:
@@ -325,7 +325,7 @@ def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], wh
     has_other_size = recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw
     if has_other_size and not {"lr", "lr_scale"} & changes.keys():
         raise RoutingError(
-            f"layerwise.overrides sets {what}, which takes a learning rate of another size than "
+            f"layerwise.overrides sets {what}, which needs a learning rate of another size than "
             f"the run's {of_the_run.rule}: {'AdamW' if recipe.takes_rate_of_adamw else 'Muon'}'s; "
             "give the entry lr_scale, too, which multiplies the rate that it has, or lr"
         )
@@ -365,7 +365,7 @@ def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple
     if len(shape) < 2:
         raise RoutingError(
             f"{name} {shape} was sent to the matrix optimizer by {reason}, but has fewer than two "
-            "axes"
+            "axes; send it to the scalar optimizer"
         )
     if len(shape) < 4:
         return shape
@@ -417,8 +417,9 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
     parts = Parts(axis, split.parts, split.groups)
     if route.matrix_shape is None:
         raise RoutingError(
-            f"{route.name}: layerwise.overrides splits it into {split!r}, and it goes to "
-            f"{route.recipe.rule} ({route.reason}), which takes no matrices; narrow the pattern"
+            f"{route.name}: layerwise.overrides splits it into {split!r}, but it goes to "
+            f"{route.recipe.rule} ({route.reason}), which does not see it as a matrix; narrow the "
+            "pattern"
         )
     length = route.matrix_shape[axis] * (tp_size if route.tp_axis == axis else 1)
     if parts.length != length:

@@ -53,15 +53,15 @@ def check_taken(
             is_matrixs = not recipe.whole and key in config.matrix.hyper
             if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
                 raise ConfigError(
-                    f"{where}.{key} does not reach {recipe.rule}, which takes {key} as an "
-                    "argument; give it in "
-                    f"optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and here "
-                    "only if another optimizer of the run takes it"
+                    f"{recipe.rule} does not read {where}.{key}, but has an argument {key}; set it "
+                    f"in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and "
+                    "here only for another optimizer of the run"
                 )
         if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
             raise ConfigError(
-                f"{where}.{key} is taken by no optimizer of this run, which has "
-                f"{', '.join(sorted({recipe.rule for recipe in recipes}))}; remove it"
+                "no optimizer of this run "
+                f"({', '.join(sorted({recipe.rule for recipe in recipes}))}) uses {where}.{key}; "
+                "remove it"
             )
 
 
@@ -113,7 +113,10 @@ def check_peaks(
     if given is None:
         return
     if given == "auto":
-        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
+        raise ConfigError(
+            f"{where} is 'auto', which only Hugging Face's Trainer and Accelerate replace; give it "
+            "a value"
+        )
     if isinstance(given, (list, tuple)):
         peaks = list(given)
     else:
@@ -121,7 +124,7 @@ def check_peaks(
     if key in params:
         omission = ""
     else:
-        omission = f" (what {kind} takes where it is left out)"
+        omission = f" (the default of {kind})"
     _refuse_others(
         peaks,
         [group["lr"] for group in groups],

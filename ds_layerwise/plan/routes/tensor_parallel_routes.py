@@ -78,8 +78,9 @@ def _cut_route(
         else:
             seen = f"parts {', '.join(route.parts.names)}"
         raise ConfigError(
-            f"{route.name} {shape} goes as matrices of {seen}, and a plan does not know how tensor "
-            "parallelism cuts these; plan without num_heads, per_head_muon, split and auto_split"
+            f"{route.name} {shape} is updated as matrices of {seen}, and a plan cannot tell how "
+            "tensor parallelism would cut these; plan without num_heads, per_head_muon, split and "
+            "auto_split"
         )
     return replace(with_cut(route, -2 if dim == 0 else -1, tp_size), matrix_shape=part)
 
@@ -109,7 +110,7 @@ def _dim_of(
     if module not in known or (transposed and cutter == "autotp"):
         raise ConfigError(
             f"{name} {shape}: shapes of a whole model do not say how tensor parallelism cuts it, "
-            f"and plans know that of {', '.join(known)} alone; give a file with the shapes that "
+            f"and plans know that only for {', '.join(known)}; give a file with the shapes that "
             "one rank has, and plan that without tensor parallelism"
         )
     closes = module in CLOSES_BLOCK

@@ -392,7 +392,7 @@ def same_on_all_ranks(what: str, digest: str, items: Sequence[str], *, group: Gr
         other = next(rank for rank, own in enumerate(digests) if own != digests[0])
         raise LayoutError(
             f"{what} differs between ranks: {_first_difference(items, other, group)}; {like_first} "
-            f"of {len(digests)} ranks are like rank 0, and all have to be"
+            f"of {len(digests)} ranks agree with rank 0, but all must"
         )
 
 

@@ -49,10 +49,10 @@ def node_of_each_rank() -> list[int]:
 def _warn_of_nodes(num_ranks: int, num_hosts: int, num_nodes: int) -> None:
     """Report once that hosts count as several nodes."""
     announce(
-        f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} are taken for "
-        f"{num_nodes} nodes, as those of a host are not in a row, or LOCAL_RANK begins again among "
-        "them; if they are one node, more bytes leave hosts than need to: number the ranks host "
-        "by host, with LOCAL_RANK from 0 on in each"
+        f"ds_layerwise: {num_ranks} ranks on {num_hosts} host{'s' * (num_hosts > 1)} count as "
+        f"{num_nodes} nodes, because the ranks of a host are not consecutive, or LOCAL_RANK "
+        "restarts among them; if a host is one node, more bytes than needed go between hosts: "
+        "number the ranks host by host, with LOCAL_RANK from 0 on each host"
     )
 
 

@@ -45,10 +45,10 @@ def gather(value: Any, *, group: Any) -> list[Any]:
         return _gathered(value, group or distributed.group.WORLD)
     except RuntimeError as error:
         raise LayerWiseError(
-            "another rank has ended, is elsewhere in the script, or has not come within the "
-            "timeout of init_distributed, where all ranks have to agree: if it has told no error "
-            "of its own, and is not slow, call save_checkpoint(), load_checkpoint() and step() on "
-            "every rank, and not on rank 0 alone"
+            "all ranks must agree here, but another rank has ended, is at another point of the "
+            "script, or did not arrive within the timeout of init_distributed: if no rank has "
+            "printed an error, and none is just slow, call save_checkpoint(), load_checkpoint() "
+            "and step() on every rank, not only on rank 0"
         ) from error
 
 
@@ -105,9 +105,9 @@ def _hosts(world: Any) -> Any:
             _of_all(None, hosts)
         except RuntimeError as error:
             raise LayerWiseError(
-                "the hosts do not reach each other over gloo, over which ranks agree on what is "
-                "not on a device; name the network interface in GLOO_SOCKET_IFNAME, as in "
-                "NCCL_SOCKET_IFNAME for NCCL; `ulimit -n` must be more than there are ranks: "
+                "the hosts cannot reach each other over gloo, which ranks use to agree; set "
+                "GLOO_SOCKET_IFNAME to the network interface (like NCCL_SOCKET_IFNAME for NCCL), "
+                "and make `ulimit -n` larger than the number of ranks: "
                 f"{error}"
             ) from error
         finally:

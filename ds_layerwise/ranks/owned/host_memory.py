@@ -106,7 +106,8 @@ def host_memory(numel: int, dtype: torch.dtype, *, pin_memory: bool) -> Tensor:
                 "engine.offload_states), or raise the limit that ulimit -l shows"
             )
         raise LayerWiseError(
-            f"{numel * dtype.itemsize:,} bytes of {kind}host memory cannot be had: {error}{way_out}"
+            f"{numel * dtype.itemsize:,} bytes of {kind}host memory cannot be allocated: {error}"
+            f"{way_out}"
         ) from error
 
 

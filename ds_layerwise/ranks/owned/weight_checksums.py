@@ -66,7 +66,7 @@ class SameWeights:
                 # Printed, because DeepSpeed's logger shows only warnings by default.
                 announce(
                     "ds_layerwise: weights were written between two steps; their float32 masters "
-                    "followed, and momentum and averages stayed"
+                    "were set to them, optimizer states were not changed"
                 )
         if written:
             self.check()

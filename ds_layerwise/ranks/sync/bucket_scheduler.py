@@ -270,8 +270,9 @@ class BucketScheduler(ABC):
         """
         if self.gradients is not Gradients.AVERAGES:
             raise StepError(
-                "averaged gradients are there between the backward pass that reaches the boundary "
-                "of gradient accumulation (at stage 2, any backward pass) and the step, not now"
+                "averaged gradients exist only between the backward pass at the boundary of "
+                "gradient accumulation (at stage 2, any backward pass) and engine.step(); read or "
+                "write them there"
             )
         self.by_hand |= to_write
         return 1.0

@@ -31,8 +31,8 @@ def half_a_pass(*, outside: bool) -> StepError:
         )
     return StepError(
         "step() before the gradients were reduced: an exception has ended a backward pass, and not "
-        "all of its gradients are there; call engine.zero_grad() on all ranks, and go on with the "
-        "next batch"
+        "all of its gradients are there; call engine.zero_grad() on all ranks, and continue with "
+        "the next batch"
     )
 
 

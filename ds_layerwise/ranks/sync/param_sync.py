@@ -201,7 +201,7 @@ class ParamSync:
         """
         dynamo = sys.modules.get("torch._dynamo.utils")
         if self._overlaps and dynamo is not None and any(dynamo.counters.values()):
-            self._do_not_overlap("torch has compiled something, and compiled code asks nobody")
+            self._do_not_overlap("compiled code (torch.compile) does not wait for parameters")
         if not self._overlaps:
             self.finish()
             return
@@ -229,9 +229,9 @@ class ParamSync:
         self._overlaps = True
         self._modules = list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
-            self._do_not_overlap("some modules are scripted, and call no hooks")
+            self._do_not_overlap("scripted modules do not call hooks")
         elif not hasattr(torch.func, "debug_unwrap"):
-            self._do_not_overlap("it takes torch 2.7")
+            self._do_not_overlap("it needs torch 2.7")
         if not self._overlaps:
             return
         # Copies of a module keep its hooks, so the hooks must keep no object alive.

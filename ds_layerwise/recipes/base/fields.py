@@ -156,7 +156,10 @@ def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], Any]:
 def _refuse_placeholders(where: str, value: object, schema: Any) -> None:
     choices = (schema.get("default"), *schema.get("enum", ()))
     if isinstance(value, str) and value == "auto" and "auto" not in choices:
-        raise ConfigError(f"{where} is 'auto', and nothing filled it in; give it a value")
+        raise ConfigError(
+            f"{where} is 'auto', which only Hugging Face's Trainer and Accelerate replace; give it "
+            "a value"
+        )
     if value is None and not schema.get("may_be_null"):
         # A field's type may allow None for a key that is not set, but the config must not set it to
         # null.

@@ -83,6 +83,6 @@ def check_override(name: str, changes: Mapping[str, Any]) -> None:
         if key not in takes:
             raise ConfigError(
                 f"layerwise.overrides sets {key} for {name}, which the optimizer given to "
-                f"initialize() trains: they can set {', '.join(takes)}; say the rest in a "
+                f"initialize() trains: they can set {', '.join(takes)}; set the rest in a "
                 "parameter group of its own"
             )

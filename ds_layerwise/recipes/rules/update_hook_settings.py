@@ -72,8 +72,8 @@ class UpdateHooks(Recipe):
                 if getattr(self, other) not in (None, False):
                     raise ValueError(
                         f"hyperball is {self.hyperball!r} and {other} {getattr(self, other)!r}, "
-                        "and hyperball alone decides the norm of an update and of its matrix; "
-                        "leave out one"
+                        "but hyperball determines the norm of an update and of its matrix; "
+                        "remove one of the two"
                     )
         name = self.sizing_hook
         if name is None:
@@ -83,13 +83,13 @@ class UpdateHooks(Recipe):
             default = type(self).model_fields[key].default
             if value != default:
                 raise ValueError(
-                    f"{key} is {value!r} with {name}, which decides the size of an update by "
-                    f"itself; leave out one, and change the learning rate instead of {key}"
+                    f"{key} is {value!r}, but {name} determines the size of updates; remove one of "
+                    f"the two (with {name}, change the learning rate instead of {key})"
                 )
         if self.only_sizes:
             raise ValueError(
-                f"{name} is set for {self.rule}, whose updates differ from muon's by their size "
-                f"alone, and {name} decides that by itself; leave it out, or take muon"
+                f"{name} is set for {self.rule}, whose updates differ from muon's only by their "
+                f"size, which {name} determines; leave it out, or use muon"
             )
         return self
 

@@ -166,8 +166,8 @@ def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:
 def _in_module(facts: Facts, glob: str, wanted: Any) -> bool:
     if facts.modules is None:
         raise RoutingError(
-            f"{facts.name}: a condition asks for module {wanted!r}, and nobody has said which "
-            "modules hold the parameter; pass their class names"
+            f"{facts.name}: the condition module {wanted!r} needs the class names of the modules "
+            "that hold the parameter; pass them as modules"
         )
     return any(fnmatchcase(module, glob) for module in facts.modules)
 
@@ -180,7 +180,8 @@ def has_attribute(facts: Facts, attr: str) -> bool:
     """
     if facts.param is None:
         raise RoutingError(
-            f"{facts.name}: a condition asks for attr {attr!r}, and there is no parameter to ask"
+            f"{facts.name}: the condition attr {attr!r} needs the parameter itself, but only its "
+            "name and shape are known"
         )
     try:
         return bool(getattr(facts.param, attr, False))

@@ -250,8 +250,8 @@ def checked_split(where: str, entry: Mapping[str, Any]) -> dict[str, Any]:
     for key in ("split_axis", "split_groups"):
         if key in entry:
             raise ConfigError(
-                f"{where}.{key} says how parts lie, and {where} names none; give it split, like "
-                '{"q": 64, "k": 16, "v": 16}, too'
+                f"{where}.{key} sets the layout of parts, but {where} has no split; add one, like "
+                '{"q": 64, "k": 16, "v": 16}'
             )
     return dict(entry)
 

@@ -116,7 +116,7 @@ def _check_matrix_rule(recipe: Recipe) -> None:
         name = f"{recipe.rule} with {hook}" if hook else recipe.rule
         raise ValueError(
             f"how the rate of {name} depends on the width is not known; leave layerwise.mup out, "
-            "or take muon with scale_mode 'unit_rms_norm'"
+            "or use muon with scale_mode 'unit_rms_norm'"
         )
     if mode not in _CARRY_OVER:
         raise ValueError(

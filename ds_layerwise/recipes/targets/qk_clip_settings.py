@@ -96,7 +96,7 @@ class AttentionEntry(Section):
         fused = self.qkv is not None
         if fused == (self.q is not None) or (self.q is None) != (self.k is None):
             raise ConfigError(
-                f"{where} needs q and k, or qkv alone, got q {self.q!r}, k {self.k!r}, qkv "
+                f"{where} needs q and k, or only qkv, got q {self.q!r}, k {self.k!r}, qkv "
                 f"{self.qkv!r}"
             )
         if self.by_head and not fused:

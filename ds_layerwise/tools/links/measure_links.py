@@ -45,7 +45,7 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
         dist.init_distributed()
     if comm.size_of(None) == 1:
         raise LayerWiseError(
-            "links are measured between processes, and the launcher has started one alone; start "
+            "links are measured between processes, and the launcher has started only one; start "
             f"several, such as one a device, with: {START}"
         )
     return joins

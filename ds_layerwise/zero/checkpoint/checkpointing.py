@@ -103,7 +103,7 @@ class Checkpointing:
             header = self.header()
         steps = [f"steps {self._run.engine().global_steps}", f"updates {header.step}"]
         comm.same_on_all_ranks(
-            "what save_checkpoint() is called after", comm.digest_of(steps), steps, group=None
+            "the step of save_checkpoint()", comm.digest_of(steps), steps, group=None
         )
         if header.repeats and not self._has_warned:
             self._has_warned = True
@@ -299,7 +299,7 @@ class Checkpointing:
             run.planned.specs,
             self._resumption(header).after(),
             told=(
-                f"with what the parameter groups of {folder} go on with "
+                f"with the parameter groups that continue from {folder} "
                 f"(layerwise.on_hyper_change is {run.config.on_hyper_change!r}), "
             ),
         )

@@ -113,8 +113,8 @@ def check_arrived(
     incomplete = atomic.incomplete_folder(folder)
     if atomic.signed_by(folder, save_id) is None:
         raise LayerWiseError(
-            f"{incomplete} was made anew while this save was under way: another job saves to the "
-            "same place; give each job a save_dir of its own"
+            f"{incomplete} was replaced during this save: another job saves to the same folder; "
+            "give each job its own save_dir"
         )
     written: set[str] = set()
     for part in parts.values():
@@ -123,8 +123,8 @@ def check_arrived(
         for name in names:
             if name not in written:
                 raise LayerWiseError(
-                    f"no rank has written {incomplete / name}, which rank {rank} resumes from; use "
-                    "another checkpoint.writer, or none"
+                    f"no rank has written {incomplete / name}, which rank {rank} needs to resume; "
+                    "use another checkpoint.writer, or none"
                 )
     check_seen(incomplete, parts)
 
@@ -223,6 +223,6 @@ def check_one_save(folder: Path, *, own_disks: bool) -> None:
     for rank, (other, place) in enumerate(everyone):
         if other != everyone[0][0]:
             raise LayerWiseError(
-                f"ranks see different saves: rank 0 in {everyone[0][1]} another one than rank "
-                f"{rank} in {place}; load a tag that all nodes have of one save"
+                f"ranks see different saves: rank 0 in {everyone[0][1]}, rank {rank} in {place}; "
+                "load a tag for which all nodes have the same save"
             )

@@ -50,15 +50,15 @@ class Found:
         if self.states and self.header.repeats:
             lines.append(
                 f"{self.folder} was saved {self.header.repeats}: no gradients are loaded, and "
-                "training goes on with the first micro-batch of that step"
+                "training continues with the first micro-batch of that step"
             )
         if fresh_states:
             counts = ", ".join(
                 f"{count} x {why}" for why, count in sorted(Counter(fresh_states.values()).items())
             )
             lines.append(
-                f"{len(fresh_states)} of {out_of} parameters do not go on from the optimizer state "
-                f"in {self.folder}: {counts}"
+                f"{len(fresh_states)} of {out_of} parameters do not continue from the optimizer "
+                f"state in {self.folder}: {counts}"
             )
         return lines
 
@@ -128,8 +128,8 @@ def converted(
             if before != after:
                 counts[key, before, after] += 1
     return [
-        f"{key} of {count} parameters was kept in {before!r} where this was saved, and is in "
-        f"{after!r} here; it was converted"
+        f"{key} of {count} parameters was converted from {before!r} in the checkpoint to "
+        f"{after!r} in this run"
         for (key, before, after), count in sorted(counts.items())
     ]
 
@@ -166,9 +166,9 @@ def check_names(
             and not _are_equal(saved, first, second)
         ):
             raise LayerWiseError(
-                f"{first} and {second} are one parameter here, and differ in the checkpoint in "
+                f"{first} and {second} are one parameter here, but differ in the checkpoint in "
                 f"{folder}; load it into a model that does not tie them, or with {LENIENT}, which "
-                f"takes {first}"
+                f"uses {first}"
             )
 
 

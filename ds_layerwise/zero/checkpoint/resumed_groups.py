@@ -127,15 +127,15 @@ class Resumption:
         for index in range(len(self._saved)):
             if why := self._of_no_use(index):
                 lines.append(
-                    f"param_groups[{index}] was saved by a run {why} go on, and those of the "
-                    "checkpoint do not"
+                    f"param_groups[{index}]: the checkpoint's values are not used, because its run "
+                    f"{why} are used"
                 )
             else:
                 self._take_group(index)
         for what in self.header.unreadable:
             lines.append(
-                f"{what} is in the checkpoint as an object that only code could restore; this "
-                "run's own goes on"
+                f"{what} is an object in the checkpoint that only code could restore; this run's "
+                "own value is used"
             )
         return [*(self._line(*change) for change in self.changes), *lines]
 
@@ -166,12 +166,13 @@ class Resumption:
         is_named = _has_ratios(self.optimizer.built_with[index])
         if was_named and not is_named:
             why = (
-                "whose config named its optimizers, and this one was given an optimizer; its values"
+                "named its optimizers in the config; the values of the optimizer that was passed "
+                "to this one"
             )
         elif is_named and not was_named and self.header.configured:
-            why = "that was given an optimizer; the values of this one's config"
+            why = "was passed an optimizer; the values of this run's config"
         elif index in self.otherwise:
-            why = f"with {self.otherwise[index]}; the values of this run's optimizer"
+            why = f"used {self.otherwise[index]}; the values of this run's optimizer"
         else:
             return ""
         if self.follows:
@@ -235,16 +236,16 @@ class Resumption:
 
     def _line(self, key: str, old: str, new: str, is_taken: bool) -> str:
         if not is_taken:
-            outcome = f"{old} goes on, set layerwise.on_hyper_change to 'config' for {new}"
+            outcome = f"{old} is used, set layerwise.on_hyper_change to 'config' for {new}"
         elif self.wins == "config":
-            outcome = f"{new} goes on, as layerwise.on_hyper_change says"
+            outcome = f"{new} is used, as layerwise.on_hyper_change says"
         else:
             kind = type(self.scheduler).__name__
-            outcome = f"{new} goes on, because {kind} starts from what this run's config says of lr"
+            outcome = f"{new} is used, because {kind} starts from the lr of this run's config"
         groups = ", ".join(map(str, self.changes[key, old, new, is_taken]))
         return (
-            f"param_groups[{groups}].{key} was {old} in the run that was saved and is {new} in "
-            f"this one's config; {outcome}"
+            f"param_groups[{groups}].{key} was {old} in the saved run and is {new} in this "
+            f"run's config; {outcome}"
         )
 
 

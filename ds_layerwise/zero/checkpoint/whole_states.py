@@ -172,9 +172,9 @@ def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
     for name in untrained(module, trained):
         if first_expert(name) is not None:
             raise LayerWiseError(
-                f"{name} belongs to an expert, of which each rank has others, and is not trained, "
-                "so that nothing tells it from those of other ranks in a sharded checkpoint; "
-                "train it, or use engine.save_checkpoint() and engine.load_checkpoint()"
+                f"{name} belongs to an expert and is not trained: ranks have different ones under "
+                "this name, which a sharded checkpoint cannot tell apart; train it, or use "
+                "engine.save_checkpoint() and engine.load_checkpoint()"
             )
 
 

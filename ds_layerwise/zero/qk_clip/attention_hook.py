@@ -50,9 +50,10 @@ def watch(modules: Iterable[nn.Module], note: Note) -> None:
     interface: Any = getattr(transformers, "AttentionInterface", None)
     if not hasattr(interface, "get_interface"):
         raise ConfigError(
-            f"transformers {sys.modules['transformers'].__version__} does not say where its models "
-            "get their attention; install 5 or later, or set layerwise.qk_clip.hook to false and "
-            "give logits to engine.optimizer.note_attention_logits"
+            f"transformers {sys.modules['transformers'].__version__} has no "
+            "AttentionInterface.get_interface, which measuring attention logits needs; install 5 "
+            "or later, or set layerwise.qk_clip.hook to false and give logits to "
+            "engine.optimizer.note_attention_logits"
         )
     for module in modules:
         _watched[module] = weakref.WeakMethod(note)

@@ -280,9 +280,9 @@ class AttentionLogits(StepObserver):
         if self.clip is not None and self._never and self._updates >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {min(self._never)} in "
-                f"{self._updates} updates: it does not attend the way that is measured, or not at "
-                "all; give them to engine.optimizer.note_attention_logits, or name the others in "
-                "layerwise.qk_clip.attention"
+                f"{self._updates} updates: it does not compute attention in a way that is "
+                "measured, or not at all; pass logits to engine.optimizer.note_attention_logits, "
+                "or list only the other modules in layerwise.qk_clip.attention"
             )
 
     def summary(self) -> str:
@@ -310,8 +310,9 @@ def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -
         for scaled in attention.scaled:
             if getattr(routes[scaled.name].recipe, "hyperball", None) is not None:
                 raise RoutingError(
-                    f"layerwise.qk_clip scales {scaled.name} down, and hyperball keeps its norm; "
-                    "leave one of the two out, hyperball by an override for queries and keys"
+                    f"layerwise.qk_clip scales {scaled.name} down, but hyperball restores its "
+                    "norm; remove one of the two, or set hyperball to null for queries and keys in "
+                    "layerwise.overrides"
                 )
 
 

@@ -76,7 +76,7 @@ class Products:
         for rank, dtypes in enumerate(self.by_rank):
             if DTYPES[str(wanted)] in (dtypes or ()):
                 ranks.append(str(rank))
-        some = f"{len(ranks)} of {len(self.by_rank)} ranks alone: {few(ranks)}"
+        some = f"only {len(ranks)} of {len(self.by_rank)} ranks: {few(ranks)}"
         return f"{taken} ({wanted} is faster on {some})"
 
     def changes(self, recipes: Iterable[Recipe], saved: Sequence[str] | None) -> list[str]:

@@ -269,9 +269,9 @@ def _tell(
             counts = nodes.counts_on_nodes(range(len(where)), where)
         shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
         announce(
-            f"ds_layerwise: nodes have different numbers of ranks, {shown}: sums are not made "
-            "inside nodes first, and ways of buckets are chosen as for one rank a node; start "
-            "equally many on each"
+            f"ds_layerwise: nodes have different numbers of ranks ({shown}), so sums are not made "
+            "inside nodes first, and transports are chosen as for one rank per node; start the "
+            "same number on each node"
         )
 
 

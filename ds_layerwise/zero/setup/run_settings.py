@@ -99,7 +99,8 @@ class Settings:
         if comm.rank_of(group) != rank // ep_size:
             raise ConfigError(
                 f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
-                f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} ranks in a "
-                "row must hold all experts"
+                f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} "
+                "consecutive ranks must hold all experts; use DeepSpeed's own groups (ep_size of "
+                "deepspeed.moe.layer.MoE)"
             )
         return ep_size

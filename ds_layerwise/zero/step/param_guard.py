@@ -50,17 +50,18 @@ class Guard:
             self._look_again()
         for name, param in self._frozen.items():
             if param.requires_grad and not has_optimizer(param):
-                was = "frozen when" if self._at_start.get(name) is param else "added since"
+                was = "frozen when" if self._at_start.get(name) is param else "added after"
                 raise StepError(
-                    f"{name} was {was} this engine was made, and has no optimizer, but requires a "
-                    "gradient; freeze it again, or save, and resume in a new engine; if the script "
-                    "trains it by another optimizer, let it require a gradient already when this "
+                    f"{name} requires a gradient but has no optimizer, because it was {was} this "
+                    "engine was made; freeze it again, or save, and resume in a new engine; if the "
+                    "script trains it with another optimizer, let it require a gradient before the "
                     "engine is made"
                 )
         if self._uncut is not None:
             raise StepError(
-                f"{self._uncut} was added since this engine was made, and not cut, as ZeRO stage 3 "
-                "needs it; build it under deepspeed.zero.Init(), or take it out of the model"
+                f"{self._uncut} was added after this engine was made, and is not cut, as ZeRO "
+                "stage 3 needs it; build it under deepspeed.zero.Init(), or take it out of the "
+                "model"
             )
         idle: list[str] = []
         unused: list[str] = []
@@ -105,9 +106,9 @@ class Guard:
         for name, param in self._run.params.items():
             if here.get(name, param) is not param:
                 raise StepError(
-                    f"{name} is another parameter than when this engine was made, so that a "
-                    "checkpoint would have the weights of one and the masters of the other under "
-                    "this name; put it back for the save, or make a new engine"
+                    f"{name} is another parameter than when this engine was made, so a checkpoint "
+                    "would mix the weights of one with the masters of the other; put it back for "
+                    "the save, or make a new engine"
                 )
 
     def _take_note(self) -> None:
@@ -153,9 +154,9 @@ class Guard:
         """Warn once about the parameters ``gone``, which are no longer in the model."""
         if gone and self._run.rank == 0:
             logger.warning(
-                f"ds_layerwise: {few(gone)} got no gradient, and no module of the model has it any "
-                "more: it counts as not used, as if its gradient were zeros; freeze it to leave "
-                "it as it is"
+                f"ds_layerwise: {few(gone)} got no gradient, and is in no module of the model any "
+                "more: it counts as unused, with a gradient of zeros; freeze it to leave it "
+                "unchanged"
             )
         self._reported.update(gone)
 

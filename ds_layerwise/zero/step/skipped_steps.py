@@ -96,8 +96,8 @@ class SkippedSteps(StepObserver):
             raise self._too_many(step, f"{why}; raise the threshold,")
         if self._above.bit_count() == 1 and comm.rank_of(None) == 0:
             logger.warning(
-                f"ds_layerwise: step {step} was skipped: {why}; that was number {self._above} of "
-                f"such steps in this process, and number {self._in_a_row} of skipped ones in a row"
+                f"ds_layerwise: step {step} was skipped: {why} ({self._above} such steps in "
+                f"this process, {self._in_a_row} consecutive skipped steps)"
             )
 
     def _judge(self, step: int) -> None:
@@ -108,7 +108,7 @@ class SkippedSteps(StepObserver):
             blame = self._blame()
             if comm.rank_of(None) == 0:
                 logger.warning(
-                    f"ds_layerwise: step {step} was skipped {self._in_a_row} times in a row: "
+                    f"ds_layerwise: step {step} was skipped {self._in_a_row} consecutive times: "
                     f"{blame}"
                 )
 
@@ -118,8 +118,8 @@ class SkippedSteps(StepObserver):
 
     def _too_many(self, step: int, why: str) -> StepError:
         return StepError(
-            f"step {step} was skipped {self._in_a_row} times in a row: {why} look for what makes "
-            "it, or allow more (layerwise.max_skipped_steps)"
+            f"step {step} was skipped {self._in_a_row} consecutive times: {why} look for the "
+            "cause, or allow more (layerwise.max_skipped_steps)"
         )
 
     def _blame(self) -> str:

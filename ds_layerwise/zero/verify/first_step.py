@@ -177,8 +177,8 @@ class FirstStep(StepObserver):
             own = self._owned.reduced.piece(name)
             if text := _first_difference(own, plain, bound, start):
                 text = (
-                    f"{name}: of its averaged gradient, {text}, by an all-reduce of what the "
-                    "backward passes of all ranks have left"
+                    f"{name}: averaged gradient: {text}, according to an all-reduce of the "
+                    "gradients of all ranks"
                 )
                 different.append((index, text))
         return different
@@ -205,8 +205,8 @@ class FirstStep(StepObserver):
             expected = clip / decision.loss_scale
             if math.isfinite(norm) and not math.isclose(factor, expected, rel_tol=1e-4):
                 text = (
-                    f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} were to be "
-                    f"multiplied with {factor:g}, which by their norm, {norm:g}, is {expected:g}"
+                    f"gradients{f' of layerwise.norm_groups.{key}' * bool(key)} would be "
+                    f"multiplied by {factor:g}, but their norm, {norm:g}, gives {expected:g}"
                 )
                 different.append((-1, text))
         return different
@@ -309,21 +309,21 @@ class FirstStep(StepObserver):
                 different.append((index, f"{spec.name}: {text}"))
         self.looks = False
         self._expected.clear()
-        self._raise_first(different, "the update was made, so go on from a checkpoint")
+        self._raise_first(different, "the update was made, so continue from a checkpoint")
 
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)
         weights = self._run.weights_of(name)
         if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
-            return f"of its weights, {text}, in the float32 master of its owner"
+            return f"weights: {text}, according to the float32 master of its owner"
         for key, (value, bound) in self._expected.pop(name, {}).items():
             bounds = torch.full((value.numel(),), bound, dtype=widest_float(), device=value.device)
             if text := _first_difference(held[key].reshape(-1), value.reshape(-1), bounds):
                 rule = self._run.planned.routes[name].recipe.rule
                 what = "weights" if key == MASTER else key
                 return (
-                    f"of its {what} after the update, {text}, by {rule} on the whole parameter in "
-                    "one process, with the settings of this rank"
+                    f"{what} after the update: {text}, according to {rule} on the whole parameter "
+                    "in one process, with the settings of this rank"
                 )
         return None
 
@@ -363,7 +363,7 @@ class FirstStep(StepObserver):
             self._expected.clear()
             _, text, rank = min(found)
             raise StepError(
-                f"the first step is not what one process would have made: {text} (found by rank "
+                f"the first step differs from that of a single process: {text} (found by rank "
                 f"{rank}); {state}. If nothing but backward passes has changed gradients, this is "
                 "a fault of this machine or of this package: report it with the start-up table. "
                 'layerwise.reduction "ordered" adds up in another way; layerwise.verify_first_step '

@@ -97,7 +97,7 @@ class TestToUniversal(DistributedTest):
         (source / MODEL_FILE).write_bytes(model_file[:-1])
         assert_refused(f"{source / MODEL_FILE} has {len(model_file) - 1} bytes", "to-universal", tmp_path, out)
         (source / MODEL_FILE).write_bytes(model_file)
-        assert_refused(f"{out} is no folder", "to-universal", out, tmp_path / "new")
+        assert_refused(f"{out} is not a folder", "to-universal", out, tmp_path / "new")
         assert_refused(f"{source} is, or holds, the checkpoint", "to-universal", source, source, "--overwrite")
         assert_refused(f"{tmp_path} is, or holds, the checkpoint", "to-universal", source, tmp_path, "--overwrite")
         assert not out.exists()

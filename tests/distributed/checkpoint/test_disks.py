@@ -111,7 +111,7 @@ class TestOneDisk(DistributedTest):
             listed = saving._listed
             monkeypatch.setattr(saving, "_listed", lambda engine, folder, names: (
                 [(folder / name).unlink() for name in names], listed(engine, folder, names))[1])
-        with pytest.raises(LayerWiseError, match=f"{ZERO_1} is gone, or was never written"):
+        with pytest.raises(LayerWiseError, match=f"{ZERO_1} is missing before this save is complete"):
             engine.save_checkpoint(tmp_path, tag="tag")
         monkeypatch.undo()
         self.assert_the_first_is_there(tmp_path, first)
@@ -120,7 +120,7 @@ class TestOneDisk(DistributedTest):
         engine, first = self.saved(tmp_path)
         train_engine(engine, 1, first=1)
         monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
-        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 resu"):
+        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 need"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -129,7 +129,7 @@ class TestOneDisk(DistributedTest):
         train_engine(engine, 1, first=1)
         check = disks.check_arrived
         monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
-        with pytest.raises(LayerWiseError, match="was made anew while this save was under way: another job"):
+        with pytest.raises(LayerWiseError, match="was replaced during this save: another job saves to the"):
             engine.save_checkpoint(tmp_path, tag="tag")
         self.assert_the_first_is_there(tmp_path, first)
 
@@ -162,8 +162,8 @@ class TestWhatIsLoaded(DistributedTest):
     @pytest.mark.parametrize("tags, message", [
         (("global_step1", "global_step2"), "rank 0 'global_step1' in .* rank 1 'global_step2' in "),
         (("global_step1", None), "rank 0 'global_step1' in .* rank 1 'global_step2' in "),
-        (("latest is", "other"), "rank 0 'global_step2' in .* rank 1 'global_step1' in .* of 1; "),
-        (("latest is", "missing"), "rank 0 'global_step2' in .* and rank 1 None in .* of 1; None is where no file ")])
+        (("latest is", "other"), "rank 0 'global_step2' in .* rank 1 'global_step1' in .* of 1 "),
+        (("latest is", "missing"), "rank 0 'global_step2' in .* and rank 1 None in .* of 1 .None: there is no file ")])
     def test_ranks_agree_on_a_tag_before_anything_is_read(self, tags, message, tmp_path):
         engine, rank, folder = self.saved(tmp_path), dist.get_rank(), tmp_path
         tag = tags[rank]
@@ -179,7 +179,8 @@ class TestWhatIsLoaded(DistributedTest):
         train_engine(engine, 1, first=2)
         before = weights(engine.module).clone()
         for states_too in (True, False):
-            with pytest.raises(LayerWiseError, match=f"ranks would load different checkpoints: {message}.*pass one"):
+            with pytest.raises(LayerWiseError, match=f"ranks would load different checkpoints: {message}"
+                               ".*pass the same"):
                 engine.load_checkpoint(folder, tag=tag, load_optimizer_states=states_too)
         assert engine.global_steps == 3 and (weights(engine.module) == before).all()
 
@@ -195,7 +196,7 @@ class TestWhatIsLoaded(DistributedTest):
             (mine / "global_step1").symlink_to(tmp_path / "global_step2")
         before = weights(engine.module).clone()
         for states_too in (True, False):
-            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1 another"):
+            with pytest.raises(LayerWiseError, match="ranks see different saves: rank 0 in .*/global_step1, rank 1 in"):
                 engine.load_checkpoint(mine, tag="global_step1", load_optimizer_states=states_too)
         assert engine.global_steps == 2 and (weights(engine.module) == before).all()
 

@@ -103,7 +103,7 @@ class TestStockIntoOurs(DistributedTest):
             assert average.any()
             kept = average if policy == "keep_shared" else torch.zeros_like(average)
             assert torch.equal(found[name, "momentum_buffer"], kept), name
-        why = "adam before, muon now" + ", went on from exp_avg" * (policy == "keep_shared")
+        why = "adam before, muon now" + ", continued from exp_avg" * (policy == "keep_shared")
         assert engine.optimizer.fresh_states == dict.fromkeys(MATRICES, why)
         report = [line for line in printed.splitlines() if line.startswith("ds_layerwise:")]
         if dist.get_rank() == 0:
@@ -216,7 +216,7 @@ class TestDenseIntoOurs(DistributedTest):
             assert torch.equal(value, weights[name].to(value.dtype)), name
         assert engine.optimizer.fresh_states == dict.fromkeys(names, "no state in the checkpoint")
         if dist.get_rank() == 0:
-            assert f"{len(names)} of {len(names)} parameters do not go on" in printed.getvalue()
+            assert f"{len(names)} of {len(names)} parameters do not continue from" in printed.getvalue()
             assert f": {len(names)} x no state in the checkpoint" in printed.getvalue()
             assert {f"ds_layerwise: {name}: no state in the checkpoint" for name in names} <= set(lines)
         assert engine.optimizer.step_count == engine.global_steps == 0
@@ -237,6 +237,6 @@ class TestDenseIntoOurs(DistributedTest):
             (tmp_path / "dense" / "mp_rank_00_model_states.pt").unlink()
         dist.barrier()
         engine = start(Net(tied=True), ds_config())
-        with pytest.raises(LayerWiseError, match="dense holds no mp_rank_00_model_states.pt"):
+        with pytest.raises(LayerWiseError, match="dense has no mp_rank_00_model_states.pt"):
             engine.load_checkpoint(tmp_path, tag="dense")
         train_engine(engine, 1)

@@ -159,13 +159,14 @@ class TestOneFile(DistributedTest):
             save_file(content, tmp_path / "edited")
 
         for make, message in [
-            (lambda: None, "edited is no file; every rank reads it"), (cut, "edited is no whole file of safetensors"),
+            (lambda: None, "edited is not a file; every rank reads it"),
+            (cut, "edited is not a complete safetensors file"),
             (lambda: edited(lambda content: content.pop("ds_layerwise")), "was not written by save_state_dict_to_file"),
             (lambda: edited(lambda content: content.pop("state.tall.weight.momentum_buffer")),
-             "edited lacks state.tall.weight.momentum_buffer, and is not whole"),
+             "edited lacks state.tall.weight.momentum_buffer, so it is not complete"),
             (other, "edited cannot be read"),
             (lambda: edited(lambda content: content.update({"master.tall.weight": torch.zeros(3)})),
-             "it has 3 elements of master.tall.weight, and checksums of 0"),
+             "it has 3 elements of master.tall.weight, but checksums for 0"),
         ]:
             on_rank_0(make)
             with pytest.raises(LayerWiseError, match=message):

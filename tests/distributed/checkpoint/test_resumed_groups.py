@@ -184,7 +184,7 @@ class TestWhatIsWritten(DistributedTest):
             if dist.get_rank() == 0:
                 said = capsys.readouterr().out
                 for key in own:
-                    assert f"param_groups[0].{key} is in the checkpoint as an object" in said
+                    assert f"param_groups[0].{key} is an object in the checkpoint" in said
             assert_equal_states(states(resumed), states(engine))
             resumed.destroy()
 
@@ -233,7 +233,7 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         expected = other if wins == "checkpoint" else {key: resumed.optimizer.param_groups[0][key] for key in other}
         resumed.load_checkpoint(tmp_path)
         if dist.get_rank() == 0:
-            assert "param_groups[0].mode was slow in the run that was saved and is fast" in capsys.readouterr().out
+            assert "param_groups[0].mode was slow in the saved run and is fast" in capsys.readouterr().out
         found = {key: resumed.optimizer.param_groups[0][key] for key in other}
         assert found == expected and {key: type(each) for key, each in found.items()} == {
             key: type(each) for key, each in expected.items()}
@@ -337,7 +337,7 @@ class TestWhatWins(DistributedTest):
                                      ("weight_decay", 0.1, 0.5), ("momentum", 0.95, 0.5),
                                      ("betas", (0.9, 0.95), (0.25, 0.5)), ("eps", 1e-10, 1e-3)):
                 line, = (line for line in said if f"param_groups[0].{key} was {before} " in line)
-                assert f"is {now} in this one's config; {now if wins == 'config' else before} goes on" in line
+                assert f"is {now} in this run's config; {now if wins == 'config' else before} is used" in line
         fresh = start(Net(), ds_config(params=OTHER))
         assert effective(engine) == effective(fresh if wins == "config" else old)
         # What is in force decides the next step.
@@ -410,10 +410,10 @@ class TestWhatWins(DistributedTest):
         engine.load_checkpoint(tmp_path, load_lr_scheduler_states=kind == "of DeepSpeed")
         if dist.get_rank() == 0:
             said = capsys.readouterr().out
-            assert "param_groups[0].muon_lr was 0.02 in the run that was saved and is 0.01 in this one's config; " \
-                   "0.01 goes on" in said
+            assert "param_groups[0].muon_lr was 0.02 in the saved run and is 0.01 in this run's config; " \
+                   "0.01 is used" in said
             assert (f"because {type(engine.lr_scheduler).__name__} starts" in said) == (wins == "checkpoint")
-            assert ("0.1 goes on" in said) == (wins == "checkpoint")
+            assert ("0.1 is used" in said) == (wins == "checkpoint")
         train_engine(always, 3 if kind == "of DeepSpeed" else 0)
         for step in range(3, 5):
             train_engines((engine, always), 1, first=step)
@@ -546,4 +546,4 @@ class TestWhatWins(DistributedTest):
         engine.load_checkpoint(tmp_path, tag="tag")
         assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.3, 0.2, 0.3]
         if dist.get_rank() == 0:
-            assert "param_groups[0, 2].weight_decay was 0.1 in the run" in capsys.readouterr().out
+            assert "param_groups[0, 2].weight_decay was 0.1 in the saved run" in capsys.readouterr().out

@@ -171,7 +171,7 @@ class TestSaving(DistributedTest):
     def test_a_folder_that_may_not_be_written(self, tmp_path):
         engine = start(Net(), ds_config())
         on_rank_0(lambda: (tmp_path / "file").write_text(""))
-        with pytest.raises(LayerWiseError, match="file is no folder, and a save of tag needs"):
+        with pytest.raises(LayerWiseError, match="file is not a folder, but a save of tag needs"):
             engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
         train_engine(engine, 1)
 
@@ -224,8 +224,8 @@ class TestLoading(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="tag", client_state={"mine": Mine()} if "object" in kind else {})
         other = train_engine(start(Net(), ds_config(scheduler=WARMUP)), 1, first=5)
         before, held, schedule = weights(other.module).clone(), states(other), other.lr_scheduler.state_dict()
-        with pytest.raises(LayerWiseError, match="another one than this run's WarmupLR: its state has base_lrs, gamma, "
-                                                 "last_epoch, step_size; lacks last_batch_iteration; make .*"
+        with pytest.raises(LayerWiseError, match="differs from this run's WarmupLR: its state has base_lrs, gamma, "
+                                                 "last_epoch, step_size; lacks last_batch_iteration; use .*"
                                                  "load_lr_scheduler_states=False to start this one afresh"):
             other.load_checkpoint(tmp_path, tag=tag, **options)
         assert torch.equal(weights(other.module), before) and other.lr_scheduler.state_dict() == schedule
@@ -287,7 +287,7 @@ class TestLoading(DistributedTest):
     def test_a_function_of_the_users_own_is_refused_where_it_would_not_be_called(self, tmp_path):
         engine = self.saved(tmp_path, layerwise={"save_universal": True})
         before = weights(engine.module).clone()
-        with pytest.raises(LayerWiseError, match="is a universal checkpoint.*custom_load_fn would not be called"):
+        with pytest.raises(LayerWiseError, match="is a universal checkpoint.*would not call custom_load_fn"):
             engine.load_checkpoint(tmp_path, tag="global_step3_universal", custom_load_fn=lambda src, dst: None)
         assert torch.equal(weights(engine.module), before)
 
@@ -314,7 +314,7 @@ class TestLoading(DistributedTest):
         self.saved(tmp_path, **sections)
         other = start(Net(tied=True), ds_config(scheduler=WARMUP, **sections))
         before = weights(other.module).clone()
-        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, and differ"):
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, but differ"):
             other.load_checkpoint(tmp_path)
         assert torch.equal(weights(other.module), before) and other.global_steps == 0
         # As torch does, the last of them; there is no master that would be another.
@@ -342,7 +342,7 @@ class TestLoading(DistributedTest):
                 other.optimizer.load_state_dict_from_file(tmp_path / "file", strict=strict)
 
         save()
-        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, and differ"):
+        with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, but differ"):
             load()
         assert torch.equal(weights(other.module), before)
         load(strict=False)

@@ -266,7 +266,7 @@ class TestWithFSDP2(DistributedTest):
             dcp.load(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "whole"))
         dcp.save({"weights": {"w": torch.ones(2)}}, checkpoint_id=str(tmp_path / "other"))
         for name, message in {"other": "no weights under model; it has weights.w",
-                              "nothing": "is no checkpoint of torch.distributed.checkpoint"}.items():
+                              "nothing": "is not a checkpoint of torch.distributed.checkpoint"}.items():
             with pytest.raises(LayerWiseError, match=message):
                 engine.optimizer.load_sharded_state_dict(tmp_path / name)
         largest = max((tmp_path / "whole").glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -320,7 +320,7 @@ class TestWithFSDP2(DistributedTest):
         resumed = start(Net(), ds_config(gas=2))
         resumed.optimizer.load_sharded_state_dict(tmp_path / "under way")
         assert_equal_states(whole_states(resumed), expected)
-        assert dist.get_rank() or ("was saved within a step: no gradients are loaded, and training goes on with the "
+        assert dist.get_rank() or ("was saved within a step: no gradients are loaded, and training continues with the "
                                    "first micro-batch") in capsys.readouterr().out
 
 

@@ -180,7 +180,7 @@ class TestEveryPoint(DistributedTest):
         with pytest.raises(StepError, match=re.escape("cannot be saved inside engine.step(), or after")):
             engine.step()
         internals.owned(engine).update = update
-        with pytest.raises(StepError, match="some parameters have it and others not; load a checkpoint"):
+        with pytest.raises(StepError, match="some parameters are updated and others are not; load a checkpoint"):
             engine.save_checkpoint(tmp_path)
         assert not (tmp_path / "latest").exists() and not list(tmp_path.iterdir())
 
@@ -234,7 +234,8 @@ class TestEveryPoint(DistributedTest):
     def test_ranks_at_different_steps_are_refused(self, tmp_path):
         engine = start(Net(), ds_config())
         engine.global_steps += dist.get_rank()
-        with pytest.raises(LayerWiseError, match="is called after differs between ranks: rank 0 has steps 0, rank 1"):
+        with pytest.raises(LayerWiseError, match=r"the step of save_checkpoint\(\) differs between ranks: "
+                                                 "rank 0 has steps 0, rank 1"):
             engine.save_checkpoint(tmp_path, tag="tag")
         assert not list(tmp_path.iterdir())
 

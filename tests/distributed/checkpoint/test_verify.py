@@ -146,11 +146,11 @@ class TestVerify(DistributedTest):
         (lambda ours, index: ours["param_slice_mappings"][index].clear(),
          "does not hold the part of embed.weight that its own list says"),
         (lambda ours, index: ours["base_optimizer_state"]["state"][index].update(exp_avg=torch.zeros(2)),
-         "has 2 elements of exp_avg of embed.weight, and 1"),
+         "has 2 elements of exp_avg of embed.weight, but 1"),
         (lambda ours, index: ours["base_optimizer_state"]["state"][index].pop("exp_avg_sq"),
-         "has no elements of exp_avg_sq of embed.weight, and 1"),
+         "has no elements of exp_avg_sq of embed.weight, but 1"),
         (lambda ours, index: ours["single_partition_of_fp32_groups"].__setitem__(index, torch.zeros(1)),
-         "has 1 elements of fp32 of embed.weight, and 1"),
+         "has 1 elements of fp32 of embed.weight, but 1"),
     ])
     def test_elements_that_are_not_there_exactly_once(self, spoil, line, runs, tmp_path):
         folder = self.good(runs, "saved", tmp_path)
@@ -169,7 +169,7 @@ class TestVerify(DistributedTest):
                            if name not in ours["layerwise"]["param_starts"])
         edit(path, lambda content: content["optimizer_state_dict"]["single_partition_of_fp32_groups"].__setitem__(
             index, torch.zeros(3)))
-        self.assert_found(folder, f"has 3 elements of fp32 of {name}, and 0 by its own list")
+        self.assert_found(folder, f"has 3 elements of fp32 of {name}, but 0 in its own list")
 
     def test_an_element_that_two_ranks_have(self, runs, tmp_path):
         folder = self.good(runs, "saved", tmp_path)
@@ -217,7 +217,7 @@ class TestVerify(DistributedTest):
         script = folder / "zero_to_fp32.py"
         script.write_text(script.read_text() + "print('more')\n")
         code, out, _ = run("verify", folder)
-        assert code == 0 and f"\nwarning: {script} is not the script of the DeepSpeed that is installed" in out, out
+        assert code == 0 and f"\nwarning: {script} differs from the script of the installed DeepSpeed" in out, out
 
     def test_a_list_that_names_a_size_that_nothing_has(self, runs, tmp_path):
         """Nor takes as much memory, in any command."""
@@ -232,7 +232,7 @@ class TestVerify(DistributedTest):
 
     def test_more_elements_than_a_parameter_has(self, runs, tmp_path):
         """With a list that agrees with the files."""
-        before = {"fp32": "hold 43 elements of the weights of tall.bias, and its shape has 40",
+        before = {"fp32": "hold 43 elements of the weights of tall.bias, but its shape has 40",
                   "exp_avg": r"exp_avg \(43,\), now \(40,\)"}
         engine = start(Everything(), ds_config())
         expected = whole_states(engine)
@@ -258,7 +258,7 @@ class TestVerify(DistributedTest):
                     ours["base_optimizer_state"]["state"][index]["exp_avg"] = found
 
             edit(next(folder.glob("*optim_states.pt")), longer)
-            with pytest.raises(LayerWiseError, match=r"tall.bias is torch.Size\(\[43\]\), and 40 elements by its"):
+            with pytest.raises(LayerWiseError, match=r"tall.bias is torch.Size\(\[43\]\), but has 40 elements in the"):
                 engine.load_checkpoint(tmp_path, tag=folder.name)
         assert_equal_states(whole_states(engine), expected)
 

@@ -44,7 +44,7 @@ class TestMistakes(DistributedTest):
 
         engine = mistakes.start()
         monkeypatch.setattr(object_gather, "_of_all", closed)
-        says = r"within the timeout of .* call save_checkpoint\(\), .* on every rank, and not on rank 0 alone$"
+        says = r"within the timeout of .* call save_checkpoint\(\), .* on every rank, not only on rank 0$"
         with pytest.raises(LayerWiseError, match=says):
             engine.save_checkpoint(class_tmpdir)
         # A rank that has an error of its own tells that.

@@ -73,7 +73,7 @@ class TestWhatIsSaidLater(DistributedTest):
                 text = (stdout if isinstance(stdout, io.TextIOWrapper) and stdout.encoding == "ascii"
                         else stderr).buffer.getvalue().decode()
                 assert "/??????/global_step0 was saved within a step" in text
-                assert "their float32 masters followed" in text
+                assert "their float32 masters were set to them" in text
         engine.module.square.weight.data.fill_(0.5)
         train_engine(engine, 2, first=1)
         assert_equal_states(states(resumed), states(engine))

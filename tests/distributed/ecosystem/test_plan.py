@@ -96,8 +96,8 @@ def said_at_start(capsys, model, config):
 SMALL = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
                     num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager",
                     architectures=["LlamaForCausalLM"])
-UNEVEN = ("ds_layerwise: nodes have different numbers of ranks, {}: sums are not made inside nodes first, and ways of "
-          "buckets are chosen as for one rank a node; start equally many on each")
+UNEVEN = ("ds_layerwise: nodes have different numbers of ranks ({}), so sums are not made inside nodes first, and "
+          "transports are chosen as for one rank per node; start the same number on each node")
 
 
 class TestNodesAndLinks(DistributedTest):

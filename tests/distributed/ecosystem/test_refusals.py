@@ -60,7 +60,7 @@ BAD_CONFIGS = {
                      "warmup_max_lr is 0.665, and optimizer.params.lr is 0.01.* muon_lr would become 1.33 inst"),
     "AdamW's rate alone": (muon(lr=3e-4), "lr is 0.0003 without muon_lr.*give muon_lr.*or set scale_mode"),
     "left on auto": (muon(muon_lr="auto"), "muon_lr is 'auto'"),
-    **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', and nothing filled it in")
+    **{f"{key} left on auto": (config(**{key: "auto"}), f"{key} is 'auto', which only Hugging Face")
        for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")},
     "unknown coefficients": (muon(ns_coefficients="quintc"), "quintic"),
     "stage 4": (config(zero_optimization={"stage": 4}), "stage must be 1 .* got 4"),
@@ -146,12 +146,12 @@ def columns_of_one(module):
 
 #: What makes tensors share memory, and what is said of it; None where they share no element.
 SHARED = {
-    tie_by_data: "0.weight and 2.weight are two parameters in the same memory.*one parameter, 2.weight = 0.weight, or "
-                 "give one of them memory of its own: 0.weight.data = 0.weight.data.clone",
-    tie_to_frozen: "0.weight and 2.weight are two parameters in the same memory",
-    view_of_part: r"0.weight and 1.weight are two parameters in the same memory.*; make one parameter, of which forwar",
-    rows_as_columns: "0.weight and 1.weight are two parameters in the same memory.*; make one parameter",
-    buffer_of_part: "the buffer 1.seen lies in the memory of the parameter 0.weight.*1.seen.data = 1.seen.data.clone",
+    tie_by_data: "0.weight and 2.weight are different parameters that share memory.*one parameter, 2.weight = 0.weight,"
+                 " or give one of them memory of its own: 0.weight.data = 0.weight.data.clone",
+    tie_to_frozen: "0.weight and 2.weight are different parameters that share memory",
+    view_of_part: "0.weight and 1.weight are different parameters that share memory.*; make one parameter, and take bo",
+    rows_as_columns: "0.weight and 1.weight are different parameters that share memory.*; make one parameter",
+    buffer_of_part: "the buffer 1.seen shares memory with the parameter 0.weight.*1.seen.data = 1.seen.data.clone",
     tie: None, tie_what_is_frozen: None, flatten: None, columns_of_one: None}
 
 
@@ -319,12 +319,12 @@ class TestRefusedParallelism(DistributedTest):
         in_no_list = experts(2)
         own = in_no_list[0].weight
         own.allreduce, own.group_name = False, "ep_size_2"
-        with pytest.raises(LayerWiseError, match="0.weight is another parameter on every one of 2 ranks"):
+        with pytest.raises(LayerWiseError, match="0.weight is a different parameter on each of 2 ranks"):
             initialize(in_no_list)
 
     def test_an_mpu_that_says_too_little_or_too_much(self):
         for change, message in (
-                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it needs get_model_"),
+                ({"get_model_parallel_group": None}, r"mpu has no get_model_parallel_group\(\); it must have the "),
                 ({"get_pipeline_model_parallel_world_size": lambda: 2}, "mpu has 2 pipeline stages"),
                 ({"get_context_parallel_world_size": lambda: 2}, r"context parallelism \(mpu\) is not supported"),
                 ({"initialize_sequence_parallel": None}, r"sequence parallelism \(mpu\) is not supported")):
@@ -353,7 +353,7 @@ class TestRefusedParallelism(DistributedTest):
             module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
         with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .*axis -2"):
             initialize(module, mpu=mpu)
-        with pytest.raises(ConfigError, match="layerwise.save_universal is true, and tensor parallelism has cut"):
+        with pytest.raises(ConfigError, match="layerwise.save_universal is true, but tensor parallelism has cut"):
             initialize(ds_config=config(layerwise={"save_universal": True}), mpu=mpu)
 
 

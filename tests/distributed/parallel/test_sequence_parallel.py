@@ -174,7 +174,7 @@ class TestKeys(DistributedTest):
 
     def test_groups_of_an_earlier_engine_are_refused(self):
         start(OneWeight(), ds_config(), **sequence_groups("mesh")).destroy()
-        with pytest.raises(ConfigError, match="an earlier engine of this process has left sequence groups of 2 behind"):
+        with pytest.raises(ConfigError, match="sequence groups of 2 are left from an earlier engine of this process"):
             start(OneWeight(), ds_config())
 
 

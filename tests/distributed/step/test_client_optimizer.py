@@ -342,7 +342,7 @@ REFUSED = {
     "an override": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {
         "overrides": [{"name": "embed.*", "optimizer": "adamw"}]}}, "sets optimizer for embed.weight.*can set lr"),
     "a rate of embeddings": (lambda m: SGD(m.parameters(), lr=0.1), {"layerwise": {"decoupled_lr": 0.1}},
-                             "decoupled_lr is set, and the groups"),
+                             "layerwise.decoupled_lr has no effect with an optimizer passed to"),
     "another's parameter": (lambda m: SGD([*m.parameters(), nn.Parameter(torch.ones(3))], lr=0.1), {},
                             "the model does not have"),
     "two optimizers": (lambda m: SGD(m.parameters(), lr=0.1), {"optimizer": {"type": "LayerWiseMuon"}},
@@ -386,8 +386,8 @@ class TestRefusals(DistributedTest):
         _changed = loaded(start(again, momentum, config(layerwise={"on_optimizer_change": "reset"})), tmp_path)
         assert {key: value for key, value in momentum.param_groups[0].items() if key != "params"} == said
         if dist.get_rank() == 0:
-            assert "was saved by a run with torch.optim:AdamW (states exp_avg, exp_avg_sq, step); the values of this " \
-                "run's optimizer go on" in capsys.readouterr().out
+            assert "the checkpoint's values are not used, because its run used torch.optim:AdamW (states exp_avg, " \
+                "exp_avg_sq, step); the values of this run's optimizer are used" in capsys.readouterr().out
         third = Net()
         # The same class, with settings that no state of the checkpoint goes with.
         largest = start(third, AdamW(third.parameters(), lr=0.005, amsgrad=True), config(

@@ -200,7 +200,7 @@ class TestObjects(DistributedTest):
         join(tmp_path / "store")
         dist.barrier()  # or a rank that fails below closes what others still make
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
-        with pytest.raises(LayerWiseError, match="do not reach each other over gloo.*GLOO_SOCKET_IFNAME"):
+        with pytest.raises(LayerWiseError, match="cannot reach each other over gloo.*GLOO_SOCKET_IFNAME"):
             comm.gather_objects(1, group=None)
 
 

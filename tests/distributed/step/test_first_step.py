@@ -144,8 +144,8 @@ class TestWrong(DistributedTest):
         with pytest.raises(StepError) as error:
             train(engine, steps, **options)
         everyone = from_all_ranks(str(error.value))
-        assert len(set(everyone)) == 1 and everyone[0].startswith("the first step is not what one process would")
-        found = re.search(r"made: ([\w.]+): (.*) \(found by rank (\d)\); (.*)\. If", everyone[0])
+        assert len(set(everyone)) == 1 and everyone[0].startswith("the first step differs from that of a single")
+        found = re.search(r"process: ([\w.]+): (.*) \(found by rank (\d)\); (.*)\. If", everyone[0])
         return found.groups()
 
     @pytest.mark.parametrize("stage, sections", [(1, {}), (2, BF16), (3, BF16)])
@@ -159,7 +159,7 @@ class TestWrong(DistributedTest):
         # Pieces of the last rank, of which the first one in the order of the model.
         held = {piece.name for piece in engine.optimizer.layout.pieces(last)}
         assert name == next(each for each, _ in engine.module.named_parameters() if each in held)
-        assert int(rank) == last and told.startswith("of its averaged gradient, element ")
+        assert int(rank) == last and told.startswith("averaged gradient: element ")
         assert state == "nothing was updated" and torch.equal(weights(engine.module), before)
         assert engine.optimizer.step_count == 0
 
@@ -177,7 +177,7 @@ class TestWrong(DistributedTest):
         name, told, rank, _ = self.first_error(engine)
         piece = engine.optimizer.layout.pieces(0)[0]
         assert name == piece.name and told.startswith(
-            f"of its averaged gradient, element {piece.param_start + 3} is ") and ", as are 1 of " in told
+            f"averaged gradient: element {piece.param_start + 3} is ") and ", as are 1 of " in told
 
     @pytest.mark.parametrize("key, value, what", [
         ("lr", 0.006, "weights after the update"), ("momentum", 0.9, "momentum_buffer after the update"),
@@ -187,7 +187,7 @@ class TestWrong(DistributedTest):
         if dist.get_rank() == 1:
             engine.optimizer.param_groups[0][key] = value
         _, told, _, state = self.first_error(engine)
-        assert told.startswith(f"of its {what}, element ") and state.startswith("the update was made")
+        assert told.startswith(f"{what}: element ") and state.startswith("the update was made")
 
     def test_weights_that_one_rank_has_got_wrong(self):
         engine = start(Real(), ds_config(layerwise=VERIFY, bf16={"enabled": True}))
@@ -204,8 +204,8 @@ class TestWrong(DistributedTest):
 
             sync.finish = finish_and_slip
         name, told, rank, _ = self.first_error(engine)
-        assert (name, rank) == ("embed.weight", "1") and told.endswith("in the float32 master of its owner")
-        assert told.startswith(f"of its weights, element {17 * 12 - 9} is ")
+        assert (name, rank) == ("embed.weight", "1") and told.endswith("according to the float32 master of its owner")
+        assert told.startswith(f"weights: element {17 * 12 - 9} is ")
 
     @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
     def test_cuts_that_one_rank_has_got_wrong(self, name):
@@ -221,12 +221,12 @@ class TestWrong(DistributedTest):
 
             sync.finish = finish_and_slip
         found, told, *_ = self.first_error(engine)
-        assert found == name and told.endswith("in the float32 master of its owner")
+        assert found == name and told.endswith("according to the float32 master of its owner")
 
     def test_a_clip_of_another_size(self, monkeypatch):
         engine = start(Real(), ds_config(clip=0.5, layerwise=VERIFY))
         monkeypatch.setattr(clip, "_CLIP_EPS", 10.0)
-        with pytest.raises(StepError, match="made: gradients were to be multiplied with .*, which by their norm, "):
+        with pytest.raises(StepError, match="process: gradients would be multiplied by .*, but their norm, .*, gives "):
             train(engine)
 
 
@@ -298,7 +298,7 @@ class TestWhen(DistributedTest):
         with pytest.raises(MemoryError) if dist.get_rank() == 1 else nullcontext():
             train(engine)
         assert is_armed(engine)
-        with pytest.raises(LayerWiseError, match="was ended by MemoryError"):
+        with pytest.raises(LayerWiseError, match="was interrupted by MemoryError"):
             train(engine, first=1)
         own.update = update
         engine.load_checkpoint(str(tmp_path))

@@ -220,7 +220,7 @@ class TestMemory(DistributedTest):
         with monkeypatch.context() as patch:
             if rank == 1:
                 patch.setattr(accelerator, known_as, refuse, raising=False)
-            message = (r"[\d,]+ bytes of page-locked host memory cannot be had: CUDA error: out of memory; set "
+            message = (r"[\d,]+ bytes of page-locked host memory cannot be allocated: CUDA error: out of memory; set "
                        "pin_memory: false .* or raise the limit")
             with pytest.raises(LayerWiseError, match=message if rank == 1 else f"rank 1 failed: .*{message}"):
                 start(Net(), config(1, pin_memory=True))

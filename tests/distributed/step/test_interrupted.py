@@ -90,10 +90,10 @@ class TestInterrupted(DistributedTest):
             engine.step()
         engine.backward(engine((3, 0, dist.get_rank())))
         for _ in range(2):
-            with pytest.raises(LayerWiseError, match=r"the update of step 3 was ended by OutOfMemoryError: tried to "
-                               r"allocate 2 GiB; some parameters have it and others not; load a checkpoint"):
+            with pytest.raises(LayerWiseError, match=r"the update of step 3 was interrupted by OutOfMemoryError: tried "
+                               r"to allocate 2 GiB; some parameters are updated and others are not; load a checkpoint"):
                 engine.step()
-            with pytest.raises(LayerWiseError, match="the update of step 3 was ended"):
+            with pytest.raises(LayerWiseError, match="the update of step 3 was interrupted"):
                 engine.save_checkpoint(str(tmp_path), tag="half")
             assert Path(tmp_path, "latest").read_text() == "global_step2"
             assert not [name for name in os.listdir(tmp_path) if name.startswith("half")]
@@ -119,7 +119,7 @@ class TestInterrupted(DistributedTest):
             engine.load_checkpoint(str(tmp_path), **options)
             engine.zero_grad()
             engine.backward(engine((0, 0, dist.get_rank())))
-            with pytest.raises(LayerWiseError, match="the update of step 1 was ended"):
+            with pytest.raises(LayerWiseError, match="the update of step 1 was interrupted"):
                 engine.step()
 
     def test_an_error_that_the_user_can_mend_leaves_no_timer_running(self):

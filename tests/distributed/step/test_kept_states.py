@@ -178,13 +178,13 @@ class TestTheSameForAll(DistributedTest):
                 torch.testing.assert_close(found[name, key].float(), value.float(), rtol=0, atol=off, msg=name)
             told = capsys.readouterr().out
             now = "float32" if kind is None else "8bit"
-            line = f"exp_avg_sq of 9 parameters was kept in 'bfloat16' where this was saved, and is in '{now}' here"
+            line = f"exp_avg_sq of 9 parameters was converted from 'bfloat16' in the checkpoint to '{now}' in this run"
             assert told.count(line) == (1 if dist.get_rank() == 0 else 0), told
-            assert told.count("momentum_buffer of 8 parameters was kept") == (1 if dist.get_rank() == 0 else 0)
+            assert told.count("momentum_buffer of 8 parameters was converted") == (1 if dist.get_rank() == 0 else 0)
             engine.destroy()
         engine = started("chance")
         engine.load_checkpoint(runs / "3", tag="here")
-        assert "was kept in" not in capsys.readouterr().out
+        assert "was converted from" not in capsys.readouterr().out
 
 
 class TestMemory(DistributedTest):
@@ -304,6 +304,6 @@ class TestBeside(DistributedTest):
 
     def test_refused(self):
         for params, message in (({"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.999]}, "keeps 0.999 of itself"),
-                                ({"stochastic_rounding": True}, "no state is kept in 'bfloat16'")):
+                                ({"stochastic_rounding": True}, "no state is stored in 'bfloat16'")):
             with pytest.raises(ConfigError, match=message):
                 start(Large(), ds_config(params=params))

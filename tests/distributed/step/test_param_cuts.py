@@ -376,7 +376,7 @@ class TestAccess(DistributedTest):
 
     def test_a_rank_has_no_part_of_its_own(self):
         engine = start(Net(), config_of(3))
-        with pytest.raises(StepError, match="^square.weight: masters, states and gradients of matrices are whole"):
+        with pytest.raises(StepError, match="^square.weight: masters, states and gradients of matrices are whole on"):
             safe_get_local_fp32_param(engine.module.square.weight)
 
     def test_others_find_what_fetches(self):
@@ -547,7 +547,7 @@ class TestRefused(DistributedTest):
 
     def test_what_the_model_is_besides(self):
         config = config_of(3, sequence_parallel_size=2)
-        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which this backend does not do at ZeRO"):
+        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which is not supported at ZeRO"):
             start(Net(), config)
 
     def test_parameters_without_elements(self):
@@ -558,7 +558,7 @@ class TestRefused(DistributedTest):
         engine = train_engine(start(Net(), config_of(3)), 1)
         engine.module.probe = nn.Linear(2, 2).requires_grad_(False)
         engine.backward(engine((1, 0, dist.get_rank())))
-        with pytest.raises(StepError, match="^probe.bias was added since .* build it under deepspeed.zero.Init"):
+        with pytest.raises(StepError, match="^probe.bias was added after .* build it under deepspeed.zero.Init"):
             engine.step()
         del engine.module.probe
         engine.step()

@@ -70,8 +70,8 @@ class TestHyperParameters(DistributedTest):
 
 
 #: What is written into a running group, and what is said of it.
-WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but counts only where.*lr times matrix_lr_ratio; remove it"),
-           ("adam_lr", 0.1, "adam_lr is 0.1, but counts only where.*lr times scalar_lr_ratio; remove it"),
+WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but has no effect after.*lr times matrix_lr_ratio; remove it"),
+           ("adam_lr", 0.1, "adam_lr is 0.1, but has no effect after.*lr times scalar_lr_ratio; remove it"),
            ("use_muon", False, "use_muon is False and was None when"),
            ("lr", float("nan"), r"lr must be in \[0, inf\), got nan; nothing was updated"),
            ("lr", torch.tensor(float("inf")), r"lr must be in \[0, inf\), got inf"),

@@ -125,7 +125,7 @@ class TestPreconditioned(DistributedTest):
         saved, found = torch.load(runs / "4" / "expected.pt"), whole_states(muon)
         for name in MATRICES.keys() & {name for name, _ in found}:
             assert torch.equal(found[name, "momentum_buffer"].flatten(), saved[name, "exp_avg"].flatten()), name
-            assert "soap before, muon now, went on" in muon.optimizer.fresh_states[name] or name == "flat.weight"
+            assert "soap before, muon now, continued from" in muon.optimizer.fresh_states[name] or name == "flat.weight"
         with pytest.raises(LayerWiseError, match="was updated by (kl_)?(soap|shampoo) .*this run updates it by muon"):
             start(Net(), ds_config()).load_checkpoint(runs / "4", tag="regular")
 
@@ -145,7 +145,8 @@ class TestPreconditioned(DistributedTest):
                     train_engine(engine, 1, first=1)
             else:
                 train_engine(engine, 1, first=1)
-        with pytest.raises(LayerWiseError, match="the update of step 2 was ended by StepError: .*soap finds no eig"):
+        with pytest.raises(LayerWiseError, match="the update of step 2 was interrupted by StepError: "
+                                                     ".*soap finds no eig"):
             train_engine(engine, 1, first=2)
         engine.load_checkpoint(tmp_path)
         train_engine(engine, 2, first=1)

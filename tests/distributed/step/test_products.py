@@ -33,7 +33,7 @@ class TestProducts(DistributedTest):
     @pytest.mark.parametrize("speeds, taken, told", [
         ((3.4, 1.9), "bf16", f"matrix products in {BF16} (measured)"),
         ((1.1, 0.1), "fp32", f"matrix products in {FP32} (measured)"),
-        ((1.1, 4.0), "fp32", f"matrix products in {FP32} ({BF16} is faster on 1 of 2 ranks alone: 1)")])
+        ((1.1, 4.0), "fp32", f"matrix products in {FP32} ({BF16} is faster on only 1 of 2 ranks: 1)")])
     def test_all_ranks_take_what_all_found_faster(self, speeds, taken, told, monkeypatch):
         measured(monkeypatch, *speeds)
         engine = trained("auto")

@@ -326,7 +326,7 @@ class TestGiven(DistributedTest):
 
     def test_a_norm_that_is_kept_undoes_it(self):
         entry = {"name": "attn.k.weight", "hyperball": 1.0}
-        with pytest.raises(RoutingError, match="qk_clip scales attn.k.weight down, and hyperball keeps its norm"):
+        with pytest.raises(RoutingError, match="qk_clip scales attn.k.weight down, but hyperball restores its"):
             start_own({"qk_clip": {"attention": [ENTRY]}, "overrides": [entry]})
 
     def test_what_was_frozen_after_the_start_is_left(self):

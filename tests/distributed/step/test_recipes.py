@@ -120,11 +120,11 @@ class TestOverrides(DistributedTest):
     def test_what_a_recipe_does_not_take(self):
         for entry, message in (
                 ({"name": "embed.weight", "ns_steps": 3}, r"sets ns_steps for embed.weight, which goes to adamw "
-                 r"\(embedding\) and takes .*betas, eps, weight_decay"),
+                 r"\(embedding\) and accepts .*betas, eps, weight_decay"),
                 ({"name": "square.weight", "betas": [0.5, 0.5]}, r"sets betas for square.weight, which goes to muon "
-                 r"\(matrix\) and takes .*nesterov.*; narrow the pattern"),
+                 r"\(matrix\) and accepts .*nesterov.*; narrow the pattern"),
                 ({"name": "square.weight", "scale_mode": "match_rms_adamw"}, "sets scale_mode for square.weight, which "
-                 "takes a learning rate of another size.* give the entry lr_scale"),
+                 "needs a learning rate of another size.* give the entry lr_scale"),
                 ({"name": "head.weight", "optimizer": "lion", "eps": 1e-3},
                  "sets eps for head.weight, which goes to lion"),
                 ({"name": "norm.weight", "optimizer": "muon"},

@@ -156,7 +156,7 @@ class TestRefusedSteps(DistributedTest):
             backward(engine, 0)
         if dist.get_rank() == 1:
             internals.interrupt(refused)
-        with pytest.raises(LayerWiseError, match="was ended"):
+        with pytest.raises(LayerWiseError, match="was interrupted"):
             refused.step()
         for (name, param), other in zip(refused.module.named_parameters(), plain.module.parameters(), strict=True):
             assert torch.equal(safe_get_full_grad(param), safe_get_full_grad(other)), name

@@ -99,7 +99,7 @@ class TestWritten(DistributedTest):
             each.module.load_state_dict(other)
             train_engine(each, 3, first=3)
         assert_same_runs(engine, plain)
-        told = "weights were written between two steps; their float32 masters followed"
+        told = "weights were written between two steps; their float32 masters were set to them"
         assert capsys.readouterr().out.count(told) == (2 if dist.get_rank() == 0 else 0)
 
     def test_there_and_back_again(self, capsys):

@@ -154,8 +154,8 @@ class TestThreshold(DistributedTest):
         norm = 4 * norm_of(averages(2, 2))
         assert engine.get_global_grad_norm() == pytest.approx(norm, rel=1e-6) and math.isfinite(norm)
         first, second = (f"ds_layerwise: step 2 was skipped: the norm of its gradients, {4 * norm_of(averages(i, 2)):g}"
-                         f", is above layerwise.grad_norm_skip_threshold, which is {threshold:g}; that was number "
-                         f"{i + 1} of such steps in this process, and number {i + 1} of skipped ones in a row"
+                         f", is above layerwise.grad_norm_skip_threshold, which is {threshold:g} "
+                         f"({i + 1} such steps in this process, {i + 1} consecutive skipped steps)"
                          for i in (0, 1))
         assert [line for line in warned if line.startswith("ds_layerwise")] == [first, second] * (
             dist.get_rank() == 0)
@@ -170,8 +170,8 @@ class TestThreshold(DistributedTest):
         self.train(engine, 1, math.inf)
         assert engine.get_global_grad_norm() == math.inf
         with pytest.raises(StepError, match=(
-                r"step 1 was skipped 3 times in a row: the norm of its gradients, .* is above layerwise."
-                r"grad_norm_skip_threshold, which is 1; raise the threshold, look for what makes it, or allow more "
+                r"step 1 was skipped 3 consecutive times: the norm of its gradients, .* is above layerwise."
+                r"grad_norm_skip_threshold, which is 1; raise the threshold, look for the cause, or allow more "
                 r"\(layerwise.max_skipped_steps\)")):
             self.train(engine, 1, 1.0)
 
@@ -260,7 +260,7 @@ class TestUpdates(DistributedTest):
             train_engine(engine, 1, first=1)
             found = engine.optimizer.report()
             assert found["update_rms_muon"] == before["update_rms_muon"]
-        with pytest.raises(Exception, match="was ended by MemoryError"):
+        with pytest.raises(Exception, match="was interrupted by MemoryError"):
             train_engine(engine, 1, first=2)
 
 

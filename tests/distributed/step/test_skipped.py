@@ -56,7 +56,7 @@ class TestSkipped(DistributedTest):
         with pytest.raises(StepError) as error:
             train(engine, 1, bad=True)
         assert str(error.value) == (
-            f"step 3 was skipped 4 times in a row: {self.blame(engine)}; look for what makes it, or allow more "
+            f"step 3 was skipped 4 consecutive times: {self.blame(engine)}; look for the cause, or allow more "
             "(layerwise.max_skipped_steps)")
 
     @pytest.mark.parametrize("way", ["load", "weights alone", "one file"])
@@ -74,7 +74,7 @@ class TestSkipped(DistributedTest):
         train(engine, 2, bad=True)
         with pytest.raises(ZeroDivisionError):
             engine.load_checkpoint(tmp_path, tag="tag", custom_load_fn=lambda src, dst: 1 / 0)
-        with pytest.raises(StepError, match=f"step 2 was skipped 3 times in a row: {self.blame(engine)}"):
+        with pytest.raises(StepError, match=f"step 2 was skipped 3 consecutive times: {self.blame(engine)}"):
             train(engine, 1, bad=True)
 
     @pytest.mark.parametrize("what, ranks, made", [
@@ -86,14 +86,14 @@ class TestSkipped(DistributedTest):
         train(engine, 2, bad=True)
         with pytest.raises(StepError) as error:
             train(engine, 2, bad=True)
-        assert str(error.value).endswith(f"{self.blame(engine, made)}; look for what makes it, or allow more "
+        assert str(error.value).endswith(f"{self.blame(engine, made)}; look for the cause, or allow more "
                                          "(layerwise.max_skipped_steps)")
 
     def test_the_first_of_them_is_not_looked_for(self):
         engine = start(Sick(), ds_config(layerwise={"max_skipped_steps": 1}))
         for healthy in range(2):
             train(engine, 1, bad=False)
-        with pytest.raises(StepError, match="found by rank [01], which owns it; look for what makes it"):
+        with pytest.raises(StepError, match="found by rank [01], which owns it; look for the cause"):
             train(engine, 1, bad=True)
 
     def test_it_warns_before_and_for_ever_where_there_is_no_end(self, monkeypatch):
@@ -101,7 +101,7 @@ class TestSkipped(DistributedTest):
         monkeypatch.setattr(logger, "warning", warned.append)
         train(engine, 119, bad=True)
         assert warned == [
-            f"ds_layerwise: step 1 was skipped {count} times in a row: {self.blame(engine)}"
+            f"ds_layerwise: step 1 was skipped {count} consecutive times: {self.blame(engine)}"
             for count in (10, 20, 40, 80)] * (dist.get_rank() == 0)
 
     def test_a_loss_scale_that_comes_down_is_no_sickness(self):

@@ -70,7 +70,7 @@ class TestStateAccess(DistributedTest):
     def test_gradients_between_backward_and_step(self, stage):
         engine = self.engine(stage)
         module = engine.module
-        with pytest.raises(StepError, match="averaged gradients are there between the backward pass"):
+        with pytest.raises(StepError, match="averaged gradients exist only between the backward pass"):
             safe_get_full_grad(module.experts)
         engine.backward(engine((0, 0, dist.get_rank())))
         read = {name: safe_get_full_grad(p) for name, p in self.trained(engine).items()}
@@ -78,7 +78,7 @@ class TestStateAccess(DistributedTest):
             assert torch.equal(read[name].flatten(), value), name
             assert torch.equal(safe_get_full_grad(module.get_parameter(name)).flatten(), value), name
         engine.step()
-        with pytest.raises(StepError, match="averaged gradients are there between the backward pass"):
+        with pytest.raises(StepError, match="averaged gradients exist only between the backward pass"):
             safe_get_full_grad(module.experts)
 
     @pytest.mark.world_size(3)

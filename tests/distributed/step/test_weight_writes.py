@@ -133,7 +133,7 @@ class TestWeights(DistributedTest):
                 if step in (1, 3):
                     write_data(engine.module, {"square.weight": torch.full((12, 12), 0.1 * step)})
                 train_engine(engine, 1, first=step)
-        assert out.getvalue().count("float32 masters followed") == (dist.get_rank() == 0)
+        assert out.getvalue().count("float32 masters were set to them") == (dist.get_rank() == 0)
 
     def test_what_is_written_is_read_and_saved(self, tmp_path):
         engine = train_engine(start(Net(), written_config(1, 0.5, torch.bfloat16)), 2)

@@ -152,7 +152,7 @@ def test_each_bit_of_a_tensor_counts(make, tmp_path):
         for path in paths:
             place = path.read_bytes().index(raw) + len(raw) // 2
             flipped(path, place, 3)
-            with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: the elements .* are not those that"):
+            with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: elements .* do not match their"):
                 read(tmp_path, RANGES)
             flipped(path, place, 3)
 
@@ -192,8 +192,8 @@ def test_a_list_of_tensors_that_is_none(tmp_path):
     write_sharded(tmp_path)
     path = Path(tmp_path, ".metadata")
     whole = path.read_bytes()
-    for content, message in ((b"Nr\xff\xff\xff\xff" * 3 + b".", "is no checkpoint of torch.distributed.checkpoint"),
-                             (b"\x96" + b"\xff" * 7 + b"\x0f.", "is no checkpoint of torch.distributed.checkpoint"),
+    for content, message in ((b"Nr\xff\xff\xff\xff" * 3 + b".", "is not a checkpoint of torch.distributed.checkpoint"),
+                             (b"\x96" + b"\xff" * 7 + b"\x0f.", "is not a checkpoint of torch.distributed.checkpoint"),
                              (whole.replace(b"ds_layerwise.header", b"ds_layerwise.heater"),
                               "its list has lost ds_layerwise.header")):
         path.write_bytes(content)
@@ -201,11 +201,11 @@ def test_a_list_of_tensors_that_is_none(tmp_path):
             opened(tmp_path)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises(LayerWiseError, match=".metadata is no file"):
+    with pytest.raises(LayerWiseError, match=".metadata is not a file"):
         opened(tmp_path)
     path.unlink()
     path.write_bytes(whole)
     (tmp_path / "__0_0.distcp").unlink()
     os.mkfifo(tmp_path / "__0_0.distcp")
-    with pytest.raises(LayerWiseError, match="__0_0.distcp is no file of it"):
+    with pytest.raises(LayerWiseError, match="__0_0.distcp is not a file"):
         opened(tmp_path)

@@ -120,9 +120,9 @@ def resealed(folder, ranges):
 
 @pytest.mark.parametrize("damage, message", [
     (lambda f: (f / FILE_NAME).unlink(), "is missing: the save was never finished"),
-    (lambda f: ((f / FILE_NAME).unlink(), os.mkfifo(f / FILE_NAME)), "is no file: the save was never finished"),
-    (lambda f: resealed(f, [[-5, 0], [8, 0]]), r"is damaged: \[-5, 0\] is no range of bytes and its checksum"),
-    (lambda f: resealed(f, [["3", 0]]), r"is damaged: \['3', 0\] is no range of bytes and its checksum"),
+    (lambda f: ((f / FILE_NAME).unlink(), os.mkfifo(f / FILE_NAME)), "is not a file: the save was never finished"),
+    (lambda f: resealed(f, [[-5, 0], [8, 0]]), r"is damaged: \[-5, 0\] is not \[number of bytes, CRC-32\]"),
+    (lambda f: resealed(f, [["3", 0]]), r"is damaged: \['3', 0\] is not \[number of bytes, CRC-32\]"),
     (lambda f: resealed(f, []), "is damaged: a file has no range"),
     (lambda f: (f / FILE_NAME).write_text("{"), "is damaged"),
     (lambda f: (f / FILE_NAME).write_bytes(b"\xff\xfe"), "is damaged"),

@@ -178,8 +178,8 @@ class Position:
 def test_a_state_that_is_no_dict_must_be_of_the_same_kind():
     assert check_scheduler(Position([1, 2]), [3]) == check_scheduler(Position(4), 5) == []
     for now, saved in ((Position([1]), {"last_epoch": 3}), (Position(7), [7])):
-        with pytest.raises(LayerWiseError, match=f"is another one than this run's Position: its state is a "
-                           f"{type(saved).__name__}, not a {type(now.state).__name__}; make .* or load with"):
+        with pytest.raises(LayerWiseError, match=f"differs from this run's Position: its state is a "
+                           f"{type(saved).__name__}, not a {type(now.state).__name__}; use .* or load with"):
             check_scheduler(now, saved)
 
 

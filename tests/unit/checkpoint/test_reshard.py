@@ -122,7 +122,7 @@ def test_another_shape_is_named():
     saved, (own,) = records(1, "balanced", 100), records(1, "balanced", 100, filled=False)
     for piece in saved[0].pieces:
         piece.state["left"] = torch.zeros(4, 4)
-    with pytest.raises(LayerWiseError, match=r"states have other shapes \(left \(4, 4\), now \(3, 3\)\)"):
+    with pytest.raises(LayerWiseError, match=r"gave its states other shapes \(left \(4, 4\), now \(3, 3\)\)"):
         plan(own, InMemory(saved))
 
 
@@ -205,7 +205,7 @@ class TestNames:
 
     @pytest.mark.parametrize("rename", [{"a": "b"}, {"a": "c", "b": "c"}])
     def test_two_names_that_become_one(self, rename):
-        with pytest.raises(LayerWiseError, match="gives a and b of the checkpoint one name"):
+        with pytest.raises(LayerWiseError, match="a and b of the checkpoint have the same name after layerwise.rename"):
             new_names(["a", "b"], rename)
 
     def test_a_checkpoint_under_new_names(self):
@@ -223,7 +223,7 @@ def test_experts_are_numbered_over_all_ranks_in_a_checkpoint():
     assert names == {"head": ("head",), experts + "0.w": (experts + "0.w", experts + "2.w", experts + "4.w"),
                      experts + "1.w": (experts + "1.w", experts + "3.w", experts + "5.w"),
                      "h.1.deepspeed_experts.0.w": ("h.1.deepspeed_experts.0.w", "h.1.deepspeed_experts.1.w")}
-    with pytest.raises(LayerWiseError, match="own.weight is another parameter on every one of 4 ranks"):
+    with pytest.raises(LayerWiseError, match="own.weight is a different parameter on each of 4 ranks"):
         expert_names({"own.weight": 4})
 
 
@@ -241,7 +241,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
     given = {"masters": True, "states": True, "on_missing_state": "error"}
     with pytest.raises(LayerWiseError, match=r"a was updated by normuon with other settings, .*moment2_buffer "
-                       r"\(1, 4\), now \(3, 1\)\); set layerwise.on_optimizer_change to 'reset'"):
+                       r"\(1, 4\), now \(3, 1\)\); resume with .* set layerwise.on_optimizer_change to 'reset'"):
         plan_load(mine, of_file, {"a": rule}, on_optimizer_change="error", **given)
     plan = plan_load(mine, of_file, {"a": rule}, on_optimizer_change=policy, **given)
     for into, value in plan.copies:
@@ -250,7 +250,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     assert set(plan.restarts["a"]) == set(rule.state_keys) - kept and torch.equal(own.master, saved.master)
     assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
     assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
-        ", went on from momentum_buffer" if kept else "")
+        ", continued from momentum_buffer" if kept else "")
 
 
 @pytest.mark.parametrize("was, now, goes_on", [("parts q 2", "parts q 1 x 2", False), ("a", "a", True), ("", "a", True),
@@ -271,8 +271,9 @@ def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was,
                              on_missing_state="error", on_optimizer_change=policy)
 
         if policy == "error" and not goes_on:
-            with pytest.raises(LayerWiseError, match=rf"a was updated by normuon with other settings, with which its "
-                               rf"states have another meaning \({was}, now {now}\); set layerwise.on_optimizer_change"):
+            with pytest.raises(LayerWiseError, match=rf"a was updated by normuon with other settings, which gave its "
+                               rf"states another meaning \({was}, now {now}\); resume with .* set "
+                               "layerwise.on_optimizer_change to"):
                 planned()
             continue
         plan, taken = planned(), keys if goes_on else kept

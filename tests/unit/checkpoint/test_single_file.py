@@ -119,9 +119,10 @@ def test_what_is_no_such_file(tmp_path):
     less = {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}
     write_one_file(tmp_path / "file", less, HEADER, SCALER)
     (tmp_path / "text").write_text("no tensors")
-    for name, message in (("none", "none is no file; every rank reads it"), (".", "is no file; every rank reads it"),
-                          ("text", "text is no whole file of safetensors"),
-                          ("file", "file lacks state.b.exp_avg, and is not whole")):
+    for name, message in (("none", "none is not a file; every rank reads it"),
+                          (".", "is not a file; every rank reads it"),
+                          ("text", "text is not a complete safetensors file"),
+                          ("file", "file lacks state.b.exp_avg, so it is not complete")):
         with pytest.raises(LayerWiseError, match=message):
             OneFile(tmp_path / name)
     save_file(WHOLE, tmp_path / "other")

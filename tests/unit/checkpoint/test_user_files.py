@@ -169,7 +169,7 @@ def test_a_tag_that_is_the_name_of_a_file_is_refused(tag, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     for do in (atomic.begin, lambda folder: atomic.claim(folder, "0" * 16)):
-        with pytest.raises(LayerWiseError, match=f"{tmp_path / tag.split('/')[0]} is no folder, and a save of"):
+        with pytest.raises(LayerWiseError, match=f"{tmp_path / tag.split('/')[0]} is not a folder, but a save of"):
             do(tmp_path / tag)
     assert (tmp_path / "notes.txt").read_text() == "mine"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "nowhere"]

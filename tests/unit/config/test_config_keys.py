@@ -170,12 +170,12 @@ def test_what_happens_anyway_is_not():
 
 
 @pytest.mark.parametrize("path, message", [
-    ("layer_wise", "layer_wise is no section of the config; did you mean 'layerwise' at the top level"),
-    ("Layerwise", "Layerwise is no section .*did you mean 'layerwise'"),
+    ("layer_wise", "layer_wise is not a section of the config; did you mean 'layerwise' at the top level"),
+    ("Layerwise", "Layerwise is not a section .*did you mean 'layerwise'"),
     ("layerWise", "did you mean 'layerwise'"),
     ("layer-wise", "did you mean 'layerwise'"),
     ("layerwize", "did you mean 'layerwise'"),
-    ("zero_optimization.layerwise", "zero_optimization.layerwise is no section .*'layerwise' at the top level"),
+    ("zero_optimization.layerwise", "zero_optimization.layerwise is not a section .*'layerwise' at the top level"),
     ("overrides", "overrides is not read; did you mean layerwise.overrides"),
     ("override", "override is not read; did you mean layerwise.overrides"),
     ("zero_optimization.overlap_param_gather", "did you mean layerwise.overlap_param_gather"),

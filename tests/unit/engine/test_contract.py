@@ -218,7 +218,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
         f"{ENGINE}._configure_zero_optimizer is not there",
         f"{ENGINE}.zero_grad is not there",
         f"{ENGINE}._broadcast_model takes (self, source_rank), not (self)",
-        "deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS is no list",
+        "deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS is not a list",
         "deepspeed.runtime.config.DEEPSPEED_OPTIMIZERS is not there",
     ]
     first, *lines, last = str(raised.value).splitlines()

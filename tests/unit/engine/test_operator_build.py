@@ -27,9 +27,9 @@ class Unfit(OpBuilder):
         return self.after >= 0
 
 
-COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, at the first start alone"
-WAITS = ("DeepSpeed waits for another process that compiles an_operator; if there is none, as an earlier start was "
-         "killed, end this one and delete {folder}/lock")
+COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, only at the first start"
+WAITS = ("DeepSpeed waits for another process to compile an_operator; if there is none, because an earlier start was "
+         "killed, stop this one and delete {folder}/lock")
 
 
 @pytest.mark.parametrize("files, rank, says", [

@@ -83,18 +83,18 @@ def test_each_goes_on_from_its_own_kind_alone(now):
         if before == now:
             check_scheduler(scheduler, state)
         else:
-            with pytest.raises(LayerWiseError, match=r"another one than this run's .* its state .*; make the scheduler "
-                                                     r"as .*, or load with load_lr_scheduler_states=False to start"):
+            with pytest.raises(LayerWiseError, match=r"differs from this run's .* its state .*; use the scheduler "
+                                                     r"of .*, or load with load_lr_scheduler_states=False to start"):
                 check_scheduler(scheduler, state)
 
 
 @pytest.mark.parametrize("before, now, told", [
     ("step", "of DeepSpeed", "WarmupLR: its state has base_lrs, gamma, last_epoch, step_size; lacks "
-                             "last_batch_iteration; make"),
-    ("exponential", "step", "StepLR: its state lacks step_size; make"),
-    ("step", "exponential", "ExponentialLR: its state has step_size; make"),
+                             "last_batch_iteration; use"),
+    ("exponential", "step", "StepLR: its state lacks step_size; use"),
+    ("step", "exponential", "ExponentialLR: its state has step_size; use"),
     ("sequence", "sequence otherwise", "SequentialLR: its state has _schedulers[1].T_max, _schedulers[1].eta_min; "
-                                       "lacks _schedulers[1].gamma, _schedulers[1].step_size; make"),
+                                       "lacks _schedulers[1].gamma, _schedulers[1].step_size; use"),
     ("longer sequence", "sequence", "has _schedulers[2].T_max, _schedulers[2].base_lrs, "),
     ("chain", "chain of a sequence", "lacks _schedulers[1]._schedulers[0].base_lrs, "),
 ])

@@ -230,7 +230,7 @@ class TestCodes:
     def test_without_torchao(self, monkeypatch):
         low_bit._torchao.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
-        with pytest.raises(ConfigError, match=r"'8bit', which takes torchao .*pip install 'torchao>=0.18'"):
+        with pytest.raises(ConfigError, match=r"'8bit' need torchao .*pip install 'torchao>=0.18'"):
             low_bit.check_codes()
 
     def test_bytes(self):
@@ -350,11 +350,12 @@ class TestPlans:
         ({"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.999]}, {}, False,
          "exp_avg_sq of adamw keeps 0.999 of itself in a step .*'bfloat16'.* set stochastic_rounding to true"),
         ({"exp_avg_sq_dtype": "8bit", "betas": [0.9, 0.999]}, {"alignment": 256}, False,
-         "exp_avg_sq of adamw keeps 0.999 .*'8bit'.* keep it in 'bfloat16' with stochastic_rounding, or in 'float32'"),
+         "exp_avg_sq of adamw keeps 0.999 .*'8bit'.* store it in 'bfloat16' with stochastic_rounding, or in 'float32'"),
         ({"momentum_dtype": "bfloat16", "momentum": 0.99}, {}, False, "momentum_buffer of muon keeps 0.99 of itself"),
         ({"scalar_optimizer": "lion", "exp_avg_dtype": "bfloat16", "betas": [0.9, 0.99]}, {}, False,
          "exp_avg of lion keeps 0.99 of itself"),
-        ({"stochastic_rounding": True}, {}, False, "stochastic_rounding is true for .* no state is kept in 'bfloat16'"),
+        ({"stochastic_rounding": True}, {}, False,
+         "stochastic_rounding is true for .* no state is stored in 'bfloat16'"),
         ({"exp_avg_dtype": "8bit"}, {"alignment": 64}, False,
          "states in '8bit', and layerwise.alignment is 64: .* set it to a multiple of 256"),
         ({"momentum_dtype": "bfloat16"}, {"rounding_seed": 3}, False,
@@ -375,7 +376,7 @@ class TestPlans:
         assert planned(tmp_path, params=params).forecasts[0].saved[0] > 0
 
     @pytest.mark.parametrize("changes, message", [
-        ({"dtype": "fp16"}, "parameters are float16: a float16 weight is no part of its float32 master"),
+        ({"dtype": "fp16"}, "parameters are float16: a float16 weight is not a part of its float32 master"),
         ({"dtype": "fp32"}, "parameters are float32: a float32 weight is its own master"),
         ({"layerwise": {**REMAINDER, "alignment": 96}}, "layerwise.alignment is 96: .* set it to a multiple of 64"),
         ({"host": True}, "zero_optimization.offload_optimizer keeps masters on the host"),

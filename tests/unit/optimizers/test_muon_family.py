@@ -290,7 +290,7 @@ def test_hyperball_holds_the_norm():
 
 
 @pytest.mark.parametrize("name, params, message", [
-    ("muon", {"hyperball": 1.0, "radial_brake": [0.5, 1.0]}, r"hyperball is 1.0 and radial_brake \(0.5, 1.0\).* alone"),
+    ("muon", {"hyperball": 1.0, "radial_brake": [0.5, 1.0]}, r"hyperball is 1.0 and radial_brake \(0.5, 1.0\), but hy"),
     ("muon", {"hyperball": "own", "relative_update": True}, "hyperball is 'own' and relative_update True"),
     ("muon", {"hyperball": "own", "spectral_clip": 1.0}, "hyperball is 'own' and spectral_clip 1.0"),
     ("muon", {"hyperball": 0}, r"hyperball must be a norm greater than 0, or 'own', got 0"),
@@ -298,9 +298,9 @@ def test_hyperball_holds_the_norm():
     ("muon", {"radial_brake": [0.5, 1.5]}, r"radial_brake\[1\] must be in \[0, 1\], got 1.5"),
     ("muon", {"radial_brake": 0.5}, r"radial_brake must be two numbers, got 0.5"),
     ("muon", {"spectral_clip": -1}, r"spectral_clip must be in \(0, inf\), got -1"),
-    ("muon", {"relative_update": True, "scale_mode": "spectral"}, "scale_mode is 'spectral' with relative_update"),
-    ("adamuon", {"hyperball": 1.0, "extra_scale_factor": 2.0}, "extra_scale_factor is 2.0 with hyperball"),
-    ("namo", {"hyperball": 1.0}, "hyperball is set for namo, whose updates differ from muon's by their size alone"),
+    ("muon", {"relative_update": True, "scale_mode": "spectral"}, "scale_mode is 'spectral', but relative_update"),
+    ("adamuon", {"hyperball": 1.0, "extra_scale_factor": 2.0}, "extra_scale_factor is 2.0, but hyperball"),
+    ("namo", {"hyperball": 1.0}, "hyperball is set for namo, whose updates differ from muon's only by their size"),
     ("polargrad", {"relative_update": True}, "relative_update is set for polargrad"),
     ("scion", {"scale_mode": "spectral"}, "scale_mode belongs to muon"),
     ("normuon", {"moment2_beta": 1}, r"moment2_beta must be in \[0, 1\), got 1"),
@@ -346,7 +346,7 @@ def test_a_rate_of_another_size_is_told():
                                ("normuon", {"optimizer": "normuon"}, adamw), ("muon", {"relative_update": True}, adamw),
                                ("scion", {"optimizer": "scion"}, adamw)):
         settings = {"scale_mode": "original"} if changes.get("relative_update") else {}
-        with pytest.raises(RoutingError, match="takes a learning rate of another size than the run's"):
+        with pytest.raises(RoutingError, match="needs a learning rate of another size than the run's"):
             route(name, {**changes, **settings}, run)
         route(name, {**changes, **settings, "lr_scale": 0.1}, run)
     route("normuon", {"optimizer": "normuon", "scale_mode": "match_rms_adamw"}, adamw)

@@ -220,7 +220,7 @@ class TestWhatUsersWrite:
         assert "needs whole matrices, and tensor parallelism has cut it" in Adafactor().refusal((6, 4), cut_axis=-1)
 
     @pytest.mark.parametrize("scalar, key, value, message", [
-        ("signum", "use_shape_scaling", True, "use_shape_scaling is not supported; scalar optimizers see pieces of"),
+        ("signum", "use_shape_scaling", True, "use_shape_scaling is not supported; scalar optimizers get pieces of"),
         ("adamw", "alpha", 1.0, "optimizer.params.alpha belongs to ademamix"),
         ("ademamix", "beta3", 1.0, r"optimizer.params.beta3 must be in \[0, 1\), got 1"),
         ("ademamix", "alpha_warmup_steps", -1, "alpha_warmup_steps must be a whole number of at least 0, got -1"),

@@ -304,7 +304,7 @@ def test_a_device_that_cannot_factorise(monkeypatch):
         raise NotImplementedError("no kernel for linalg_eigh on this device")
 
     monkeypatch.setattr(torch.linalg, "eigh", absent)
-    with pytest.raises(ConfigError, match="soap needs torch.linalg.eigh and qr, and cpu has them not .no kernel"):
+    with pytest.raises(ConfigError, match="soap needs torch.linalg.eigh and qr, which cpu does not have .no kernel"):
         rule.check(torch.device("cpu"))
 
 

@@ -229,7 +229,7 @@ def test_the_outputs_of_a_transposed_layer_are_its_columns():
                                   "and it has 16 rows; correct the sizes, or split_axis, or split_groups"),
     ({"split": QKV, "split_axis": "in"}, 'k 4, v 4 \\(2 heads\\) along "in", which is 16 in all, and it has 6 columns'),
     ({"split": QKV, "split_groups": 2}, r"v 4 \(2 heads\) x 2, which is 32 in all, and it has 16 rows"),
-    ({"split": QKV, "optimizer": "scalar"}, "which takes no matrices; narrow the pattern"),
+    ({"split": QKV, "optimizer": "scalar"}, "which does not see it as a matrix; narrow the pattern"),
 ])
 def test_parts_that_do_not_fit(entry, message):
     with pytest.raises(RoutingError, match=message):
@@ -250,7 +250,7 @@ def test_overrides_that_contradict_each_other():
     ({"split": {"q": {"size": 2, "head": 2}}}, r"split.q.head is not an option; did you mean 'heads'\?"),
     ({"split": {"q": {"size": 3, "heads": 2}}}, r"split.q has size 3, which 2 heads do not divide"),
     ({"split": {"q/k": 3}}, r"split names a part 'q/k'; give it a name of letters, digits and underscores"),
-    ({"split_groups": 2}, r"split_groups says how parts lie, and layerwise.overrides\[0\] names none"),
+    ({"split_groups": 2}, r"split_groups sets the layout of parts, but layerwise.overrides\[0\] has no split"),
     ({"split": {"q": 3}, "split_axis": "rows"}, r"split_axis must be one of 'out', 'in', got 'rows'"),
     ({"split": {"q": 3}, "num_heads": 3}, r"has split and num_heads; count the heads of each part"),
 ])
@@ -311,7 +311,7 @@ def test_tensor_parallelism_that_does_not_cut_through_parts(layer, entry, seen, 
     (autotp((8, 6), (16, 6), conversion={"affine_map": {"segments": []}}), {"split": {"gate": 8, "up": 8}}),
 ])
 def test_tensor_parallelism_that_cuts_through_parts(layer, entry):
-    with pytest.raises(RoutingError, match="do not lie whole on 2 tensor-parallel ranks, which need whole groups, "
+    with pytest.raises(RoutingError, match="do not fit 2 tensor-parallel ranks: each must have whole groups, "
                                            r"whole parts, or an equal piece .*\"split\": \{\} in layerwise.overrides"):
         route(layer, entry, tp_size=2)
 

@@ -286,8 +286,8 @@ def test_a_group_cannot_have_a_preset_or_a_rule_of_decay_of_its_own():
     ({"preset": "keller_jordan"}, "preset keller_jordan: muon_lr 0.02, momentum 0.95, nesterov True, ns_coefficients "
      "simple, ns_steps 5, scale_mode original, weight_decay 0.0, betas [0.9, 0.95], eps 1e-10 preset end"),
     ({"preset": "soap_muon_beyond", "weight_decay": 0.3, "ns_steps": 8}, "preset soap_muon_beyond: momentum 0.9, "
-     "nesterov False, ns_coefficients polar_express, scale_mode spectral, extra_scale_factor 0.2; without its ns_steps,"
-     " weight_decay, where the config has its own preset end"),
+     "nesterov False, ns_coefficients polar_express, scale_mode spectral, extra_scale_factor 0.2; the config replaces "
+     "its ns_steps, weight_decay preset end"),
     ({}, None),
 ])
 def test_the_table_tells_the_preset(params, told):

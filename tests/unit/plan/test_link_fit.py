@@ -104,7 +104,7 @@ def test_a_latency_that_comes_out_negative_is_taken_for_0_and_said():
 def test_times_that_do_not_grow_with_the_bytes_are_refused(seconds):
     timings = [Timing(kind, "inside", 2, nbytes, seconds(nbytes)) for kind in ("ring", "all_to_all")
                for nbytes in SIZES]
-    with pytest.raises(LayerWiseError, match=r"measured \(inside\) does not grow with the bytes: 1024 bytes in .*us"):
+    with pytest.raises(LayerWiseError, match=r"times \(inside\) do not grow with the message size: 1024 bytes in .*us"):
         fit([*timings, Timing("ring", "inside", 2, 1 << 26, seconds(1 << 26) / 2)], 2)
 
 

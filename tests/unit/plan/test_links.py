@@ -341,8 +341,8 @@ def test_a_file_keeps_its_interfaces(tmp_path):
 
 @pytest.mark.parametrize("said, on_host, told", [
     ("auto", True, ""), ("auto", False, ""), ("tcp", True, ""), ("nvlink-ib", False, ""), ("pcie-ethernet", False, ""),
-    ("tcp", False, "between host memory, and parameters lie in devices: .* collectives of the device's own backend"),
-    ("nvlink-ib", True, "between devices, and parameters lie in host memory: .* collectives of gloo"),
+    ("tcp", False, "between host memory, but parameters are in devices: .* collectives of the device's own backend"),
+    ("nvlink-ib", True, "between devices, but parameters are in host memory: .* collectives of gloo"),
     ("host", True, ""), ("host", False, "between host memory"),
     ("device", False, ""), ("device", True, "between devices"), ("either", True, ""), ("either", False, "")])
 def test_links_that_are_not_of_what_talks_are_told(said, on_host, told, tmp_path):

@@ -55,7 +55,7 @@ def test_an_override_that_matches_nothing_is_told_before_two_that_contradict_eac
 
 
 def test_a_condition_that_cannot_be_answered_names_all_that_was_asked():
-    with pytest.raises(RoutingError, match=r"w: a condition asks for module \('Linear', 'Conv\*'\), and nobody has"):
+    with pytest.raises(RoutingError, match=r"w: the condition module \('Linear', 'Conv\*'\) needs the class names"):
         overrides_by_name({"w": [Facts(name="w", shape=(4, 4))]}, entries({"module": ["Linear", "Conv*"], "lr": 1}))
 
 

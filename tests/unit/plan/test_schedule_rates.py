@@ -35,7 +35,7 @@ def test_a_peak_that_is_not_lr_is_refused_with_the_numbers(kind, key):
         check(kind, {key: 0.02})
     for peak in (3e-4, [3e-4], (3e-4, )):
         check(kind, {key: peak})
-    with pytest.raises(ConfigError, match=f"scheduler.params.{key} is 'auto', and nothing filled it in"):
+    with pytest.raises(ConfigError, match=f"scheduler.params.{key} is 'auto', which only Hugging Face"):
         check(kind, {key: "auto"})
     with pytest.raises(ConfigError, match=f"scheduler.params.{key} must be a number, got 'high'"):
         check(kind, {key: "high"})
@@ -45,7 +45,7 @@ def test_what_is_left_out_is_what_the_scheduler_takes():
     for kind in ("WarmupLR", "WarmupCosineLR", "OneCycle", "LambdaLR", "Misspelt"):
         check(kind, {"total_num_steps": 10})
     for kind in ("WarmupDecayLR", "LRRangeTest"):
-        with pytest.raises(ConfigError, match=rf"is 0.001 \(what {kind} takes where it is left out\), and .* 0.06667"):
+        with pytest.raises(ConfigError, match=rf"is 0.001 \(the default of {kind}\), and .* 0.06667"):
             check(kind, {})
         check(kind, {}, optimizer={"lr": 1e-3, "muon_lr": 0.02})
 

@@ -75,7 +75,8 @@ def test_layers_that_hold_inputs_first_and_biases():
 def test_parts_of_fused_matrices_are_refused():
     shapes, routes = whole("gpt2-124m")
     shapes[0] = ("transformer.wte.weight", (50304, 768))
-    with pytest.raises(ConfigError, match=r"c_attn.weight \(768, 2304\) goes as matrices of parts q, k, v.*auto_split"):
+    with pytest.raises(ConfigError, match=r"c_attn.weight \(768, 2304\) is updated as matrices of parts q, k, v"
+                                          ".*auto_split"):
         cut(shapes, routes, 2, "megatron")
 
 
@@ -98,7 +99,7 @@ def test_what_is_not_known_is_refused_by_name(model, cutter, message):
 
 def test_heads_are_refused():
     route = Route(name="a.q_proj.weight", recipe=Muon(), reason="model file, 4 heads", group=0, matrix_shape=(4, 2, 8))
-    with pytest.raises(ConfigError, match=r"goes as matrices of \(4, 2, 8\), .* plan without num_heads"):
+    with pytest.raises(ConfigError, match=r"is updated as matrices of \(4, 2, 8\), .* plan without num_heads"):
         cut([("a.q_proj.weight", (8, 8))], {"a.q_proj.weight": route}, 2, "megatron")
 
 
@@ -159,7 +160,7 @@ def test_ranks_with_the_same_part_have_their_share_of_a_node(plan, tmp_path):
     (tmp_path / "links.json").write_text(json.dumps({**nodes.model_dump(), "rails": 3}))
     # Half of three interfaces of 20 each.
     assert found(2, links=of_file) == (4, 1, 30)
-    with pytest.raises(ConfigError, match=r"tp_size 3 and the 8 ranks of a node \(links\) do not divide each other"):
+    with pytest.raises(ConfigError, match=r"tp_size 3 and the 8 ranks per node \(links\), one must divide the other"):
         found(3, links=of_file)
     assert links_of_run("tcp", on_host=True, ranks_per_node=4).between_gb_s == TCP.between_gb_s
 

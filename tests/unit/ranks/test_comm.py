@@ -74,8 +74,8 @@ def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     found = ranks.run(lambda rank: comm.same_on_all_ranks(
         "the model", "its" if rank == 2 else "ours", of_rank_2 if rank == 2 else MANY, group=None))
     assert all(isinstance(each, LayoutError) for each in found)
-    assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks are like rank 0, "
-                                           "and all have to be"}
+    assert {str(each) for each in found} == {f"the model differs between ranks: {told}; 3 of 4 ranks agree with rank "
+                                           "0, but all must"}
     assert max(len(str(each)) for each in ranks.sent) < 100 and len(ranks.sent) <= 4 * 18
 
 

@@ -16,10 +16,10 @@ pytestmark = rooms("nodes")
     ([("a", -1), ("a", -1), ("b", -1)], [0, 0, 1], ""),
     ([("a", 0), ("b", 0)], [0, 1], ""),
     # Dealt out in turn, as mpirun does with --map-by node.
-    ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [0, 1, 2, 3], "4 ranks on 2 hosts are taken for 4 nodes"),
+    ([("a", 0), ("b", 0), ("a", 1), ("b", 1)], [0, 1, 2, 3], "4 ranks on 2 hosts count as 4 nodes"),
     # Each process with one device in sight, which is its number 0.
-    ([("a", 0), ("a", 0), ("b", 0), ("b", 0)], [0, 1, 2, 3], "4 ranks on 2 hosts are taken for 4 nodes"),
-    ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [0, 0, 1, 1], "4 ranks on 1 host are taken for 2 nodes")])
+    ([("a", 0), ("a", 0), ("b", 0), ("b", 0)], [0, 1, 2, 3], "4 ranks on 2 hosts count as 4 nodes"),
+    ([("a", 0), ("a", 1), ("a", 0), ("a", 1)], [0, 0, 1, 1], "4 ranks on 1 host count as 2 nodes")])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_nodes_are_rows_of_ranks_and_several_of_one_host_are_told(places, found, told, rank, monkeypatch, capsys):
     monkeypatch.setattr(comm, "gather_objects", lambda mine, *, group: places)

@@ -87,7 +87,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 }
 
 #: What is an error, and the words of it.
-REFUSED = {**{(name, key): "decides that by itself" for name in ("namo", "scion", "polargrad")
+REFUSED = {**{(name, key): f"which {key} determines" for name in ("namo", "scion", "polargrad")
               for key in ("hyperball", "relative_update")},
            **{(name, key): "decays weights in its own way" for name in (SGD, f"{SGD} of elements")
               for key in ("weight_decay_method", "cautious_weight_decay")}}

@@ -129,9 +129,9 @@ def test_an_entry_that_cannot_be(entry, message):
 
 def test_a_condition_that_nobody_can_answer_is_an_error_and_not_false():
     known = Facts(name="a", shape=(2,))
-    with pytest.raises(RoutingError, match="a: a condition asks for module 'Linear', and nobody has said which"):
+    with pytest.raises(RoutingError, match="a: the condition module 'Linear' needs the class names of the"):
         Override.from_entry("entry", {"module": "Linear", "lr": 1}).matches(known)
-    with pytest.raises(RoutingError, match="a: a condition asks for attr 'x', and there is no parameter to ask"):
+    with pytest.raises(RoutingError, match="a: the condition attr 'x' needs the parameter itself, but only its name"):
         Override.from_entry("entry", {"attr": "x", "lr": 1}).matches(known)
     model = Model()
     model.out.weight.mask = torch.ones(2)
@@ -232,7 +232,7 @@ def test_a_function_that_fails_is_told_with_the_parameter_and_its_name():
     key = ParamKey(predicate=ParamPredicate("second axis", lambda param: param.shape[1] > 4))
     with pytest.raises(RoutingError, match=r"norm.weight: ParamPredicate\(name='second axis'\) fails for it: IndexErr"):
         key.matches(torch.zeros(3), "norm.weight")
-    with pytest.raises(RoutingError, match="a: a condition asks for module 'Linear', and nobody has said"):
+    with pytest.raises(RoutingError, match="a: the condition module 'Linear' needs the class names"):
         ParamKey(name="a", module="Linear").matches(torch.zeros(3), "a")
 
 

@@ -103,8 +103,8 @@ def test_a_stack_of_far_more_matrices_than_they_are_wide_is_told():
     model = nn.Sequential(nn.Linear(2, 2, bias=False))
     model.heads, model.experts = nn.Parameter(torch.zeros(64, 4, 16)), nn.Parameter(torch.zeros(32, 4, 16))
     reasons = [route(model)[name].reason for name in ("heads", "experts")]
-    assert reasons == ["stack of matrices, far more than they are wide: if it is none, send it to the scalar optimizer",
-                       "stack of matrices"]
+    assert reasons == ["stack of matrices, far more matrices than rows or columns: if it is none, send it to the "
+                       "scalar optimizer", "stack of matrices"]
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")

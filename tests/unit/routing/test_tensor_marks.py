@@ -92,10 +92,10 @@ def test_autotps_marks_say_it_by_the_shape_before():
     (cut(8, 4), "w .* is marked as a part .* but its partition_dim is None; set it to the axis that is cut"),
     (cut(8, 4, dim=-1), "partition_dim is -1"),
     (cut(8, 4, dim=2), "partition_dim is 2"),
-    (autotp(5, 6, before=(9, 6)), r"w: AutoTP made \(5, 6\) of \(9, 6\) over 2 ranks, and only parts of equal size"),
-    (autotp(6, 6, before=(9, 6)), r"AutoTP made \(6, 6\) of \(9, 6\)"),
-    (autotp(8, 6, before=(8, 6)), r"AutoTP made \(8, 6\) of \(8, 6\)"),
-    (autotp(4, 6, before=(8, 6), reason="heads interleave"), r"over 2 ranks \(heads interleave\), and only parts"),
+    (autotp(5, 6, before=(9, 6)), r"w: AutoTP cut \(9, 6\) into \(5, 6\) over 2 ranks, but only parts of equal size"),
+    (autotp(6, 6, before=(9, 6)), r"AutoTP cut \(9, 6\) into \(6, 6\)"),
+    (autotp(8, 6, before=(8, 6)), r"AutoTP cut \(8, 6\) into \(8, 6\)"),
+    (autotp(4, 6, before=(8, 6), reason="heads interleave"), r"over 2 ranks \(heads interleave\), but only parts"),
 ])
 def test_what_is_not_clear_is_refused(param, message):
     with pytest.raises(RoutingError, match=message):

@@ -498,7 +498,7 @@ def test_auto_is_what_a_trainer_fills_in(files):
     assert code == 0 and len(json.loads(out)) == 1 and err.count("assumed") == err.count("\n") == 10
     # What no Trainer knows stays an error.
     auto["optimizer"]["params"]["muon_lr"] = "auto"
-    assert_refused("optimizer.params.muon_lr is 'auto', and nothing filled it in", *files(auto))
+    assert_refused("optimizer.params.muon_lr is 'auto', which only Hugging Face", *files(auto))
 
 
 HIDDEN = MODEL.replace("numel: 5120", "numel: 5120\nhidden_size: 45")
@@ -506,8 +506,8 @@ HIDDEN = MODEL.replace("numel: 5120", "numel: 5120\nhidden_size: 45")
 
 @pytest.mark.parametrize("model, numel, by", [
     (HIDDEN, 45**2, "which a Trainer by default fills in like this"),
-    (MODEL, DEFAULT_BUCKET_NUMEL, "for which DeepSpeed takes its default, as the model says no hidden_size, of which a "
-                                  "Trainer takes the square")])
+    (MODEL, DEFAULT_BUCKET_NUMEL, "for which DeepSpeed uses its default, because the model has no hidden_size, whose "
+                                  "square a Trainer would use")])
 def test_a_bucket_size_that_is_the_only_auto_is_said(model, numel, by, files):
     auto, by_hand = (config(zero_optimization={"stage": 1, "reduce_bucket_size": size}) for size in ("auto", numel))
     arguments = files(auto, "2", "--json")
@@ -535,7 +535,7 @@ def test_what_deepspeed_takes_for_auto_is_said():
 def test_other_autos_are_said_with_what_deepspeed_takes(files):
     given = config(zero_optimization={"stage": 1, "reduce_bucket_size": 2048, "overlap_comm": "auto"})
     assert run(*files(given, "2", "--json"))[2] == (
-        'assumed for "auto", for which DeepSpeed takes its default: zero_optimization.overlap_comm = false\n')
+        'assumed for "auto", for which DeepSpeed uses its default: zero_optimization.overlap_comm = false\n')
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "ds_layerwise/plan/models").glob("*.yaml")), ids=lambda path: path.stem)
@@ -553,8 +553,8 @@ def test_nodes_with_different_numbers_of_ranks_are_planned_as_a_run_does(more, a
     plans = json.loads(out)
     assert code == 0 and err == (uneven and (
         f"assumed for {uneven} ranks, of which nodes of {alike} would have different numbers: sums are not made inside "
-        "nodes first, and ways are chosen as for one rank a node, as in a run there; start equally many on each, and "
-        "say how many with --ranks_per_node\n"))
+        "nodes first, and transports are chosen as for one rank per node, as in a run there; start the same number on "
+        "each node, and set it with --ranks_per_node\n"))
     told = [plan["ranks"] for plan in plans if plan["predicted"]["links"]["ranks_per_node"] != alike]
     assert ", ".join(map(str, told)) == uneven
     if more[:1] != ("--links",):

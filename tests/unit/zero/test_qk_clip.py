@@ -218,7 +218,7 @@ def refused(model, match, clip=QkClip(), trained=None):
 
 def test_norms_over_queries_and_keys_undo_it():
     model = from_config("qwen3", head_dim=8, num_key_value_heads=2)
-    refused(model, r"model\.layers\.0\.self_attn\.q_norm norms queries or keys, so that scaling the weights before it")
+    refused(model, r"model\.layers\.0\.self_attn\.q_norm normalises queries or keys, so scaling the weights before it")
     assert len(attentions_of(model, None, trained=())) == 1
 
 
@@ -239,7 +239,7 @@ def test_all_of_a_module_is_trained_or_none():
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_beside_a_weight():
     model = get_peft_model(model_of("separate"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    refused(model, r"q_proj has lora_A\.default\.weight beside a weight and a bias")
+    refused(model, r"q_proj has lora_A\.default\.weight in addition to weight and bias")
 
 
 class Own(nn.Module):
@@ -290,7 +290,7 @@ def test_two_entries_for_one_module_and_one_weight_of_two():
     model = nn.ModuleDict({"a": Own(), "b": Own()})
     refused(model, r"has 2 entries for a: '\*', 'a'", entries({"name": "*", **entry}, {"name": "a", **entry}))
     model["b"].in_proj_weight = model["a"].in_proj_weight
-    refused(model, "a.in_proj_weight gives queries or keys of a and of b", entries({"name": "?", **entry}))
+    refused(model, "a.in_proj_weight makes queries or keys for both a and b", entries({"name": "?", **entry}))
 
 
 @pytest.mark.parametrize("section, message", [
@@ -302,8 +302,8 @@ def test_two_entries_for_one_module_and_one_weight_of_two():
     ({"attention": {}}, "layerwise.qk_clip.attention must be a list"),
     ({"attention": [3]}, r"layerwise.qk_clip.attention\[0\] must be an object like"),
     ({"attention": [{"heads": 3}]}, r"layerwise.qk_clip.attention\[0\] has no name; add it"),
-    ({"attention": [{"name": "a", "heads": 3}]}, "needs q and k, or qkv alone"),
-    ({"attention": [{"name": "a", "heads": 3, "q": "q"}]}, "needs q and k, or qkv alone"),
+    ({"attention": [{"name": "a", "heads": 3}]}, "needs q and k, or only qkv"),
+    ({"attention": [{"name": "a", "heads": 3, "q": "q"}]}, "needs q and k, or only qkv"),
     ({"attention": [{"name": "a", "heads": 3, "q": "q", "k": "k", "by_head": True}]}, "by_head says how qkv lies"),
     ({"attention": [{"name": "a", "heads": 3, "qkv": "q", "values": 2}]}, "values is for q and k"),
     ({"attention": [{"name": "a", "heads": 3, "kv_heads": 2, "qkv": "q"}]}, "kv_heads is 2, which does not divide"),
