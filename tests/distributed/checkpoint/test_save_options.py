@@ -487,7 +487,8 @@ ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": 
         "error in a process": "an error has ended the script of rank 1"}
 
 
-@pytest.mark.parametrize("end", [pytest.param(end, marks=[pytest.mark.thorough] * (end == "a process")) for end in ENDS])
+@pytest.mark.parametrize("end", [
+    pytest.param(end, marks=[pytest.mark.thorough] * (end == "a process")) for end in ENDS])
 def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",
