@@ -3,7 +3,7 @@
     DEEPSPEED_CHECKOUT=<clone> python tests/upstream.py --out FOLDER [--modes stock scalar muon] [FILE ...]
     python tests/upstream.py --out FOLDER --report
 
-Every config of ZeRO-1/2 with Adam or AdamW is replaced on its way into DeepSpeed: ``muon`` gives matrices to Muon,
+Every config of ZeRO with Adam or AdamW is replaced on its way into DeepSpeed: ``muon`` gives matrices to Muon,
 ``scalar`` everything to the scalar optimizer, which is stock's arithmetic; ``stock`` replaces nothing. The tests belong
 to the release that the clone's version.txt names: install that one. What has run is not run again; the last line of a
 run, and ``--report``, is a table in Markdown, and below it every test that stock passes and a replacement does not.

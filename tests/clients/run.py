@@ -36,10 +36,10 @@ OPTIMIZERS = {
 CLIENTS = ("run_clm_gpt2", "run_clm_llama", "sft", "sft_lora", "dpo", "lightning", "accelerate", "cifar", "nanogpt")
 
 
-def config_of(client: str, kind: str) -> dict:
+def config_of(client: str, kind: str, stage: int = 2) -> dict:
     """What the user of ``client`` writes."""
     config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
-              "zero_optimization": {"stage": 2, "overlap_comm": True}, **copy.deepcopy(OPTIMIZERS[kind])}
+              "zero_optimization": {"stage": stage, "overlap_comm": True}, **copy.deepcopy(OPTIMIZERS[kind])}
     params = config["optimizer"]["params"]
     if client in ("run_clm_gpt2", "run_clm_llama", "sft", "sft_lora", "dpo"):
         params.update({"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"})
@@ -108,7 +108,7 @@ def figures_of(client: str, out: Path, figures: Path) -> dict:
     return json.loads(figures.read_text())
 
 
-def run(client: str, kind: str, folder: Path, material: Path) -> dict:
+def run(client: str, kind: str, folder: Path, material: Path, stage: int = 2) -> dict:
     """One run; its figures.
 
     Raises:
@@ -117,7 +117,7 @@ def run(client: str, kind: str, folder: Path, material: Path) -> dict:
     out, figures, config = folder / "out", folder / "figures.json", folder / "ds_config.json"
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    config.write_text(json.dumps(config_of(client, kind)))
+    config.write_text(json.dumps(config_of(client, kind, stage)))
     environment = {**os.environ, "PYTHONPATH": f"{CHECKOUT}:{HERE}", "HF_HUB_OFFLINE": "1", "LOCAL_SIZE": "2",
                    "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": str(folder / "cache"),
                    "TOKENIZERS_PARALLELISM": "false"}
@@ -136,6 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="NAME", help=f"of {', '.join(CLIENTS)}; default: all")
     parser.add_argument("--out", type=Path, help="keep configs, logs and checkpoints here")
+    parser.add_argument("--stage", type=int, default=2, help="of ZeRO (2)")
     args = parser.parse_args()
     if unknown := set(args.clients) - set(CLIENTS):
         parser.error(f"no client is called {min(unknown)}; known: {', '.join(CLIENTS)}")
@@ -149,7 +150,8 @@ def main() -> None:
         found, wrong = {}, []
         for kind in OPTIMIZERS:
             try:
-                found[kind] = run(client, kind, (root / client / kind).resolve(), (root / "material").resolve())
+                folder, material = ((root / path).resolve() for path in (Path(client, kind), "material"))
+                found[kind] = run(client, kind, folder, material, args.stage)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 wrong.append(f"{kind}: {error}")
         row = {kind: f"{of['losses'][0]:.4g} to {of['losses'][-1]:.4g}" + "".join(

@@ -1,6 +1,6 @@
 """Python imports this at its start, in every rank too, where ``tests/upstream.py`` put its folder on the path.
 
-It changes how DeepSpeed reads a config: ZeRO-1/2 with Adam or AdamW becomes this backend, by ``UPSTREAM_MODE``.
+It changes how DeepSpeed reads a config: ZeRO with Adam or AdamW becomes this backend, by ``UPSTREAM_MODE``.
 """
 
 import importlib.abc
@@ -16,7 +16,7 @@ STOCK = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 
 
 def replaced(given):
-    """``given``, a dict or the path of one, with this backend where it is about ZeRO-1/2 with Adam or AdamW."""
+    """``given``, a dict or the path of one, with this backend where it is about ZeRO with Adam or AdamW."""
     config = given
     if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
         with open(given) as file:
@@ -25,7 +25,7 @@ def replaced(given):
         return given
     optimizer, zero = config.get("optimizer") or {}, config.get("zero_optimization")
     kind = str(optimizer.get("type", "")).lower()
-    if kind not in ("adam", "adamw") or not isinstance(zero, dict) or zero.get("stage") not in (1, 2):
+    if kind not in ("adam", "adamw") or not isinstance(zero, dict) or zero.get("stage") not in (1, 2, 3):
         return given
     params = optimizer.get("params") or {}
     # Stock decays vectors, too.
