@@ -539,11 +539,10 @@ def _costs(forecast: Forecast) -> Table:
         )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
+        kinds = "parameters, masters and states" if forecast.stage == 3 else "masters and states"
         rows["on the host"] = (
-            f"{_size(host)} more on the fullest rank, of masters, states, and parameters of "
-            "zero_optimization.offload_param; a step takes "
-            f"{_size(staging)} of its device to work on them (less with a smaller "
-            "reduce_bucket_size)"
+            f"{_size(host)} more of {kinds} on the fullest rank; a step takes {_size(staging)} of "
+            "its device to work on them (less with a smaller reduce_bucket_size)"
         )
     if forecast.stage == 3:
         rows["whole, at most"] = (

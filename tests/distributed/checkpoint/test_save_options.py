@@ -488,7 +488,7 @@ ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": 
 
 
 @pytest.mark.parametrize("end", [
-    pytest.param(end, marks=[pytest.mark.thorough] * (end == "a process")) for end in ENDS])
+    pytest.param(end, marks=[pytest.mark.thorough] * (end in ("a process", "Ctrl-C"))) for end in ENDS])
 def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",

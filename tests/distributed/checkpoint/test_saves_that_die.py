@@ -130,7 +130,7 @@ class TestKilledRanks(OwnDistributedTest):
     exec_timeout = 1200
 
     @pytest.mark.parametrize("name", [
-        pytest.param(name, marks=[pytest.mark.thorough] * (not scenario.can_exchange))
+        pytest.param(name, marks=[pytest.mark.thorough] * (not scenario.can_exchange or name == "the same tag"))
         for name, scenario in SCENARIOS.items()])
     def test_a_rank_that_is_killed_anywhere_in_a_save_loses_nothing(self, name, tmp_path):
         scenario, rng = SCENARIOS[name], random.Random(name)

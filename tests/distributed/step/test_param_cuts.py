@@ -440,7 +440,8 @@ class TestBetweenSteps(DistributedTest):
         left = [name for name, param in engine.module.named_parameters() if param.numel()]
         assert not left, left
 
-    @pytest.mark.parametrize("between", ["save", "16 bits", "read", "nothing"])
+    @pytest.mark.parametrize("between", [
+        "save", "nothing", *(pytest.param(each, marks=pytest.mark.thorough) for each in ("16 bits", "read"))])
     def test_a_resumed_run_saves_and_goes_on(self, between, tmp_path):
         """Gpt reads its positions itself, which DeepSpeed has to notice in the first forward pass."""
         config = config_of(3, zero={"stage3_gather_16bit_weights_on_model_save": True})
