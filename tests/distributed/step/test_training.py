@@ -54,7 +54,7 @@ STEPS = 20
 
 class TestAgainstTheOracle(DistributedTest):
     world_size = [1, 2, 3, 4]
-    thorough_on = (2, 3)
+    thorough_on = (2, 4)
 
     @pytest.mark.parametrize("stage, variant", [
         pytest.param(stage, variant, marks=[pytest.mark.thorough] * (stage == 2 and variant != "odd"))
