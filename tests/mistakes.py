@@ -155,7 +155,7 @@ refused("bucket-zero", zero(reduce_bucket_size=0), "reduce_bucket_size", "at lea
 
 # --- settings that cannot be honoured ---------------------------------------------------------------------------------
 
-refused("stage-3", config(zero_optimization={"stage": 3}), "zero_optimization.stage", "got 3", "1 or 2")
+refused("stage-0", config(zero_optimization={"stage": 0}), "zero_optimization.stage", "got 0", "1 or 2")
 refused("stage-none", config(zero_optimization={}), "zero_optimization.stage", "not set")
 refused("nvme", zero(offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}), "offload_optimizer.device", "'cpu'")
 refused("stage-2-bf16-sums", config(zero_optimization={"stage": 2}, data_types={"grad_accum_dtype": "bf16"}),

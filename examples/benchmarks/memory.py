@@ -1,4 +1,4 @@
-"""Memory of a rank in real training, at ZeRO stages 1 and 2, against what ``ds-layerwise plan``
+"""Memory of a rank in real training, at ZeRO stages 1 to 3, against what ``ds-layerwise plan``
 predicts.
 
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
@@ -167,8 +167,9 @@ def measure(job: Job, watched: Any) -> None:
     settle()
     before, others = anonymous_mb(os.getpid()), tensor_bytes()
     engine, model = start(job)
-    params = [ModelParam(name, tuple(p.shape), "scalar") for name, p in model.named_parameters()]
     optimizer = engine.optimizer
+    shapes = optimizer.saved_shapes
+    params = [ModelParam(name, shapes[name], "scalar") for name, _ in model.named_parameters()]
     train(engine, job)
     gc.collect()
     settle()
@@ -197,7 +198,7 @@ def measure(job: Job, watched: Any) -> None:
             {
                 "job": job.name,
                 "rank": optimizer.rank,
-                "predicted": held.total + traffic.total,
+                "predicted": held.total + traffic.total + plan.whole.always,
                 "grads": held.grads,
                 "tensors": tensors,
                 "process": process * 1e6,
@@ -249,7 +250,7 @@ def main() -> None:
     )
     results = []
     with tempfile.TemporaryDirectory() as folder:
-        for stage in (2,) if small else (1, 2):
+        for stage in (2, 3) if small else (1, 2, 3):
             for bf16 in (True,) if small else (False, True):
                 job = Job(folder=folder, stage=stage, bf16=bf16, **small)
                 Path(folder, f"store-{job.ranks}").unlink(missing_ok=True)
