@@ -150,7 +150,12 @@ _WITHOUT_EFFECT: dict[str, Any] = {
 
 
 #: The keys without effect that DeepSpeed reads only at stage 3, although they lack its prefix.
-_OF_STAGE_3 = ("memory_efficient_linear", "override_module_apply", "log_trace_cache_warnings")
+_OF_STAGE_3 = (
+    "memory_efficient_linear",
+    "override_module_apply",
+    "log_trace_cache_warnings",
+    "pin_memory",
+)
 
 
 def _acts_at_stage_3(path: str) -> bool:

@@ -12,7 +12,6 @@ the cores of one machine are no cluster's.
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from functools import partial
@@ -34,7 +33,7 @@ from cluster_ranks import (
     one_matrix_a_bucket,
     whole_steps,
 )
-from conditions import commit, processor
+from conditions import commit, options, processor
 from namespaces import Cluster, be_the_switch, run
 
 from ds_layerwise.plan.network.links import Links
@@ -203,14 +202,7 @@ def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
 
 def main() -> None:
     """Print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="of each comparison (default: 7)")
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        help="tiny sizes, to see that it runs; its times say nothing",
-    )
-    args = parser.parse_args()
+    args = options(__doc__, 7)
     be_the_switch()
     rounds, small = args.rounds, args.small
     config = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=6, width=384, heads=6)

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import platform
 import subprocess
 from pathlib import Path
+
+
+def options(description: str, rounds: int) -> argparse.Namespace:
+    """The options of a comparison in turns: how many, and whether in tiny sizes."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument(
+        "--rounds", type=int, default=rounds, help=f"of each comparison (default: {rounds})"
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="tiny sizes, to see that it runs; its times say nothing",
+    )
+    return parser.parse_args()
 
 
 def commit() -> str:

@@ -12,7 +12,6 @@ a model that does not fit: a small one DeepSpeed would keep from the forward to 
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Mapping
@@ -22,7 +21,7 @@ from functools import partial
 import deepspeed
 import torch
 from cluster_ranks import ADAMW, GPT, OURS, STOCK, GPTConfig, Spent, whole_steps
-from conditions import commit, processor
+from conditions import commit, options, processor
 from namespaces import Cluster, be_the_switch, run
 
 MB = 1e6
@@ -130,14 +129,7 @@ def optimizer_part(table: Table, config: GPTConfig, rounds: int) -> None:
 
 def main() -> None:
     """Print the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=5, help="of each comparison (default: 5)")
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        help="tiny sizes, to see that it runs; its times say nothing",
-    )
-    args = parser.parse_args()
+    args = options(__doc__, 5)
     be_the_switch()
     small = args.small
     config = GPTConfig(layers=2, width=64) if small else GPTConfig(layers=6, width=384, heads=6)

@@ -218,7 +218,9 @@ class CutSync:
         self._start()
         self._sent = self._checksums(self._all_cuts.tensors)
 
-    leave_pending = finish
+    def leave_pending(self) -> None:
+        """Wait: DeepSpeed may fetch any cut from here on."""
+        self.finish()
 
     def remove_hooks(self) -> None:
         """Do nothing: this class has no hooks."""

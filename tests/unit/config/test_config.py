@@ -231,6 +231,8 @@ def test_keys_of_stage_3_have_an_effect_there():
     keys = {"stage3_max_live_parameters": 5, "stage3_prefetch_bucket_size": 7, "sub_group_size": 9}
     for stage, idle in ((2, {*keys}), (3, {"sub_group_size"})):
         assert {*without_effect({"zero_optimization": {"stage": stage, **keys}})} == idle
+    pinned = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True, "buffer_count": 3}}
+    assert not [key for key in without_effect({"zero_optimization": pinned}) if "pin_memory" in key]
 
 
 def test_neutral_values_are_accepted():
