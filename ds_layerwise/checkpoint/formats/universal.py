@@ -310,6 +310,10 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
         "accumulated": None,
         "listed": True,
     }
+    # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
+    # first one; without any, its groups keep those of its config.
+    step = {"step": _step(header_of(state_dict).step)}
+    common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
 
@@ -322,11 +326,13 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
             linked or copied.
         others: frozen parameters and buffers, by name in the module's ``state_dict``.
     """
-    written = [model_file.name]
-    try:
-        os.link(model_file, folder / model_file.name)
-    except OSError:
-        shutil.copy2(model_file, folder / model_file.name)
+    # The second name is the one that DeepSpeed's own optimizers look for at stage 3.
+    written = [model_file.name, f"zero_pp_rank_0_{model_file.name}"]
+    for name in written:
+        try:
+            os.link(model_file, folder / name)
+        except OSError:
+            shutil.copy2(model_file, folder / name)
     for name, value in others.items():
         _check_paths(name)
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)

@@ -27,7 +27,7 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME
 from ds_layerwise.checkpoint.files.safe_load import naming
 from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import manifest_of
+from ds_layerwise.checkpoint.formats.checkpoint_folder import ZERO3_MODEL_FILE, manifest_of
 from ds_layerwise.checkpoint.formats.regular import mp_size
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
@@ -350,6 +350,14 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
             there = ", ".join(tags) or there
         raise LayerWiseError(f"{folder} does not exist; {folder.parent} holds {there}")
     is_universal = universal.is_universal(folder)
+    if not is_universal and (folder / ZERO3_MODEL_FILE).exists():
+        raise LayerWiseError(
+            f"{folder} was saved at ZeRO stage 3 by an optimizer of DeepSpeed, so its model files "
+            "hold no weights. Convert AdamW's with `python -m deepspeed.checkpoint.ds_to_universal "
+            "--input_folder FOLDER --output_folder NEW` and load NEW. Of any other, write the "
+            "weights to a file with the zero_to_fp32.py beside it, and load that into the model "
+            "before initialize()"
+        )
     _check_parts(engine, folder, is_universal=is_universal)
     # DeepSpeed's converter and its other optimizers write no list.
     if states or (folder / FILE_NAME).exists():

@@ -176,16 +176,22 @@ class TestOursIntoStock(DistributedTest):
             assert torch.equal(param.flatten(), travelled["fp32"].bfloat16()), name
 
     @pytest.mark.world_size(2)
-    def test_stage_3_reads_its_own_checkpoints_only(self, run_of_3, tmp_path):
+    def test_stage_3_reads_what_this_package_wrote(self, run_of_3):
+        stock = start_stock(3, checkpoint={"load_universal": True})
+        stock.load_checkpoint(run_of_3, tag="saved_universal")
+        self.check(stock, torch.load(run_of_3 / "expected.pt"))
+
+    @pytest.mark.world_size(2)
+    def test_of_the_converters_files_stage_3_reads_its_own_only(self, run_of_3, tmp_path):
         own = start_stock(1)
         train_with_loss(own, 0, 1)
         own.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted", inject=True)
         stock = start_stock(3, checkpoint={"load_universal": True})
         # It looks for files of the model that have names of stage 3, and for stage 1's own checkpoint it fails alike.
-        for folder, tag in ((tmp_path, "converted"), (run_of_3, "converted"), (run_of_3, "saved_universal")):
+        for folder in (tmp_path, run_of_3):
             with pytest.raises(AssertionError):
-                stock.load_checkpoint(folder, tag=tag)
+                stock.load_checkpoint(folder, tag="converted")
 
 
 class TestDenseIntoOurs(DistributedTest):
