@@ -55,6 +55,18 @@ class Spent(NamedTuple):
     sent: float
 
 
+class Steps(NamedTuple):
+    """Of one step: all of it, and its passes through the model alone."""
+
+    whole: Spent
+    passes: Spent
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Of gradients' way to their owners, updates, and weights' way back."""
+        return self.whole.seconds - self.passes.seconds
+
+
 class Side(NamedTuple):
     """What takes part in a comparison: the operations that are measured, and what comes before and
     after them.
@@ -359,8 +371,10 @@ def whole_steps(
     rounds: int,
     zero: Mapping[str, Any] | None = None,
     updates: bool = True,
-) -> dict[str, Spent]:
-    """Real steps: forward, backward, and the optimizer's; by side.
+) -> dict[str, Steps]:
+    """Real steps: forward, backward, and the optimizer's; by side. Their passes are two forward
+    passes without gradients: at stage 3 they fetch parameters as a forward and a backward pass do,
+    and compute a third less.
 
     A turn is several of them, and over when all has arrived: what is sent during the next forward
     pass counts, too.
@@ -388,10 +402,15 @@ def whole_steps(
             for param in engine.module.parameters():
                 param.sum()
 
-        sides[name] = Side((step,))
+        def passes(engine: Any = engine, windows: Tensor = windows) -> None:
+            with torch.no_grad():
+                for _ in range(2 * STEPS_A_TURN):
+                    engine(windows[:, :-1], windows[:, 1:])
+
+        sides[name] = Side((step, passes))
     return {
-        name: Spent(*(each / STEPS_A_TURN for each in of))
-        for name, (of,) in take_turns(sides, cluster, rounds).items()
+        name: Steps(*(Spent(*(each / STEPS_A_TURN for each in spent)) for spent in taken))
+        for name, taken in take_turns(sides, cluster, rounds).items()
     }
 
 
