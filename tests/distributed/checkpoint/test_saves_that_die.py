@@ -44,11 +44,12 @@ class Scenario:
     universal: bool = False
     can_exchange: bool = True
     resume_on: int = 1
+    stage: int = 1
 
     def engine(self):
         if not self.can_exchange:
             atomic._exchange = lambda one, other: False
-        return start(Net(), ds_config(layerwise={"save_universal": self.universal}))
+        return start(Net(), ds_config(stage=self.stage, layerwise={"save_universal": self.universal}))
 
 
 SCENARIOS = {
@@ -56,6 +57,7 @@ SCENARIOS = {
     "the same tag": Scenario(resume_on=2),
     "the same tag by two renames": Scenario(can_exchange=False),
     "the same tag, universal too": Scenario(universal=True),
+    "the same tag, universal too, at stage 3": Scenario(universal=True, stage=3, resume_on=2),
     "a new tag, universal too, by renames": Scenario(tag="second", universal=True, can_exchange=False, resume_on=3),
 }
 
@@ -130,8 +132,8 @@ class TestKilledRanks(OwnDistributedTest):
     exec_timeout = 1200
 
     @pytest.mark.parametrize("name", [
-        pytest.param(name, marks=[pytest.mark.thorough] * (not scenario.can_exchange or name == "the same tag"))
-        for name, scenario in SCENARIOS.items()])
+        pytest.param(name, marks=[] if name in ("a new tag", "the same tag, universal too, at stage 3")
+                     else pytest.mark.thorough) for name in SCENARIOS])
     def test_a_rank_that_is_killed_anywhere_in_a_save_loses_nothing(self, name, tmp_path):
         scenario, rng = SCENARIOS[name], random.Random(name)
         assert fork_ranks(2, save_and_die, scenario, tmp_path / "none", None, None) == [(0, ""), (0, "")]
@@ -192,8 +194,10 @@ def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_beg
 
 
 class TestFullDisk(DistributedTest):
+    stage = 1
+
     def started(self, folder):
-        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 1)
+        engine = train_engine(start(Net(), ds_config(stage=self.stage, layerwise={"save_universal": True})), 1)
         engine.save_checkpoint(folder, tag="first")
         return engine
 
@@ -322,6 +326,11 @@ class TestFullDisk(DistributedTest):
         assert num_free_pages > 45
         on_rank_0(filler.unlink)
         self.assert_the_next_save_works(engine, small_disk)
+
+
+@pytest.mark.thorough
+class TestFullDiskAtStage3(TestFullDisk):
+    stage = 3
 
 
 class TestWhatCannotBeSaved(DistributedTest):
