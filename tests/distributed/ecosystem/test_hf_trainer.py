@@ -37,7 +37,7 @@ from tests.support.huggingface import (
 )
 from tests.support.reference import Recipe, trainable
 from tests.support.rooms import rooms
-from tests.support.training import assert_same_on_all_ranks, from_all_ranks, relative_error
+from tests.support.training import assert_same_on_all_ranks, from_all_ranks, relative_error, whole
 from tests.unit.test_examples import load_example
 
 pytestmark = rooms("engine_hooks", "schedule_rates")
@@ -136,8 +136,9 @@ def sixty_steps(folder, out, stage, bf16, die_after=None, resume=None):
         bf16=bf16, lr_scheduler_type="cosine", warmup_steps=5, weight_decay=0.1, save_strategy="steps", save_steps=30,
         callbacks=callbacks)
     trainer.train(resume_from_checkpoint=resume)
+    weights = {name: whole(p) for name, p in trainable(trainer.model).items()}
     if dist.get_rank() == 0:
-        torch.save({"steps": steps_of(trainer), "weights": trainer.model.state_dict()}, out)
+        torch.save({"steps": steps_of(trainer), "weights": weights}, out)
 
 
 class TestKilledAndResumed(OwnDistributedTest):
@@ -146,18 +147,20 @@ class TestKilledAndResumed(OwnDistributedTest):
     init_distributed = False
     exec_timeout = 1000
 
-    @pytest.mark.parametrize("stage, bf16", [(1, False), pytest.param(2, True, marks=pytest.mark.thorough)])
+    @pytest.mark.parametrize("stage, bf16", [
+        (1, False), *(pytest.param(stage, bf16, marks=pytest.mark.thorough)
+                      for stage, bf16 in ((2, True), (3, False), (3, True)))])
     def test_the_losses_are_those_of_an_unbroken_run(self, stage, bf16, tmp_path):
-        whole, rest = tmp_path / "whole", tmp_path / "rest"
+        unbroken, rest = tmp_path / "whole", tmp_path / "rest"
 
         def run(folder, out, die_after=None, resume=None):
             return fork_ranks(2, sixty_steps, tmp_path / folder, out, stage, bf16, die_after, resume, exec_timeout=300)
 
-        assert run("unbroken", whole) == [(0, ""), (0, "")]
+        assert run("unbroken", unbroken) == [(0, ""), (0, "")]
         assert run("broken", rest, die_after=33) == [(-signal.SIGKILL, "")] * 2 and not rest.exists()
         assert [path.name for path in (tmp_path / "broken").iterdir()] == ["checkpoint-30"]
         assert run("broken", rest, resume=True) == [(0, ""), (0, "")]
-        expected, found = torch.load(whole), torch.load(rest)
+        expected, found = torch.load(unbroken), torch.load(rest)
         assert [row["step"] for row in expected["steps"]] == list(range(1, 61))
         assert expected["steps"][-1]["loss"] < 0.75 * expected["steps"][0]["loss"]
         assert found["steps"] == expected["steps"]
