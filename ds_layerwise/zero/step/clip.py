@@ -67,9 +67,10 @@ def nothing(run: RunState) -> Tensor:
     return torch.zeros(numel, device=run.device, dtype=widest_float())
 
 
-def sums_of(run: RunState, idle: Collection[str]) -> Tensor:
-    """Return the sums of this rank: the sum of squares outside of norm groups, that of all
-    gradients (which must be finite), that of each norm group, and the number of zeros.
+def fill_(sums: Tensor, run: RunState, idle: Collection[str]) -> None:
+    """Write the sums of this rank into ``sums``, which :func:`nothing` has made: the sum of squares
+    outside of norm groups, that of all gradients (which must be finite), that of each norm group,
+    and the number of zeros.
 
     A norm is over whole parameters, and each parameter counts once, however it is cut and however
     many ranks have copies. A norm group with a bound of its own counts only in its own norm, as the
@@ -82,7 +83,6 @@ def sums_of(run: RunState, idle: Collection[str]) -> Tensor:
     """
     reduced = run.owned.reduced
     elsewhere = run.planned.counted_elsewhere
-    sums = nothing(run)
     if run.config.log_num_zeros_in_grad:
         sums[-1] = reduced.number_of_zeros(leave_out={*elsewhere, *idle})
     if run.settings.compute_grad_norm or run.settings.check_overflow:
@@ -93,8 +93,7 @@ def sums_of(run: RunState, idle: Collection[str]) -> Tensor:
             members = frozenset(name for name, group in group_of.items() if group == key)
             groups.append(reduced.sum_of_squares(leave_out=elsewhere, only=members))
         everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
-        sums[: 2 + len(groups)] = torch.stack([rest, everything, *groups])
-    return sums
+        torch.stack([rest, everything, *groups], out=sums[: 2 + len(groups)])
 
 
 def decide(

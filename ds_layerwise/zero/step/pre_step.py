@@ -65,7 +65,7 @@ class BeforeUpdate:
             if error is None:
                 self._run.optimizer.check_groups()
                 idle = self.guard.check(grad_sync.got)
-                sums = clip.sums_of(self._run, idle)
+                clip.fill_(sums, self._run, idle)
         except (RuntimeError, MemoryError) as caught:
             # The other ranks wait in the sum, so this rank must join them, also if its device has
             # no memory left to compute its own sums.
