@@ -20,8 +20,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 from os import PathLike
 from pathlib import Path
@@ -170,7 +170,7 @@ def read_model(path: str | PathLike[str]) -> Model:
     except (yaml.YAMLError, RecursionError, ValueError) as e:
         raise ConfigError(f"{where} is no YAML: {e}") from e
     file = _checked(_File, where, content)
-    params = list(_expand(f"{where}.params", file.params, {}))
+    params = list(_expand(_parsed(f"{where}.params", file.params), {}))
     names: set[str] = set()
     for param in params:
         if param.optimizer == "matrix" and len(param.shape) != 2:
@@ -358,14 +358,23 @@ def _own_experts(
     return numbers[: len(numbers) // ep_size]
 
 
-def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> Iterator[ModelParam]:
-    """Yield every parameter below ``entries``. ``values`` are those of the enclosing blocks."""
+@dataclass(frozen=True)
+class _Repeated:
+    """The entries of a block, and the values of each of its repetitions."""
+
+    values: Sequence[Mapping[str, int]]
+    entries: Sequence[tuple[str, ModelParam | _Repeated]]
+
+
+def _parsed(where: str, entries: Sequence[Any]) -> list[tuple[str, ModelParam | _Repeated]]:
+    """Return ``entries``, each checked once, and where each is in the file."""
+    parsed: list[tuple[str, ModelParam | _Repeated]] = []
     for i, entry in enumerate(entries):
         here = f"{where}[{i}]"
         if isinstance(entry, Mapping) and "block" in entry:
             block = _checked(_Block, here, entry)
-            for inner in _repeated(f"{here}.block", block.block):
-                yield from _expand(f"{here}.params", block.params, {**values, **inner})
+            values = list(_repeated(f"{here}.block", block.block))
+            parsed.append((here, _Repeated(values, _parsed(f"{here}.params", block.params))))
             continue
         param = _checked(_Entry, here, entry)
         parts = {}
@@ -373,8 +382,21 @@ def _expand(where: str, entries: Sequence[Any], values: Mapping[str, int]) -> It
             if key in entry:
                 parts[key] = entry[key]
         split = as_one_change(checked_split(here, parts)).get("split")
-        name = _named(f"{here}.name", param.name, values)
-        yield ModelParam(name, param.shape, param.optimizer, param.transposed, split)
+        model_param = ModelParam(param.name, param.shape, param.optimizer, param.transposed, split)
+        parsed.append((here, model_param))
+    return parsed
+
+
+def _expand(
+    parsed: Iterable[tuple[str, ModelParam | _Repeated]], values: Mapping[str, int]
+) -> Iterator[ModelParam]:
+    """Yield every parameter of ``parsed``. ``values`` are those of the enclosing blocks."""
+    for where, item in parsed:
+        if isinstance(item, ModelParam):
+            yield replace(item, name=_named(f"{where}.name", item.name, values))
+            continue
+        for inner in item.values:
+            yield from _expand(item.entries, {**values, **inner})
 
 
 def _named(where: str, template: str, values: Mapping[str, int]) -> str:
