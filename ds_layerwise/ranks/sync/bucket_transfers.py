@@ -253,14 +253,15 @@ class Wire:
             return Pending()
         ragged = bucket.way == "ragged"
         cut = memory.numel() // self.size
-        numels = list(bucket.shard_numels) if ragged else [cut] * self.size
         if self.on_host and self.one_node and self.size <= _BROADCASTS_UP_TO:
             works = []
+            numels = list(bucket.shard_numels) if ragged else [cut] * self.size
             for rank, shard in enumerate(memory.split_with_sizes(numels)):
                 if shard.numel():
                     works.append(comm.broadcast(shard, out_of=rank, group=self.group))
             return Pending(works)
         if ragged:
+            numels = list(bucket.shard_numels)
             shards = memory.split_with_sizes(numels)
             own = shards[self.rank]
             if not self.on_host:
