@@ -14,7 +14,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -220,6 +220,13 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "sizes fit; activations are not counted",
     )
     add(
+        "--fit",
+        type=_gib,
+        metavar="GIB",
+        help="memory of one device in GiB: prints the changes of the config with which the run "
+        "fits, cheapest first; --ranks are then devices",
+    )
+    add(
         "--list",
         action="store_true",
         help="every parameter, one line each: shape, optimizer, weight decay, learning rate over "
@@ -301,16 +308,17 @@ def _plan(options: argparse.Namespace) -> int:
             "--memory is for the tables and --json, and --list alone prints neither; leave one of "
             "the two out, or add --json"
         )
+    given: dict[str, Any] = {
+        "links": options.links,
+        "reduction": options.reduction,
+        "ranks_per_node": options.ranks_per_node,
+        "ep_size": options.ep_size,
+        "tp_size": options.tp_size,
+    }
+    if options.fit is not None:
+        return _plan_that_fits(options, given)
     plan = DryRun.of(
-        options.model,
-        options.config,
-        options.ranks,
-        links=options.links,
-        reduction=options.reduction,
-        ranks_per_node=options.ranks_per_node,
-        ep_size=options.ep_size,
-        tp_size=options.tp_size,
-        memory_bytes=options.memory,
+        options.model, options.config, options.ranks, memory_bytes=options.memory, **given
     )
     if options.json:
         if sys.stderr is not None and plan.assumed:
@@ -338,6 +346,20 @@ def _plan(options: argparse.Namespace) -> int:
             predictions=plan.predictions,
         )
         say_last("\n".join([*plan.assumed, table]))
+    return 0
+
+
+def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    from ds_layerwise.tools import fit
+
+    if options.memory is not None or options.list or options.json:
+        raise LayerWiseError(
+            "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
+        )
+    found = fit.find_fits(
+        options.model, options.config, options.ranks, memory_bytes=options.fit, **given
+    )
+    say_last(fit.as_text(found, options.ranks, options.fit))
     return 0
 
 

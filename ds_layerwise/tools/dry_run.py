@@ -54,7 +54,7 @@ class DryRun:
     def of(
         cls,
         model: str,
-        config: Path,
+        config: Path | Mapping[str, Any],
         ranks: Sequence[int],
         *,
         links: str | None = None,
@@ -64,8 +64,8 @@ class DryRun:
         tp_size: int | None = None,
         memory_bytes: int | None = None,
     ) -> DryRun:
-        """Plan ``model``, a file or a name, for training with the DeepSpeed config in a file on
-        each number of ``ranks``.
+        """Plan ``model``, a file or a name, for training with a DeepSpeed config, or the file with
+        it, on each number of ``ranks``.
 
         Args:
             links: a name or a file, see :func:`.plan.network.links.find_links`; None for the value
@@ -82,7 +82,7 @@ class DryRun:
             ConfigError: a file cannot be read, or has settings that training would refuse.
             RoutingError: a parameter cannot be trained by its chosen optimizer.
         """
-        given = read_config(config)
+        given = read_config(config) if isinstance(config, Path) else config
         path = find_model(model)
         _read(fill_in(given)[0])  # find mistakes before building anything
         if is_hf_config(path):
@@ -95,7 +95,7 @@ class DryRun:
             file = Model([], hf.hidden_size)
         filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
         run = _read(filled)
-        tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size)
+        tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size, run.stage)
         links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
         sums = reduction_of_run(
             reduction or run.layerwise.reduction, on_host=links_by_ranks[0].on_host
@@ -201,13 +201,13 @@ def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[st
 
 
 def _tensor_parallel(
-    given: Mapping[str, Any], tp_size: int | None, ep_size: int
+    given: Mapping[str, Any], tp_size: int | None, ep_size: int, stage: int
 ) -> tuple[int, Cutter]:
     """Return the number of ranks that the model is cut for, and what cuts it.
 
     Raises:
         ConfigError: shapes do not determine the result of the config, it differs from ``tp_size``,
-            or experts are shared as well.
+            or experts are shared as well, or it is stage 3.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
@@ -234,6 +234,11 @@ def _tensor_parallel(
         raise ConfigError(
             f"ep_size is {ep_size} and tp_size {of_config}; experts and tensor parallelism do not "
             "go together here: plan with one of them"
+        )
+    if of_config > 1 and stage == 3:
+        raise ConfigError(
+            f"zero_optimization.stage is 3, and tp_size {of_config}; stage 3 goes together with no "
+            "tensor parallelism here: plan with stage 1 or 2, or without tp_size"
         )
     return of_config, cutter
 

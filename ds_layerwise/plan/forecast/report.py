@@ -27,6 +27,8 @@ from ds_layerwise.recipes.presets import PRESETS
 #: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110
 _PLAN_WIDTH = 210
+#: The width of a terminal.
+_NARROW = 80
 
 
 def start_up_table(
@@ -245,9 +247,9 @@ def _fitting(
     fit = [prediction.own.fits for prediction in predictions]
     if not all(fit):
         parts.append(
-            "too much: more ranks, zero_optimization.stage 2, a smaller reduce_bucket_size, "
+            "too much: more ranks, zero_optimization.stage 2 or 3, a smaller reduce_bucket_size, "
             "offload_optimizer, fewer bits (layerwise.master_dtype, momentum_dtype) or tensor "
-            "parallelism need less of a device"
+            "parallelism need less of a device; ds-layerwise plan --fit tries them"
         )
     if not any(fit):
         ranks = ", ".join(row["ranks"] for row in rows)
@@ -256,6 +258,30 @@ def _fitting(
             mended = ""
         parts.append(f"none of the numbers of ranks asked for fits: {ranks}{mended}")
     return parts
+
+
+def fits_table(rows: Iterable[tuple[int, str, int, float, str]], memory_bytes: int) -> str:
+    """Return a table of changes with which a run fits.
+
+    Args:
+        rows: the number of devices, the change, the bytes that are left, the nanoseconds of a step,
+            and a remark on the price.
+        memory_bytes: the memory of one device.
+    """
+    title = f"what fits on devices with {_size(memory_bytes)}, cheapest first"
+    table = Table(title=title, title_justify="left")
+    table.add_column("devices", justify="right", no_wrap=True)
+    table.add_column("change", overflow="fold")
+    table.add_column("left", justify="right", no_wrap=True)
+    table.add_column("a step", justify="right", no_wrap=True)
+    table.add_column("price", overflow="fold")
+    for devices, change, left, nanoseconds, price in rows:
+        table.add_row(str(devices), change, _size(left), _time(nanoseconds), price)
+    about = (
+        "left: for what the forward and the backward pass keep, activations above all, and what "
+        "drivers and libraries take. a step: predicted, one micro-batch, without the passes."
+    )
+    return _rendered([table, about], _NARROW)
 
 
 def _fit(size: BucketSize) -> str:

@@ -1,0 +1,195 @@
+"""Changes to a config with which a run fits on devices of a given size, cheapest first."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ds_layerwise.config.config_file import at, read_config
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.forecast.report import fits_table
+from ds_layerwise.tools.dry_run import DryRun
+
+_REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
+_SHORT_STATES = {
+    "optimizer.params.momentum_dtype": "bfloat16",
+    "optimizer.params.exp_avg_dtype": "bfloat16",
+    "optimizer.params.exp_avg_sq_dtype": "bfloat16",
+    "optimizer.params.stochastic_rounding": True,
+}
+
+#: What can be changed beside the stage, the cheapest first, each with its price.
+_MEASURES: tuple[tuple[Mapping[str, Any], str], ...] = (
+    ({}, ""),
+    (_REMAINDERS, "the same bits; masters are put together in each step"),
+    ({**_REMAINDERS, **_SHORT_STATES}, "states are rounded"),
+    (
+        {"zero_optimization.offload_optimizer": {"device": "cpu"}},
+        "updates on the host, whose time is not predicted",
+    ),
+)
+_STAGES = (1, 2, 3)
+_PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class Change:
+    """New values for a config, by path, and how many ranks share matrices or experts."""
+
+    values: Mapping[str, Any]
+    price: str = ""
+    """A remark on what it costs; empty if that is only time of a step."""
+    tp_size: int = 1
+    ep_size: int = 1
+
+    def applied_to(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a copy of ``given`` with the new values."""
+        changed: dict[str, Any] = json.loads(json.dumps(given))
+        for path, value in self.values.items():
+            *sections, key = path.split(".")
+            holder = changed
+            for section in sections:
+                holder = holder.setdefault(section, {})
+            holder[key] = value
+        return changed
+
+    def __str__(self) -> str:
+        """Return the new values by the last key of their paths."""
+        words = []
+        for path, value in self.values.items():
+            shown = value["device"] if isinstance(value, dict) else value
+            words.append(f"{path.rpartition('.')[2]} {shown}")
+        for key in ("tp_size", "ep_size"):
+            if getattr(self, key) > 1:
+                words.append(f"{key} {getattr(self, key)}")
+        return ", ".join(words) or "as it is"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A change with which every rank has enough memory."""
+
+    num_devices: int
+    change: Change
+    left: int
+    """The bytes of a device that are left on the rank that needs most."""
+    nanoseconds: float
+    """The predicted time of the collectives and updates of a step."""
+
+
+def find_fits(
+    model: str,
+    config: Path,
+    devices: Sequence[int],
+    *,
+    memory_bytes: int,
+    ep_size: int = 1,
+    tp_size: int | None = None,
+    **options: Any,
+) -> list[list[Fit]]:
+    """Return, for each number of ``devices``, the changes with which ``model`` fits.
+
+    What changes more, or costs more than time, is only tried where nothing cheaper fits. Among
+    changes of one kind the one with the shortest predicted step is the first.
+
+    Args:
+        memory_bytes: the memory of one device.
+        ep_size, tp_size: as in :meth:`.DryRun.of`; if they are given, no others are tried.
+        options: further arguments of :meth:`.DryRun.of`.
+
+    Raises:
+        ConfigError: the config is refused as it is, or a file cannot be read.
+        RoutingError: a parameter cannot be trained by its chosen optimizer.
+    """
+    given = read_config(config)
+    DryRun.of(model, given, [devices[0]], ep_size=ep_size, tp_size=tp_size, **options)
+    found = []
+    for num_devices in devices:
+        fits: list[Fit] = []
+        for kind in _changes(given, ep_size, tp_size):
+            for change in kind:
+                fit = _tried(model, given, num_devices, change, memory_bytes, options)
+                if fit is not None:
+                    fits.append(fit)
+            if fits:
+                break
+        found.append(sorted(fits, key=lambda fit: fit.nanoseconds))
+    return found
+
+
+def _changes(given: Mapping[str, Any], ep_size: int, tp_size: int | None) -> Iterator[list[Change]]:
+    """Yield the changes to try, by kind, the cheapest kind first."""
+
+    def at_each_stage(**sizes: int) -> Iterator[list[Change]]:
+        for values, price in _MEASURES:
+            yield [
+                Change({"zero_optimization.stage": stage, **values}, price, **sizes)
+                for stage in _STAGES
+            ]
+
+    yield from at_each_stage(tp_size=tp_size or 1, ep_size=ep_size)
+    if tp_size is not None or ep_size > 1 or at(given, "tensor_parallel.autotp_size"):
+        return
+    for size in _PARALLEL_SIZES:
+        both = zip(at_each_stage(ep_size=size), at_each_stage(tp_size=size), strict=True)
+        for experts, slices in both:
+            yield [*experts, *slices]
+
+
+def _tried(
+    model: str,
+    given: Mapping[str, Any],
+    num_devices: int,
+    change: Change,
+    memory_bytes: int,
+    options: Mapping[str, Any],
+) -> Fit | None:
+    """Return the fit of ``change`` with its best bucket size; None if there is none, or a run would
+    refuse the config.
+    """
+    if num_devices % (change.tp_size * change.ep_size):
+        return None
+    try:
+        plan = DryRun.of(
+            model,
+            change.applied_to(given),
+            [num_devices // change.tp_size],
+            ep_size=change.ep_size,
+            tp_size=change.tp_size if change.tp_size > 1 else None,
+            memory_bytes=memory_bytes,
+            **options,
+        )
+    except LayerWiseError:
+        return None
+    prediction = plan.predictions[0]
+    best = prediction.best
+    if best is None or best.left is None:
+        return None
+    values = dict(change.values)
+    if best.bucket_numel != prediction.own.bucket_numel:
+        values["zero_optimization.reduce_bucket_size"] = best.bucket_numel
+    for path, value in change.values.items():
+        if at(given, path) == value:
+            del values[path]
+    time = best.wire.total + prediction.update
+    return Fit(num_devices, replace(change, values=values), best.left, time)
+
+
+def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:
+    """Return a table of ``found``, one list for each number of ``devices``, and below it the first
+    change of each as a part of a config.
+    """
+    rows = []
+    below = []
+    for num_devices, fits in zip(devices, found, strict=True):
+        for fit in fits:
+            rows.append((num_devices, str(fit.change), fit.left, fit.nanoseconds, fit.change.price))
+        if not fits:
+            below.append(f"{num_devices} devices: nothing that was tried fits")
+        elif fits[0].change.values:
+            part = json.dumps(fits[0].change.applied_to({}))
+            below.append(f"{num_devices} devices, the first one, to merge into the config: {part}")
+    return "\n".join([fits_table(rows, memory_bytes), *below])

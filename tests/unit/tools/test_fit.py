@@ -1,0 +1,93 @@
+"""``ds-layerwise plan --fit``: what it proposes fits by the plan itself, and the cheapest comes first."""
+
+import json
+
+import pytest
+
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.fit import find_fits
+from tests.support.cli import assert_refused, run
+from tests.support.rooms import rooms
+
+pytestmark = rooms("fit", "dry_run")
+
+GIB = 2**30
+
+
+def config(stage=1, **changes):
+    return {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True},
+            "optimizer": {"type": "LayerWiseMuon", "params": {}}, **changes}
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The file of a config."""
+    def write(given):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(given))
+        return path
+
+    return write
+
+
+def changed_keys(fits):
+    return [sorted({path.rpartition(".")[2] for path in fit.change.values} - {"reduce_bucket_size"}) for fit in fits]
+
+
+SHORT_STATES = ["exp_avg_dtype", "exp_avg_sq_dtype", "master_dtype", "momentum_dtype", "stage", "stochastic_rounding"]
+
+
+# Eight devices with less and less memory.
+@pytest.mark.parametrize("memory, keys", [
+    (79.6, [[], ["stage"], ["stage"]]), (20, [["stage"]]), (19, [["master_dtype", "stage"]]), (17, [SHORT_STATES]),
+    (14, [["offload_optimizer", "stage"]])])
+def test_what_costs_more_comes_only_where_nothing_cheaper_fits(memory, keys, written):
+    fits, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=int(memory * GIB))
+    assert changed_keys(fits) == keys
+    assert [fit.nanoseconds for fit in fits] == sorted(fit.nanoseconds for fit in fits)
+
+
+@pytest.mark.parametrize("model, devices, memory", [
+    ("llama-3-8b", [8, 64], 40), ("llama-3-70b", [8], 80), ("llama-3-70b", [16], 80), ("qwen3-0.6b", [1], 10)])
+def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, written):
+    given = config()
+    found = find_fits(model, written(given), devices, memory_bytes=memory * GIB)
+    for num_devices, fits in zip(devices, found, strict=True):
+        assert fits
+        for fit in fits:
+            plan = DryRun.of(model, written(fit.change.applied_to(given)), [num_devices // fit.change.tp_size],
+                             tp_size=fit.change.tp_size, ep_size=fit.change.ep_size, memory_bytes=memory * GIB)
+            prediction, = plan.predictions
+            assert prediction.own.left == fit.left >= 0
+            assert prediction.own.wire.total + prediction.update == fit.nanoseconds
+
+
+def test_ranks_share_matrices_where_nothing_else_helps(written):
+    fits, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)
+    assert fits and all(fit.change.tp_size > 1 and fit.change.values["zero_optimization.stage"] < 3 for fit in fits)
+    with_size, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=fits[0].change.tp_size)
+    assert with_size[0].nanoseconds == fits[0].nanoseconds
+    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=1) == [[]]
+
+
+def test_a_refused_config_is_refused(written):
+    with pytest.raises(ConfigError, match="zero_optimization.stage"):
+        find_fits("gpt2-124m", written(config(stage=0)), [8], memory_bytes=GIB)
+
+
+def test_the_table_and_what_to_merge(written):
+    arguments = ["plan", "--model", "llama-3-8b", "--config", written(config()), "--ranks", "8,2", "--fit", "20"]
+    code, out, err = run(*arguments)
+    assert (code, err) == (0, "")
+    assert max(map(len, out.splitlines()[:8])) <= 80
+    merge, nothing = out.splitlines()[-2:]
+    assert json.loads(merge.partition("config: ")[2])["zero_optimization"]["stage"] in (2, 3)
+    assert nothing == "2 devices: nothing that was tried fits"
+    for more in (["--memory", "20"], ["--list"], ["--json"]):
+        assert_refused("leave --memory, --list and --json out, or --fit", *arguments, *more)
+
+
+def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(written):
+    assert_refused("stage 3 goes together with no tensor parallelism here", "plan", "--model", "llama-3-8b", "--config",
+                   written(config(stage=3)), "--ranks", "8", "--tp_size", "2")
