@@ -1,4 +1,4 @@
-"""The size and the density of the package, as the tables of docs/design.md: ``python -m tests.measure [--write]``.
+"""The size, the density and the files of the package, for docs/design*.md: ``python -m tests.measure [--write]``.
 
 Code tokens are Python's own, without comments, docstrings, indentation and ends of lines. Branches are counted by
 tests/support/house_rules.py.
@@ -14,6 +14,7 @@ from tests.support import house_rules
 from tests.support.house_rules import PACKAGE, Source, sources
 
 DESIGN = PACKAGE.parent / "docs" / "design.md"
+FILES = PACKAGE.parent / "docs" / "design_files.md"
 _SIZE, _FILES = ("<!-- size: python -m tests.measure --write -->", "<!-- files: python -m tests.measure --write -->")
 _END = "<!-- end -->"
 
@@ -93,12 +94,12 @@ def written(text: str, mark: str, lines: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/design.md")
+    parser.add_argument("--write", action="store_true", help="put the tables into docs/design.md and design_files.md")
     args = parser.parse_args()
     files = sources()
     if args.write:
-        text = written(DESIGN.read_text(), _SIZE, size_table(files))
-        DESIGN.write_text(written(text, _FILES, file_table(files)))
+        DESIGN.write_text(written(DESIGN.read_text(), _SIZE, size_table(files)))
+        FILES.write_text(written(FILES.read_text(), _FILES, file_table(files)))
     else:
         print("\n".join(size_table(files)))
 

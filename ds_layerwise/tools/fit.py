@@ -24,14 +24,17 @@ _SHORT_STATES = {
 #: What can be changed beside the stage, the cheapest first, each with its price.
 _MEASURES: tuple[tuple[Mapping[str, Any], str], ...] = (
     ({}, ""),
-    (_REMAINDERS, "the same bits; masters are put together in each step"),
-    ({**_REMAINDERS, **_SHORT_STATES}, "states are rounded"),
+    (_REMAINDERS, "master_dtype: the same bits; each step puts masters together"),
+    ({**_REMAINDERS, **_SHORT_STATES}, "momentum_dtype and the like: states are rounded"),
     (
         {"zero_optimization.offload_optimizer": {"device": "cpu"}},
-        "updates on the host, whose time is not predicted",
+        "offload_optimizer: moves masters and states in each step, which the time leaves out",
     ),
 )
 _STAGES = (1, 2, 3)
+#: The config's own bucket size stays if messages take at most this many times as long as with the
+#: best one.
+_AS_FAST = 1.05
 _PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
 
 
@@ -166,16 +169,19 @@ def _tried(
         return None
     prediction = plan.predictions[0]
     best = prediction.best
+    own = prediction.own
     if best is None or best.left is None:
         return None
     values = dict(change.values)
-    if best.bucket_numel != prediction.own.bucket_numel:
+    if own.fits and own.wire.total <= _AS_FAST * best.wire.total:
+        best = own
+    else:
         values["zero_optimization.reduce_bucket_size"] = best.bucket_numel
     for path, value in change.values.items():
         if at(given, path) == value:
             del values[path]
     time = best.wire.total + prediction.update
-    return Fit(num_devices, replace(change, values=values), best.left, time)
+    return Fit(num_devices, replace(change, values=values), best.left or 0, time)
 
 
 def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:
@@ -183,13 +189,19 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
     change of each as a part of a config.
     """
     rows = []
+    prices: dict[str, None] = {}
     below = []
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            rows.append((num_devices, str(fit.change), fit.left, fit.nanoseconds, fit.change.price))
+            rows.append((num_devices, str(fit.change), fit.left, fit.nanoseconds))
+            prices[fit.change.price] = None
         if not fits:
-            below.append(f"{num_devices} devices: nothing that was tried fits")
+            below.append(f"devices: {num_devices}; nothing that was tried fits")
         elif fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
-            below.append(f"{num_devices} devices, the first one, to merge into the config: {part}")
-    return "\n".join([fits_table(rows, memory_bytes), *below])
+            if fits[0].change.tp_size > 1:
+                part += f", with tensor parallelism over {fits[0].change.tp_size} ranks"
+            if fits[0].change.ep_size > 1:
+                part += f", with experts shared by {fits[0].change.ep_size} ranks"
+            below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
+    return "\n".join([fits_table(rows, memory_bytes), *filter(None, prices), *below])

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from configparser import ConfigParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +34,7 @@ from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from tests.outputs import pages_with_outputs, with_outputs
 from tests.support.documents import (
     DOCS,
     PAGES,
@@ -74,9 +77,10 @@ def options_of(command):
 
 def test_every_block_is_in_a_language_that_is_tested():
     found = {block.language for path in PAGES for block in blocks_of(path)}
-    assert found <= {"json", "python", "sh", ""}
+    assert found <= {"json", "python", "sh", "text", ""}
     # Drawings of a folder and of a path, in the page for those who work on the package.
-    assert {block.page for path in PAGES for block in blocks_of(path) if not block.language} <= {"docs/design.md"}
+    drawings = {block.page for path in PAGES for block in blocks_of(path) if not block.language}
+    assert drawings <= {"docs/design.md", "docs/design_paths.md"}
 
 
 #: Names as the pages' overrides have them.
@@ -389,7 +393,7 @@ def test_defaults_of_optimizers_with_factors_are_as_the_page_says():
 
 def test_defaults_of_the_layout_are_as_the_pages_say():
     tables = assert_defaults(LayerWiseConfig, "`layerwise`", LayerWiseConfig.from_section({}).model_dump())
-    whole = {name for path, names, _ in tables if path.name == "training.md" for name in names}
+    whole = {name for path, names, _ in tables if path.name == "layerwise_keys.md" for name in names}
     assert whole == set(LayerWiseConfig.keys())
     assert any(path.name == "README.md" for path, *_ in tables)
 
@@ -510,10 +514,31 @@ def test_links_lead_somewhere(path):
         assert not anchor or anchor in anchors_of(there), target
 
 
-def test_every_page_is_linked_from_the_first():
-    linked = set(re.findall(r"\]\((docs/[\w.]+)", (ROOT / "README.md").read_text()))
-    assert linked == {f"docs/{path.name}" for path in PAGES[1:]}
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+def test_the_readme_is_short_and_pages_are():
+    lengths = {path.name: len(path.read_text().splitlines()) for path in PAGES}
+    assert lengths["README.md"] <= 120
+    # A list of all files, made by tests/measure.py.
+    assert max(length for name, length in lengths.items() if name != "design_files.md") <= 300
+
+
+def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
+    built = subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path], cwd=ROOT,
+                           capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    made = {path.with_suffix(".md").name for path in tmp_path.glob("*.html")} - {"404.md"}
+    assert made == {path.name for path in PAGES[1:]}
+    index = json.loads((tmp_path / "search" / "search_index.json").read_text())
+    text = " ".join(entry["text"] for entry in index["docs"])
+    for key in (*LayerWiseConfig.keys(), *params_model(Muon, AdamW, True).keys()):
+        assert key in text, key
+    # Nothing is fetched from elsewhere.
+    for page in tmp_path.glob("*.html"):
+        assert not re.findall(r'(?:src|href)="(https?:)?//[^"]+\.(?:js|css|woff2?)"', page.read_text()), page
+
+
+@pytest.mark.parametrize("path", pages_with_outputs(), ids=lambda path: path.name)
+def test_outputs_are_what_the_commands_print(path):
+    assert path.read_text() == with_outputs(path.read_text()), "python -m tests.outputs --write"
 
 
 @each_page
@@ -524,7 +549,8 @@ def test_files_in_backticks_exist(path):
 
 
 def test_names_that_the_design_says_to_look_for_are_in_their_files():
-    found = re.findall(r"`([\w/]+\.py): ([\w.]+)`", (ROOT / "docs/design.md").read_text())
+    found = re.findall(r"`([\w/]+\.py): ([\w.]+)`", "".join(
+        (DOCS / page).read_text() for page in ("design.md", "design_paths.md")))
     assert len(found) > 20
     for path, name in found:
         source = (ROOT / "ds_layerwise" / path).read_text()

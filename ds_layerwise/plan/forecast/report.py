@@ -260,12 +260,11 @@ def _fitting(
     return parts
 
 
-def fits_table(rows: Iterable[tuple[int, str, int, float, str]], memory_bytes: int) -> str:
+def fits_table(rows: Iterable[tuple[int, str, int, float]], memory_bytes: int) -> str:
     """Return a table of changes with which a run fits.
 
     Args:
-        rows: the number of devices, the change, the bytes that are left, the nanoseconds of a step,
-            and a remark on the price.
+        rows: the number of devices, the change, the bytes that are left, the nanoseconds of a step.
         memory_bytes: the memory of one device.
     """
     title = f"what fits on devices with {_size(memory_bytes)}, cheapest first"
@@ -274,9 +273,8 @@ def fits_table(rows: Iterable[tuple[int, str, int, float, str]], memory_bytes: i
     table.add_column("change", overflow="fold")
     table.add_column("left", justify="right", no_wrap=True)
     table.add_column("a step", justify="right", no_wrap=True)
-    table.add_column("price", overflow="fold")
-    for devices, change, left, nanoseconds, price in rows:
-        table.add_row(str(devices), change, _size(left), _time(nanoseconds), price)
+    for devices, change, left, nanoseconds in rows:
+        table.add_row(str(devices), change, _size(left), _time(nanoseconds))
     about = (
         "left: for what the forward and the backward pass keep, activations above all, and what "
         "drivers and libraries take. a step: predicted, one micro-batch, without the passes."

@@ -83,7 +83,7 @@ def test_the_table_and_what_to_merge(written):
     assert max(map(len, out.splitlines()[:8])) <= 80
     merge, nothing = out.splitlines()[-2:]
     assert json.loads(merge.partition("config: ")[2])["zero_optimization"]["stage"] in (2, 3)
-    assert nothing == "2 devices: nothing that was tried fits"
+    assert nothing == "devices: 2; nothing that was tried fits"
     for more in (["--memory", "20"], ["--list"], ["--json"]):
         assert_refused("leave --memory, --list and --json out, or --fit", *arguments, *more)
 
