@@ -21,7 +21,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("step_progress")
+pytestmark = rooms("step_progress", "checkpointing")
 
 GAS = 4
 
