@@ -26,7 +26,7 @@ from ds_layerwise.recipes.recipe_registry import REGISTRY
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
-pytestmark = rooms("dry_run", "forecast", "model_file", "config_file")
+pytestmark = rooms("dry_run", "forecast", "model_file", "config_file", "run_config")
 
 ROOT = Path(__file__).parents[3]
 
