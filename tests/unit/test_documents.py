@@ -536,6 +536,14 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
         assert not re.findall(r'(?:src|href)="(https?:)?//[^"]+\.(?:js|css|woff2?)"', page.read_text()), page
 
 
+def test_pictures_are_those_of_their_script(tmp_path):
+    subprocess.run([sys.executable, "examples/draw_concepts.py", "--out", tmp_path], cwd=ROOT, check=True)
+    drawn = {path.name: re.findall("<text[^>]*>([^<]*)", path.read_text()) for path in tmp_path.iterdir()}
+    assert len(drawn) == 3 and all(drawn.values())
+    for name, texts in drawn.items():
+        assert re.findall("<text[^>]*>([^<]*)", (DOCS / "images" / name).read_text()) == texts, name
+
+
 @pytest.mark.parametrize("path", pages_with_outputs(), ids=lambda path: path.name)
 def test_outputs_are_what_the_commands_print(path):
     assert path.read_text() == with_outputs(path.read_text()), "python -m tests.outputs --write"
