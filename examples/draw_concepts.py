@@ -67,7 +67,9 @@ def ownership() -> Figure:
         axes.add_patch(Rectangle((left, 3.6), total / 4, 1, facecolor=color, alpha=0.5))
         axes.plot([left, left], [3.4, 4.8], color=EDGE, linestyle="--", linewidth=1)
         axes.text(left + total / 8, 3.15, f"rank {rank}", ha="center", fontsize=8)
-        axes.text(left + total / 8, 0.3, f"rank {rank}", ha="center", fontsize=8, backgroundcolor=color)
+        axes.text(
+            left + total / 8, 0.3, f"rank {rank}", ha="center", fontsize=8, backgroundcolor=color
+        )
     return figure
 
 
