@@ -1,8 +1,5 @@
 """Regular checkpoints through the engine: exact resume, and what DeepSpeed's own tools read in them."""
 
-import os
-import subprocess
-import sys
 from importlib.machinery import SourceFileLoader
 
 import deepspeed.comm as dist
@@ -46,7 +43,7 @@ def micro_batches(engine, first, last, *, gas):
 
 class TestResume(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1,)
+    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
     @pytest.mark.parametrize("stage, gas, more", [(1, 1, 0), (1, 4, 0), (1, 4, 2), (2, 1, 0), (2, 4, 2)])
@@ -74,25 +71,9 @@ class TestResume(DistributedTest):
         assert resumed.get_lr() == engine.get_lr() and resumed.global_steps == engine.global_steps == 20
 
 
-class TestInsideAStep(DistributedTest):
-    """A checkpoint is of the last update; see also ``test_unfinished_steps.py``."""
-
-    def test_between_backward_and_step_the_step_is_repeated(self, tmp_path):
-        engine, other = start(Net(), ds_config()), start(Net(), ds_config())
-        train_engine(engine, 2)
-        before = states(engine)
-        engine.backward(engine((2, 0, dist.get_rank())))
-        engine.save_checkpoint(tmp_path)
-        engine.step()
-        other.load_checkpoint(tmp_path)
-        assert_equal_states(states(other), before)
-        train_engine(other, 1, first=2)
-        assert_equal_states(states(other), states(engine))
-
-
 class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (1,)
+    thorough_on = (1, 2)
 
     def test_zero_to_fp32_gives_the_masters(self, precision, tmp_path):
         for variant in ({}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}):
@@ -116,28 +97,6 @@ class TestDeepSpeedsTools(DistributedTest):
         found = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path))
         assert stock.module.state_dict().keys() - found.keys() == {"tall.weight", "norm.bias"}
 
-    def test_the_converter_finds_every_state(self, tmp_path):
-        engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 3)
-        engine.save_checkpoint(tmp_path, tag="saved")
-        expected = masters(engine)
-        if dist.get_rank() == 0:
-            subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
-                            str(tmp_path / "saved"), "--output_folder", str(tmp_path / "universal"),
-                            "--num_extract_workers", "1", "--num_merge_workers", "1"],
-                           check=True, capture_output=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
-        dist.barrier()
-        for name, value in expected.items():
-            folder = tmp_path / "universal" / "zero" / name
-            found = torch.load(folder / "fp32.pt", weights_only=False)["param"]
-            assert torch.equal(found.view(value.shape), value), name
-        for (name, key), value in states(engine).items():
-            if key == "step":
-                continue
-            travels_as = "exp_avg" if key == "momentum_buffer" else key
-            found = torch.load(tmp_path / "universal" / "zero" / name / f"{travels_as}.pt", weights_only=False)["param"]
-            piece = next(p for p in internals.pieces(engine) if p.name == name)
-            assert torch.equal(found.flatten()[piece.param_start:piece.param_start + piece.numel], value.flatten())
-
 
 class TestRefusedLoads(DistributedTest):
     def saved(self, folder):
@@ -154,17 +113,6 @@ class TestRefusedLoads(DistributedTest):
         assert torch.equal(weights(engine.module), before)
         train_engine(engine, 1)
 
-    def test_a_missing_file(self, tmp_path):
-        folder = self.saved(tmp_path)
-        on_rank_0((folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink)
-        self.assert_refused(tmp_path, "zero_pp_rank_1_mp_rank_00_optim_states.pt is missing")
-
-    def test_a_truncated_file_that_one_rank_finds(self, tmp_path):
-        folder = self.saved(tmp_path)
-        path = folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        on_rank_0(lambda: path.write_bytes(path.read_bytes()[:2000]))
-        self.assert_refused(tmp_path, "zero_pp_rank_0_mp_rank_00_optim_states.pt has 2000 bytes, .* were saved")
-
     def test_what_one_rank_finds_wrong_all_refuse(self, tmp_path, monkeypatch):
         self.saved(tmp_path)
         if dist.get_rank() == 1:
@@ -172,14 +120,6 @@ class TestRefusedLoads(DistributedTest):
                 raise LayerWiseError("only rank 1 sees it")
             monkeypatch.setattr(regular, "read", broken)
         self.assert_refused(tmp_path, "only rank 1 sees it")
-
-    def test_files_of_two_saves(self, tmp_path):
-        folder = self.saved(tmp_path)
-        engine = train_engine(start(Net(), ds_config()), 2)
-        engine.save_checkpoint(tmp_path, tag="later")
-        name = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-        on_rank_0(lambda: (folder / name).write_bytes((tmp_path / "later" / name).read_bytes()))
-        self.assert_refused(tmp_path, f"{name} (has .* bytes|is damaged or of another save)")
 
     def test_no_optimizer_states(self, tmp_path):
         folder = self.saved(tmp_path)
@@ -191,15 +131,6 @@ class TestRefusedLoads(DistributedTest):
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path, tag="tag")
         self.assert_refused(tmp_path, "was not written by ds_layerwise|cannot be read")
-
-    def test_weights_alone_can_always_be_loaded(self, tmp_path):
-        engine = train_engine(start(Net(), ds_config(bucket_numel=600, bf16={"enabled": True})), 1)
-        engine.save_checkpoint(tmp_path)
-        other = start(Net(), ds_config(bucket_numel=10**9, bf16={"enabled": True}))
-        other.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=True)
-        assert torch.equal(weights(other.module), weights(engine.module))
-        for name, value in masters(other).items():
-            assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
 
 
 class TestWhatIsLoaded(DistributedTest):

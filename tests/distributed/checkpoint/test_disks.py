@@ -44,9 +44,11 @@ def impatient(monkeypatch):
 
 class TestOneDisk(DistributedTest):
     def saved(self, folder):
+        """An engine that is a step ahead of what it has saved, and the states that it had then."""
         engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(folder, tag="tag")
-        return engine, states(engine)
+        first = states(engine)
+        return train_engine(engine, 1, first=1), first
 
     def assert_the_first_is_there(self, folder, first):
         dist.barrier()
@@ -57,7 +59,6 @@ class TestOneDisk(DistributedTest):
 
     def test_a_rank_that_sees_another_folder(self, tmp_path, impatient):
         engine, first = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
         with pytest.raises(LayerWiseError, match="rank 1 finds nothing of this save in .* of 1 after 0.3 s.*save to "
                                                  "one folder .*use_node_local_storage"):
@@ -70,7 +71,6 @@ class TestOneDisk(DistributedTest):
         ("older", f"{ZERO_1} is damaged or of another save")])
     def test_a_file_that_does_not_arrive(self, how, message, tmp_path, impatient, monkeypatch):
         engine, first = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         check = disks.check_arrived
 
         def on_its_way(folder, *args):
@@ -90,7 +90,6 @@ class TestOneDisk(DistributedTest):
 
     def test_a_file_that_arrives_late(self, tmp_path, monkeypatch):
         engine, _ = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         check = disks.check_arrived
 
         def late(folder, *args):
@@ -106,7 +105,6 @@ class TestOneDisk(DistributedTest):
 
     def test_a_file_that_is_gone_before_its_rank_is_done(self, tmp_path, monkeypatch):
         engine, first = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         if dist.get_rank() == 1:
             listed = saving._listed
             monkeypatch.setattr(saving, "_listed", lambda engine, folder, names: (
@@ -118,7 +116,6 @@ class TestOneDisk(DistributedTest):
 
     def test_an_engine_that_leaves_out_a_file(self, tmp_path, monkeypatch):
         engine, first = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
         with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 need"):
             engine.save_checkpoint(tmp_path, tag="tag")
@@ -126,7 +123,6 @@ class TestOneDisk(DistributedTest):
 
     def test_another_job_saves_to_the_same_place(self, tmp_path, monkeypatch):
         engine, first = self.saved(tmp_path)
-        train_engine(engine, 1, first=1)
         check = disks.check_arrived
         monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
         with pytest.raises(LayerWiseError, match="was replaced during this save: another job saves to the"):

@@ -305,7 +305,6 @@ def with_object(make, schedule=None, module=None, **layerwise):
 AFRESH = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
-    "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10,
                                               base_momentum=100 * optimizer.param_groups[0]["lr"]),
@@ -323,8 +322,8 @@ class TestWhatWins(DistributedTest):
         engine.load_checkpoint(folder, tag=tag)
         return engine
 
-    @pytest.mark.parametrize("tag", ["tag", "tag_universal"])
-    @pytest.mark.parametrize("wins", [None, "checkpoint", "config"])
+    @pytest.mark.parametrize("wins, tag", [
+        (None, "tag"), ("checkpoint", "tag_universal"), ("config", "tag"), ("config", "tag_universal")])
     def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
         old = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 2)
         old.save_checkpoint(tmp_path, tag="tag")
@@ -463,8 +462,8 @@ class TestWhatWins(DistributedTest):
             assert engine.get_lr() == [pytest.approx(0.005 * (1 + math.cos(math.pi * step / 10)))]
             train_engine(engine, 1, first=8 + step)
 
-    @pytest.mark.parametrize("kind", ["lambda", "exponential", "cosine"])
-    @pytest.mark.parametrize("before", ["a config", "an object"])
+    @pytest.mark.parametrize("before, kind", [
+        ("a config", "lambda"), ("a config", "cosine"), ("an object", "exponential")])
     def test_a_schedule_goes_on_where_the_values_of_a_group_do_not(self, before, kind, tmp_path):
         """Of a run with another optimizer: at the same place, from the rate of this run."""
         def descends(lr, **layerwise):

@@ -93,7 +93,8 @@ class TestSaving(DistributedTest):
         engine = start(Net(), ds_config())
         for folder, tag in (("", "tag"), (tmp_path, ""), (tmp_path, "a/"), (tmp_path, "a\nb")):
             told = (folder, tag) if dist.get_rank() else (tmp_path, "tag")
-            with pytest.raises((LayerWiseError, ValueError), match="must be a non-empty string|the checkpoint's tag"):
+            with pytest.raises((LayerWiseError, ValueError),
+                               match="save_dir must be a non-empty string|the checkpoint's tag"):
                 engine.save_checkpoint(told[0], tag=told[1])
         assert not list(tmp_path.iterdir())
 
@@ -129,10 +130,6 @@ class TestSaving(DistributedTest):
         assert written <= everyone[0] | everyone[1] if fsync else not written & (everyone[0] | everyone[1])
         if dist.get_rank() == 0:
             assert len(committed) == 2 and (not fsync or "mp_rank_00_model_states.pt" in committed[1])
-
-    def test_without_a_folder(self):
-        with pytest.raises(ValueError, match="save_dir must be a non-empty string"):
-            start(Net(), ds_config()).save_checkpoint("")
 
     def test_frozen_parameters_left_out(self, tmp_path):
         engine = start(Net(frozen=True), ds_config())
@@ -196,12 +193,6 @@ class TestLoading(DistributedTest):
         assert (other.global_steps, other.get_lr()) == (3, engine.get_lr())
         assert_equal_states(states(other), states(engine))
 
-    def test_no_scheduler(self, tmp_path):
-        engine = self.saved(tmp_path)
-        other = loaded(start(Net(), ds_config(scheduler=WARMUP)), tmp_path, load_lr_scheduler_states=False)
-        assert other.lr_scheduler.last_batch_iteration == -1 != engine.lr_scheduler.last_batch_iteration
-        assert_equal_states(states(other), states(engine))
-
     def test_a_scheduler_that_the_checkpoint_has_no_state_of(self, tmp_path):
         engine = train_engine(start(Net(), ds_config()), 1)
         engine.save_checkpoint(tmp_path)
@@ -246,22 +237,14 @@ class TestLoading(DistributedTest):
     @pytest.mark.parametrize("options", [{"load_optimizer_states": False}, {"load_module_only": True}])
     def test_no_optimizer_states(self, options, tmp_path):
         engine = self.saved(tmp_path, bf16={"enabled": True})
-        other = loaded(start(Net(), ds_config(scheduler=WARMUP, bf16={"enabled": True})), tmp_path, **options)
+        # Other buckets have other owners.
+        other = start(Net(), ds_config(scheduler=WARMUP, bf16={"enabled": True}, bucket_numel=10**9))
+        other.load_checkpoint(tmp_path, **options)
         assert torch.equal(weights(other.module), weights(engine.module))
         for name, value in masters(other).items():
             assert torch.equal(value, engine.module.get_parameter(name).detach().float()), name
         assert not any(value.any() for value in states(other).values())
         assert other.global_steps == (0 if "load_module_only" in options else 3)
-
-    def test_a_function_of_the_users_own(self, tmp_path):
-        self.saved(tmp_path)
-        other = start(Net(), ds_config(scheduler=WARMUP))
-
-        def load(src, dst):
-            dst.load_state_dict({name: torch.full_like(value, 2) for name, value in src.items()})
-        other.load_checkpoint(tmp_path, custom_load_fn=load, load_optimizer_states=False)
-        assert bool((weights(other.module) == 2).all())
-        assert all(bool((value == 2).all()) for value in masters(other).values())
 
     @pytest.mark.parametrize("sections", [{}, BF16, {
         "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
@@ -387,9 +370,6 @@ class TestLoading(DistributedTest):
         on_rank_0(lambda: path.write_bytes(content))
         with pytest.raises(LayerWiseError, match=f"{path.name} is damaged"):
             other.load_checkpoint(tmp_path)
-
-
-WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 3e-3, "warmup_num_steps": 10}}
 
 
 class TestWhatOneRankMeetsAlone(DistributedTest):

@@ -59,7 +59,7 @@ is_armed = internals.is_first_step_due
 
 class TestRight(DistributedTest):
     world_size = [1, 2, 3]
-    thorough_on = (2,)
+    thorough_on = (1, 2)
 
     @pytest.mark.parametrize("stage, gas, changes", [
         (1, 1, {}), (2, 2, BF16), (1, 3, {**BF16, "layerwise": {"reduction": "native", "overlap_param_gather": True}}),

@@ -117,9 +117,9 @@ class TestAgainstStage2(DistributedTest):
     def test_the_same_bits(self, precision, variant, gas):
         assert_same(both(lambda: net(**VARIANTS[variant]), gas=gas, clip=5.0, **PRECISIONS[precision]))
 
-    @pytest.mark.parametrize("kind, kept_whole", [
-        ({}, 100), ({"tied": False}, 0), ({"frozen": True}, 10**9), ({"again": True}, 100),
-        ({"again": True, "reentrant": True}, 0)], ids=str)
+    @pytest.mark.parametrize("kind, kept_whole, precision", [
+        ({}, 100, "bf16"), ({"tied": False}, 0, "fp32"), ({"frozen": True}, 10**9, "bf16"),
+        ({"again": True}, 100, "fp32"), ({"again": True, "reentrant": True}, 0, "bf16")], ids=str)
     def test_of_a_language_model(self, precision, kept_whole, kind):
         zero = {"stage3_param_persistence_threshold": kept_whole}
         assert_same(both(lambda: Gpt(**kind), 4, gas=2, clip=0.5, zero=zero, **PRECISIONS[precision]))
@@ -152,7 +152,7 @@ class TestAgainstStage2(DistributedTest):
     def test_with_other_settings(self, layerwise):
         assert_same(both(Net, layerwise=layerwise, **PRECISIONS["bf16"]))
 
-    @pytest.mark.parametrize("ratio", [1.0, 0.5])
+    @pytest.mark.parametrize("precision, ratio", [("fp32", 1.0), ("bf16", 0.5)])
     def test_with_masters_and_states_on_the_host(self, precision, ratio):
         assert_same(both(lambda: net(tied=True), gas=2, clip=5.0, offload_optimizer={"device": "cpu", "ratio": ratio},
                          **PRECISIONS[precision]))
@@ -530,6 +530,7 @@ class TestOffloadedByHand(DistributedTest):
 
 class TestMemory(DistributedTest):
     world_size = [1, 3]
+    thorough_on = (1, )
 
     @pytest.mark.parametrize("host", [None, {"device": "cpu", "ratio": 0.5}], ids=str)
     @pytest.mark.parametrize("offload_param", [None, {"device": "cpu", "pin_memory": True}], ids=str)

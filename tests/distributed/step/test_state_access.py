@@ -112,6 +112,7 @@ class TestStateAccess(DistributedTest):
         for name, value in whole_gradients(engine).items():
             assert (value == sum(range(1, dist.get_world_size() + 1)) / dist.get_world_size()).all(), name
 
+    @pytest.mark.world_size(3)
     @pytest.mark.parametrize("gas", [1, 2])
     def test_a_gradient_that_is_replaced_is_the_one_that_counts(self, stage, gas):
         engine, other = self.engine(stage, "fp32", gas=gas), self.engine(stage, "fp32", gas=gas)
@@ -130,6 +131,7 @@ class TestStateAccess(DistributedTest):
         for (name, p), q in zip(engine.module.named_parameters(), other.module.parameters(), strict=True):
             assert torch.equal(p, q), name
 
+    @pytest.mark.world_size(3)
     @pytest.mark.parametrize("overlap", [False, True])
     def test_what_is_set_is_there_on_all_ranks(self, precision, overlap):
         engine = self.engine(1, precision, layerwise={"overlap_param_gather": overlap})

@@ -27,11 +27,10 @@ from tests.support.models import (
     token_batch,
     token_loss,
 )
-from tests.support.reference import Recipe, train, whole_number_gradients, whole_number_loss
+from tests.support.reference import Recipe, train, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
     BF16,
-    MUON,
     VARIANTS,
     Net,
     allow_fp16,
@@ -39,7 +38,6 @@ from tests.support.training import (
     ds_config,
     from_all_ranks,
     poison,
-    reduced_gradients,
     relative_error,
     start,
     train_engine,
@@ -242,8 +240,7 @@ class TestMemory(DistributedTest):
         assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("sections", [{}, BF16])
-    @pytest.mark.parametrize("reduction", ["ordered", "native"])
+    @pytest.mark.parametrize("reduction, sections", [("ordered", {}), ("native", BF16)])
     def test_in_two_levels(self, stage, sections, reduction, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
@@ -285,33 +282,6 @@ def kept(engine):
             *(shards.bucket(bucket.index) for shards in internals.shards(engine) for bucket in buckets),
             *internals.cuts(engine),
             *(value for state in internals.states(engine).values() for key, value in state.items() if key != "step")]
-
-
-class TestOverlapWithForward(DistributedTest):
-    def losses(self, overlap):
-        module = WithLoss(tiny_gpt(tied=False), token_loss)
-        # The model reads its position embedding without running the module that holds it.
-        engine = start(module, ds_config(bucket_numel=1, layerwise={"overlap_param_gather": overlap}))
-        losses = []
-        for step in range(6):
-            loss = engine(token_batch(step, 0, dist.get_rank()))
-            losses.append(loss.detach().clone())
-            engine.backward(loss)
-            engine.step()
-            if overlap:
-                pending = set(internals.gathers_under_way(engine))
-                assert pending == set(range(len(engine.optimizer.layout.buckets)))
-                if step == 4:
-                    module.inner.head(torch.zeros(1, 16))
-                    assert not internals.gathers_under_way(engine)
-        return torch.stack(losses), engine.module.state_dict()
-
-    def test_it_changes_nothing(self):
-        plain, weights_of_plain = self.losses(False)
-        overlapped, weights_of_overlapped = self.losses(True)
-        assert torch.equal(plain, overlapped)
-        for name, p in weights_of_plain.items():
-            assert torch.equal(p, weights_of_overlapped[name]), name
 
 
 class TestMoreRanksThanMatrices(DistributedTest):
@@ -364,42 +334,13 @@ class TestOverlapWithBackward(DistributedTest):
             engine.step()
         assert every > 3 and started == [(every, True) if overlap else (0, False)] * 2
 
-    def test_nothing_starts_inside_no_sync(self):
-        engine = start(Net(), ds_config())
-        with engine.no_sync():
-            engine.backward(engine((0, 0, dist.get_rank())))
-            assert internals.launched(engine) == 0
-        engine.backward(engine((0, 1, dist.get_rank())))
-        # Two micro-batches, and no division by accumulation steps, which are 1.
-        for name, (first, values) in reduced_gradients(engine).items():
-            shape = engine.module.get_parameter(name).shape
-            total = sum(whole_number_gradients(name, shape, 0, micro, rank) for micro in range(2) for rank in range(2))
-            assert torch.equal(values, (total / 2).flatten()[first:first + values.numel()]), name
-        engine.step()
-
 
 class TestStepOrder(DistributedTest):
-    def test_a_second_backward_after_the_reduction_is_an_error(self):
-        engine = start(Net(), ds_config())
-        engine.backward(engine((0, 0, dist.get_rank())))
-        engine.backward(engine((0, 1, dist.get_rank())))
-        with pytest.raises(StepError, match=r"got a gradient after its bucket \d was reduced"):
-            engine.step()
 
     def test_the_basic_optimizer_cannot_be_stepped(self):
         engine = start(Net(), ds_config())
         with pytest.raises(StepError, match="call engine.step"):
             engine.basic_optimizer.step()
-
-    def test_gradients_given_without_overlap_equal_those_with(self):
-        seen = []
-        for overlap in (True, False):
-            engine = start(Net(odd=True), ds_config(overlap=overlap, params=MUON))
-            train_engine(engine, 1, check=lambda step, g: seen.append(g))
-            assert reduced_gradients(engine).keys() == seen[-1].keys()
-            engine.destroy()
-        for name, (first, values) in seen[0].items():
-            assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)
 
 
 class TestSumsOfNodes(DistributedTest):
