@@ -168,37 +168,29 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
 
 
 def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield the name of each parameter whose elements are not in exactly one rank's file, with a
-    line about it.
+    """Yield the name of each parameter of which a rank's file does not hold the part that the
+    layout says, with a line about it. A layout has every element once.
     """
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in saved.header.shapes}
-    broken: set[str] = set()
     for rank in range(saved.world_size):
         path = saved.path(rank)
         state_dict = saved.state_dict(rank)
         starts = state_dict[KEY]["param_starts"]
         for index, name in enumerate(saved.header.shapes):
-            fragments = state_dict[PARAM_SLICE_MAPPINGS][index]
-            if fragments.keys() != ({name} & starts.keys()):
-                yield name, f"{path} does not hold the part of {name} that its own list says"
-                broken.add(name)
-                continue
             numel = 0
-            for address in fragments.values():
-                numel = address.start + address.numel
-                found[name].append((starts[name], starts[name] + address.numel, rank))
+            expected = []
+            for holder, first, last in saved.holders(name):
+                if holder == rank:
+                    expected.append((name, first, last - first))
+                    numel = last - first
+            listed = []
+            for key, address in state_dict[PARAM_SLICE_MAPPINGS][index].items():
+                listed.append((key, starts.get(key), address.numel))
+            if listed != expected:
+                yield name, f"{path} does not hold the part of {name} that its layout says"
+                continue
             for key, size in _of_other_size(state_dict, index, numel):
                 has = f"{path} has {size} elements of {key} of {name}"
-                yield name, f"{has}, but {numel} in its own list"
-                broken.add(name)
-    for name, intervals in found.items():
-        intervals.sort()
-        if name in broken:
-            continue
-        if line := _gaps(name, intervals, math.prod(saved.header.shapes[name])):
-            yield name, f"{line} in the files of {saved.path(0).parent}"
-        elif intervals != sorted((first, last, rank) for rank, first, last in saved.holders(name)):
-            yield name, f"{name} is not on the ranks that the layout in {saved.path(0)} says"
+                yield name, f"{has}, but {numel} in its layout"
 
 
 def _of_other_size(
@@ -216,20 +208,6 @@ def _of_other_size(
             yield key, "no"
         elif tuple(value.shape) != (numel,):
             yield key, value.numel()
-
-
-def _gaps(name: str, intervals: list[tuple[int, int, int]], numel: int) -> str:
-    end = 0
-    for start, stop, rank in intervals:
-        if start != end:
-            what = "in no file"
-            if start < end:
-                what = f"in more than one file, among them that of rank {rank}"
-            return f"{name}: elements {min(start, end)} to {max(start, end)} of {numel} are {what},"
-        end = stop
-    if end == numel:
-        return ""
-    return f"{name}: {end} elements where its shape has {numel}"
 
 
 def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple[str, str]]:
