@@ -31,8 +31,6 @@ from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import WEIGHTS, Contents
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
 
 @dataclass(slots=True)
 class Report:
@@ -66,15 +64,10 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     names = names_in(folder)
     size = sum((folder / name).stat().st_size for name in names)
     report = Report(folder, f"{folder}: {kind} checkpoint, {len(names)} files, {size:,} bytes")
-    if kind == "universal" or (folder / FILE_NAME).exists() or not names:
-        _check_bytes(report, names, workers=workers, bars=bars)
-    else:
-        # Raises an error for a checkpoint of another optimizer. For one of this package, its list
-        # is lost.
+    if kind == "regular" and names and not (folder / FILE_NAME).exists():
+        # Raises an error for a checkpoint of another optimizer.
         RegularCheckpoint(folder)
-        report.problems.append(
-            f"{folder / FILE_NAME} is missing: the save was never finished, or files were lost"
-        )
+    _check_bytes(report, names, workers=workers, bars=bars)
     if report.problems:
         # Mapping a damaged file may crash the process.
         return report
@@ -292,8 +285,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    bits = _BITS[one.element_size()]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+    bits = one.reshape(-1).contiguous().view(torch.uint8)
+    return torch.equal(bits, other.reshape(-1).contiguous().view(torch.uint8))
 
 
 def _is_finite(value: Tensor) -> bool:

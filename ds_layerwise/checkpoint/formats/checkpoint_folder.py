@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
@@ -16,7 +16,7 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files.atomic import pointed
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, check_file
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, load_safely
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
@@ -29,27 +29,18 @@ MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
 #: The name of that file for ZeRO-3, whose parameters are in other files.
 ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
-#: The approximate number of bytes of the parts in which files are checked.
-_PART = 1 << 26
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Bars(Protocol):
-    """Progress bars. The context returns a function to call with the number of bytes done since the
-    last call.
-    """
-
-    def __call__(
-        self, what: str, total_bytes: int
-    ) -> AbstractContextManager[Callable[[int], object]]:
-        """Show a bar for ``what`` inside of the context."""
+#: Progress bars, by what is done and its number of bytes. The context returns a function to call
+#: with the number of bytes done since the last call.
+Bars = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 def in_parallel(
     work: Callable[[Item], Result],
-    items: Iterable[tuple[Item, int]],
+    items: Sequence[tuple[Item, int]],
     *,
     what: str,
     workers: int,
@@ -59,12 +50,11 @@ def in_parallel(
 
     Threads suffice, because reading, checksums and ``torch.save`` release the interpreter lock.
     """
-    sized = list(items)
     pool = ThreadPoolExecutor(workers)
     try:
-        with bars(what, sum(size for _, size in sized)) as done:
+        with bars(what, sum(size for _, size in items)) as done:
             futures = {}
-            for item, size in sized:
+            for item, size in items:
                 futures[pool.submit(work, item)] = size
             for future in as_completed(futures):
                 future.result()
@@ -130,23 +120,18 @@ def manifest_of(folder: Path) -> Manifest | None:
 def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
     """Return a line for each file that is missing or differs from ``manifest``."""
 
-    def check(part: tuple[str, int, int]) -> tuple[str, str]:
-        name, index, count = part
+    def check(part: tuple[str, ByteRange]) -> tuple[str, str]:
+        name, byte_range = part
         try:
-            manifest.only([name]).check(folder, rank=index, world_size=count)
+            check_file(folder / name, manifest.size_of(name), [byte_range])
         except LayerWiseError as e:
             return name, str(e)
         return name, ""
 
-    parts: list[tuple[tuple[str, int, int], int]] = []
-    for name in manifest.files:
-        size = manifest.size_of(name)
-        path = folder / name
-        # A list may contain any size, so the length of the file is a bound.
-        count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
-        for index in range(count):
-            part = size * (index + 1) // count - size * index // count
-            parts.append(((name, index, count), part))
+    parts = []
+    for name, ranges in manifest.files.items():
+        for byte_range in ranges:
+            parts.append(((name, byte_range), byte_range.size))
     lines: dict[str, str] = {}
     for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
         if line:

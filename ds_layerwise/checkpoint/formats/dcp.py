@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,6 @@ from ds_layerwise.checkpoint.formats.headers import Beside
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
-
-T = TypeVar("T")
 
 #: The names of weights, states, and the header in the file.
 MODEL = "model"
@@ -211,15 +209,6 @@ def _listed_in(folder: Path) -> Metadata:
     return found
 
 
-def _shapes_of_weights(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    start = f"{MODEL}."
-    keys = []
-    for key in sizes:
-        if key.startswith(start):
-            keys.append(key)
-    return {key.removeprefix(start): sizes[key] for key in keys}
-
-
 def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a list.
 
@@ -267,17 +256,21 @@ class ShardedCheckpoint:
         strict: bool = True,
     ) -> None:
         self._where = str(checkpoint)
-        if isinstance(checkpoint, StorageReader):
-            self._where = "the checkpoint"
-            self._reader = checkpoint
-        else:
-            self._reader = FileSystemReader(checkpoint)
         with self._naming(
             "is not a checkpoint of torch.distributed.checkpoint that this rank can read"
         ):
-            self._metadata = self._read_list(checkpoint)
+            if isinstance(checkpoint, StorageReader):
+                self._where = "the checkpoint"
+                self._reader = checkpoint
+                self._metadata = checkpoint.read_metadata()
+            else:
+                self._reader = FileSystemReader(checkpoint)
+                self._metadata = _listed_in(Path(checkpoint))
             self._sizes = _sizes_in(self._metadata)
-        shapes = _shapes_of_weights(self._sizes)
+        shapes = {}
+        for key, size in self._sizes.items():
+            if key.startswith(f"{MODEL}."):
+                shapes[key.removeprefix(f"{MODEL}.")] = size
         if not shapes:
             raise LayerWiseError(
                 f"{self._where} has no weights under {MODEL}; it has "
@@ -304,16 +297,11 @@ class ShardedCheckpoint:
             self.header = self._header_of(own_rules, trained)
         else:
             own = self.beside.header
+            rules = {name: rule for name, rule in own.rules.items() if name in self._shapes}
+            kept = {name: states for name, states in own.kept.items() if name in self._shapes}
             # The header lists the parameters that were trained. Others are only under model, and
             # may be trained now.
-            self.header = replace(
-                own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept)
-            )
-
-    def _read_list(self, checkpoint: str | os.PathLike[str] | StorageReader) -> Metadata:
-        if isinstance(checkpoint, StorageReader):
-            return checkpoint.read_metadata()
-        return _listed_in(Path(checkpoint))
+            self.header = replace(own, shapes=self._shapes, rules=rules, kept=kept)
 
     def _found_of(
         self,
@@ -350,13 +338,6 @@ class ShardedCheckpoint:
                     found.setdefault(name, []).append(".".join(parts[end:]))
                     break
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
-
-    def _known(self, told: Mapping[str, T]) -> dict[str, T]:
-        found = {}
-        for name, said in told.items():
-            if name in self._shapes:
-                found[name] = said
-        return found
 
     def _own_beside(self) -> Beside:
         content = self._empty(HEADER)

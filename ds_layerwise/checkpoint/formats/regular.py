@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -267,6 +266,7 @@ class RegularCheckpoint:
                     f"world_size is {self.world_size!r:.100}, but {self.layout.world_size} in its "
                     "layout"
                 )
+        self._indices = {name: index for index, name in enumerate(self.header.shapes)}
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package writes the same format, and has no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
@@ -315,51 +315,40 @@ class RegularCheckpoint:
         found = []
         for rank, first, last in self.holders(name):
             if first < stop and start < last:
-                found.append(self.piece(rank, name))
+                state_dict = self.state_dict(rank)
+                with naming(self.path(rank)):
+                    found.append(self._piece(rank, state_dict, name, first, last - first))
         return sorted(found, key=lambda piece: piece.param_start)
 
-    def piece(self, rank: int, name: str) -> PieceRecord:
-        """Read the part of ``name`` in the file of ``rank``.
+    def _piece(
+        self, rank: int, state_dict: Mapping[str, Any], name: str, start: int, numel: int
+    ) -> PieceRecord:
+        """Read the part of ``name`` in the file of ``rank``: ``numel`` elements from ``start`` on.
 
         Raises:
-            LayerWiseError: it does not match the layout.
+            LayerWiseError: the file holds another part.
         """
-        state_dict = self.state_dict(rank)
-        with naming(self.path(rank)):
-            return self._piece(rank, state_dict, name)
-
-    def _piece(self, rank: int, state_dict: Mapping[str, Any], name: str) -> PieceRecord:
         index = self._indices[name]
         fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
-        holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
-        if fragment is None or holds != (param_start, param_start + fragment.numel):
+        if fragment is None or (param_start, fragment.numel) != (start, numel):
             raise LayerWiseError(
                 f"{self.path(rank)} does not hold the part of {name} that its layout says; the "
                 "files are not of one save"
             )
-        states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+        master = state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]
+        saved = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
-        state = {
-            "": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
-            **{key: states[carried] for key, carried in names.items()},
-        }
-        for key, value in {**state, **extra}.items():
+        states = {key: saved[carried] for key, carried in names.items()}
+        for key, value in {"the weights": master, **states, **extra}.items():
             is_free = key in extra or key == "step"
-            if not isinstance(value, Tensor) or not is_free and value.shape != (fragment.numel,):
+            if not isinstance(value, Tensor) or not is_free and value.shape != (numel,):
                 raise ValueError(
-                    f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
-                    f"but has {fragment.numel} elements in the file's own list"
+                    f"{key} of {name} is {getattr(value, 'shape', value)!r:.100}, but has {numel} "
+                    "elements in the file's own list"
                 )
-        return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
-
-    @cached_property
-    def _indices(self) -> dict[str, int]:
-        found = {}
-        for index, name in enumerate(self.header.shapes):
-            found[name] = index
-        return found
+        return PieceRecord(name, start, master, {**states, **extra})
 
 
 def mp_size(folder: Path) -> int:

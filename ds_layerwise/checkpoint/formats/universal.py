@@ -96,12 +96,10 @@ class UniversalCheckpoint:
             raise LayerWiseError(
                 f"{state_path} holds no dict; it is not an optimizer state of DeepSpeed"
             )
-        self._folders = {}
         shapes = {}
-        for path in sorted(path.parent for path in self._zero.rglob("fp32.pt")):
-            name = path.relative_to(self._zero).as_posix()
-            self._folders[name] = path
-            shapes[name] = tuple(self._read(path / "fp32.pt").shape)
+        for folder in sorted(path.parent for path in self._zero.rglob("fp32.pt")):
+            name = folder.relative_to(self._zero).as_posix()
+            shapes[name] = tuple(self._read(folder / "fp32.pt").shape)
         if not shapes:
             raise LayerWiseError(
                 f"{self._zero} holds no fp32.pt of any parameter; it is not a universal checkpoint"
@@ -136,23 +134,24 @@ class UniversalCheckpoint:
     def _foreign_header(
         self, state_dict: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
     ) -> Header:
-        step = self._foreign_step(state_dict)
+        step = self._foreign_step(state_dict, shapes)
         rules = {}
-        for name, path in self._folders.items():
-            keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
+        for name in shapes:
+            keys = {file.stem for file in (self._zero / name).glob("*.pt")} - {"fp32", "step"}
             if keys == {"exp_avg", "exp_avg_sq"} and step is not None:
                 rules[name] = ADAM
             elif keys:
                 rules[name] = RuleRecord("an unknown optimizer", tuple(sorted(keys)), None)
         return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=rules)
 
-    def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
+    def _foreign_step(self, state_dict: Mapping[str, Any], names: Iterable[str]) -> int | None:
         """Return the number of updates. The converter writes it for each parameter; for ZeRO-3 it
         leaves it in the dict.
         """
-        for path in self._folders.values():
-            if (path / "step.pt").exists():
-                return int(load_safely(path / "step.pt"))
+        for name in names:
+            path = self._zero / name / "step.pt"
+            if path.exists():
+                return int(load_safely(path))
         states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
         steps = []
         for state in states.values():
@@ -183,7 +182,7 @@ class UniversalCheckpoint:
         Raises:
             LayerWiseError: the file is missing or damaged.
         """
-        folder = self._folders[name]
+        folder = self._zero / name
         if key == "fp32":
             return self._read(folder / "fp32.pt")
         if (folder / OWN_STATES / f"{key}.pt").exists():
@@ -299,12 +298,12 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
         if key not in _OF_ONE_RANK:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    ours = state_dict[KEY]
+    header = header_of(state_dict)
     # Objects in a file of version 0.1 are not written again.
-    common[LOSS_SCALER] = header_of(state_dict).loss_scaler
+    common[LOSS_SCALER] = header.loss_scaler
     common[KEY] = {
-        **ours,
-        **describe(header_of(state_dict)),
+        **state_dict[KEY],
+        **describe(header),
         "extra_states": {},
         "param_starts": {},
         "accumulated": None,
