@@ -73,14 +73,13 @@ def consolidate(
     check_target(
         out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights
     )
-    if one_file and config is not None:
+    beside = {}
+    if not one_file:
+        beside = _beside(source, out, config)
+    elif config is not None:
         raise LayerWiseError(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
-    if one_file:
-        beside = {}
-    else:
-        beside = _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])

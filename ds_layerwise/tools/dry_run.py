@@ -84,7 +84,6 @@ class DryRun:
         given = read_config(config)
         path = find_model(model)
         _read(fill_in(given)[0])  # find mistakes before building anything
-        shapes: Sequence[tuple[str, tuple[int, ...]]]
         route: Callable[..., dict[str, Route]]
         hf = None
         if is_hf_config(path):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, names_in
 from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, damaged, find, manifest_of
 from ds_layerwise.checkpoint.formats.regular import (
-    CONVERTED,
     KEY,
     RegularCheckpoint,
     mp_size,
@@ -141,9 +139,7 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
     problems += _against_model_file(contents)
     if contents.model and contents.model.module.keys().isdisjoint(contents.trained):
         report.warnings.append(f"{contents.model.path} has no trained weights to compare with")
-    sizes = {}
-    for name, shape in sound.items():
-        sizes[name] = math.prod(shape) * 4 * (len(contents.keys(name)) if states else 1)
+    sizes = {name: contents.num_bytes(name, states=states) for name in sound}
     with bars("compare", sum(sizes.values())) as done:
         for name, size in sizes.items():
             try:
@@ -181,26 +177,18 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
             if listed != expected:
                 yield name, f"{path} does not hold the part of {name} that its layout says"
                 continue
-            for key, size in _of_other_size(state_dict, index, numel):
-                has = f"{path} has {size} elements of {key} of {name}"
-                yield name, f"{has}, but {numel} in its layout"
-
-
-def _of_other_size(
-    state_dict: Mapping[str, Any], index: int, numel: int
-) -> Iterator[tuple[str, int | str]]:
-    """Yield the key and size of each tensor of a parameter that is not 1-D with ``numel``
-    elements.
-    """
-    # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
-    tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
-    states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
-    tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
-    for key, value in tensors.items():
-        if value is None:
-            yield key, "no"
-        elif tuple(value.shape) != (numel,):
-            yield key, value.numel()
+            # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
+            tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
+            states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[key] = states.get(key)
+            for key, value in tensors.items():
+                size = "no"
+                if value is not None:
+                    size = value.numel()
+                if value is None or tuple(value.shape) != (numel,):
+                    has = f"{path} has {size} elements of {key} of {name}"
+                    yield name, f"{has}, but {numel} in its layout"
 
 
 def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple[str, str]]:

@@ -123,14 +123,12 @@ class Manifest:
             LayerWiseError: a file is missing, or has another length or other bytes; names it.
         """
         total = sum(map(self.size_of, self.files))
-        first = total * rank // world_size
-        last = total * (rank + 1) // world_size
         seen = 0
         for name, ranges in self.files.items():
             mine = []
             for byte_range in ranges:
                 # An empty range at the end starts where all bytes end.
-                if first <= seen < last or (seen == total and rank == world_size - 1):
+                if min(seen * world_size // max(total, 1), world_size - 1) == rank:
                     mine.append(byte_range)
                 seen += byte_range.size
             if mine:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, load_safely
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
 from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
 
 #: The name of DeepSpeed's file with the module.
 MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
@@ -50,18 +50,13 @@ def in_parallel(
 
     Threads suffice, because reading, checksums and ``torch.save`` release the interpreter lock.
     """
-    pool = ThreadPoolExecutor(workers)
-    try:
-        with bars(what, sum(size for _, size in items)) as done:
-            futures = {}
-            for item, size in items:
-                futures[pool.submit(work, item)] = size
-            for future in as_completed(futures):
-                future.result()
-                done(futures[future])
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    results = []
+    with ThreadPoolExecutor(workers) as pool, bars(what, sum(size for _, size in items)) as done:
+        each = pool.map(work, [item for item, _ in items])
+        for result, (_, size) in zip(each, items, strict=True):
+            results.append(result)
+            done(size)
+    return results
 
 
 def find(path: Path) -> Path:
@@ -147,11 +142,7 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        if len(lines) > 1:
-            more = f" ({len(lines) - 1} more files are damaged)"
-        else:
-            more = ""
-        raise LayerWiseError(lines[0] + more)
+        raise LayerWiseError(few(lines))
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
@@ -225,7 +216,7 @@ class ModelFile:
         else:
             elsewhere = set()
         module = {}
-        experts = _experts(folder, _load_trusted if trust else load_safely)
+        experts = _experts(folder, load)
         for name, value in {**(content["module"] or {}), **experts}.items():
             if isinstance(value, Tensor) and name not in elsewhere:
                 module[name] = value

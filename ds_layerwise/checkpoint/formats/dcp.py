@@ -126,11 +126,6 @@ class Piece(Tensor):
         made.may_be_read_into = may_be_read_into
         return made
 
-    def __init__(
-        self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
-    ) -> None:
-        """Do nothing: ``__new__`` has set everything."""
-
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a text with the range of elements that it holds."""
         return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"

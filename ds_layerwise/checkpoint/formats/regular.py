@@ -204,10 +204,9 @@ def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], t
     for index, group in enumerate(saved):
         groups.append({})
         for key, value in group.items():
-            value, is_readable = readable(value)
-            if is_readable:
-                groups[-1][key] = value
-            else:
+            try:
+                groups[-1][key] = readable(value)
+            except LayerWiseError:
                 unreadable.append(f"param_groups[{index}].{key}")
     return groups, tuple(unreadable)
 
@@ -395,10 +394,9 @@ def read(path: Path) -> dict[str, Any]:
         LayerWiseError: see :func:`load_safely`.
     """
     content = load_safely(path, with_objects=True)
+    found = None
     if isinstance(content, dict):
         found = content.get(OPTIMIZER_STATE_DICT)
-    else:
-        found = None
     if not isinstance(found, dict):
         raise LayerWiseError(
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is not a file of a ZeRO checkpoint"
@@ -424,10 +422,8 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def ours_of(
-    state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
-) -> dict[str, Any]:
-    """Return the values that this package wrote beside DeepSpeed's own keys.
+def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the values that this package wrote beside DeepSpeed's own keys, in the file ``path``.
 
     Raises:
         LayerWiseError: there are none, or they have another format.
@@ -435,7 +431,7 @@ def ours_of(
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
         raise LayerWiseError(
-            f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
+            f"{path} was not written by ds_layerwise; for AdamW's states, convert its folder with "
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
             "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
             "only the weights with load_checkpoint(..., load_optimizer_states=False)"
@@ -445,7 +441,7 @@ def ours_of(
         if ours["format"] > FORMAT:
             way_out = "upgrade ds_layerwise"
         raise LayerWiseError(
-            f"{where} has format {ours['format']}, and this version of ds_layerwise reads "
+            f"{path} has format {ours['format']}, and this version of ds_layerwise reads "
             f"{FORMAT}; {way_out}"
         )
     return ours

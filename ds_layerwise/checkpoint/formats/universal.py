@@ -45,7 +45,15 @@ from ds_layerwise.checkpoint.formats.regular import (
     ours_of,
     travels_as,
 )
-from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved, flat
+from ds_layerwise.checkpoint.record import (
+    ADAM,
+    Header,
+    PieceRecord,
+    RuleRecord,
+    Saved,
+    flat,
+    joined,
+)
 from ds_layerwise.errors import LayerWiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed does
@@ -217,7 +225,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     """
     written = []
     for name in names:
-        shape = saved.header.shapes[name]
+        shape = tuple(saved.header.shapes[name])
         rule = saved.header.rules[name]
         numel = torch.Size(shape).numel()
         pieces = saved.pieces(name, 0, numel)
@@ -275,17 +283,8 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
             )
 
 
-def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
-    if len(values) == 1:
-        whole = values[0]
-    else:
-        whole = torch.cat(list(values))
-    if whole.numel() != torch.Size(shape).numel():
-        raise LayerWiseError(
-            f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} "
-            f"elements of {name}; a file is missing or belongs to another save"
-        )
-    return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
+def _param(name: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
+    return {PARAM: joined(name, values, shape), CAT_DIM: 0}
 
 
 def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
