@@ -152,14 +152,23 @@ def _kept(
             "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
             f"{_WEIGHTS_ALONE}"
         )
+    shared = _shared(old, new, on_optimizer_change)
+    for key in shared.values():
+        reason += f", continued from {key}"
+    return shared, reason
+
+
+def _shared(
+    old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange
+) -> dict[str, str]:
+    """Return the average of gradients from which ``new`` continues, with its name in ``old``."""
     # Moments with a bias correction by a step count need each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
     if on_optimizer_change == "reset" or counts:
-        return {}, reason
+        return {}
     if not old.gradient_average or not new.gradient_average:
-        return {}, reason
-    shared = {new.gradient_average: old.gradient_average}
-    return shared, f"{reason}, continued from {old.gradient_average}"
+        return {}
+    return {new.gradient_average: old.gradient_average}
 
 
 def _of_other_shapes(

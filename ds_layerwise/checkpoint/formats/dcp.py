@@ -262,16 +262,7 @@ class ShardedCheckpoint:
                 self._reader = FileSystemReader(checkpoint)
                 self._metadata = _listed_in(Path(checkpoint))
             self._sizes = _sizes_in(self._metadata)
-        shapes = {}
-        for key, size in self._sizes.items():
-            if key.startswith(f"{MODEL}."):
-                shapes[key.removeprefix(f"{MODEL}.")] = size
-        if not shapes:
-            raise LayerWiseError(
-                f"{self._where} has no weights under {MODEL}; it has "
-                f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
-                "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
-            )
+        shapes = self._shapes_of_weights()
         self.beside: Beside | None = None
         """None in a checkpoint of another package."""
         if HEADER in self._sizes:
@@ -291,12 +282,27 @@ class ShardedCheckpoint:
             trained = self._shapes.keys() - {old.get(name) for name in others}
             self.header = self._header_of(own_rules, trained)
         else:
-            own = self.beside.header
-            rules = {name: rule for name, rule in own.rules.items() if name in self._shapes}
-            kept = {name: states for name, states in own.kept.items() if name in self._shapes}
-            # The header lists the parameters that were trained. Others are only under model, and
-            # may be trained now.
-            self.header = replace(own, shapes=self._shapes, rules=rules, kept=kept)
+            self.header = self._own_header(self.beside.header)
+
+    def _shapes_of_weights(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for key, size in self._sizes.items():
+            if key.startswith(f"{MODEL}."):
+                shapes[key.removeprefix(f"{MODEL}.")] = size
+        if not shapes:
+            raise LayerWiseError(
+                f"{self._where} has no weights under {MODEL}; it has "
+                f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
+                "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
+            )
+        return shapes
+
+    def _own_header(self, own: Header) -> Header:
+        rules = {name: rule for name, rule in own.rules.items() if name in self._shapes}
+        kept = {name: states for name, states in own.kept.items() if name in self._shapes}
+        # The header lists the parameters that were trained. Others are only under model, and may be
+        # trained now.
+        return replace(own, shapes=self._shapes, rules=rules, kept=kept)
 
     def _found_of(
         self,
