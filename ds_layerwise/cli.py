@@ -299,7 +299,6 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.param_list import as_text
-    from ds_layerwise.plan.forecast.prediction import Prediction
     from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.tools.dry_run import DryRun
 
@@ -324,8 +323,7 @@ def _plan(options: argparse.Namespace) -> int:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
         numbers_of_plans = []
-        predictions: Sequence[Prediction | None] = plan.predictions or [None] * len(plan.forecasts)
-        for forecast, prediction in zip(plan.forecasts, predictions, strict=True):
+        for forecast, prediction in zip(plan.forecasts, plan.predictions, strict=True):
             numbers = as_json(forecast, prediction)
             if options.list:
                 numbers["parameters"] = plan.listed(forecast)

@@ -106,8 +106,6 @@ class Renamed:
         renamed = new_names(header.shapes, rename, use_all=use_all)
         self._saved = saved
         self._old = {new: old for old, new in renamed.items()}
-        self.old_names = tuple(renamed)
-        """The names before."""
         self.header: Header = self.of(header, renamed.__getitem__)
 
     @staticmethod

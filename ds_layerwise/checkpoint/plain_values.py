@@ -46,7 +46,7 @@ class Unreadable:
     def __init__(self, *args: object, **kwargs: object) -> None:
         """Accept and drop a part of a pickle."""
 
-    def __setstate__(self, state: object) -> None:
+    def __setstate__(self, state: Any) -> None:
         """Accept and drop a part of a pickle."""
 
     def __setitem__(self, key: object, value: object) -> None:
@@ -210,14 +210,14 @@ def _of_numpy(value: Any, where: str) -> Any:
     return value.tolist()
 
 
-class _Dtype:
+class _Dtype(Unreadable):
     """A numpy dtype in a pickle. It is refused unless it is of numbers or text."""
 
     def __init__(self, code: str, *_: object) -> None:
         self._code = code
         self._order = "<"
 
-    def __setstate__(self, state: Sequence[Any]) -> None:
+    def __setstate__(self, state: Any) -> None:
         self._order = state[1]
 
     @property
@@ -232,62 +232,58 @@ def _scalar(dtype: _Dtype, raw: bytes) -> Any:
     return _of_numpy(numpy.frombuffer(raw, dtype=dtype.numpy)[0], "a number")
 
 
-class _Array(list):  # type: ignore[type-arg]
+class _Array(Unreadable):
     """A numpy array in a pickle, as nested lists."""
 
-    def __new__(cls, *_: object) -> _Array:
-        return super().__new__(cls)
+    as_lists: Any
 
-    def __init__(self, *_: object) -> None:
-        super().__init__()
-
-    def __setstate__(self, state: Sequence[Any]) -> None:
+    def __setstate__(self, state: Any) -> None:
         _, shape, dtype, by_columns, raw = state
         values = numpy.frombuffer(raw, dtype=dtype.numpy).reshape(
             shape, order="F" if by_columns else "C"
         )
-        self[:] = [_of_numpy(values, "an array")]
+        self.as_lists = _of_numpy(values, "an array")
 
 
 def _dict(*_: object) -> dict[Any, Any]:
     return {}
 
 
-#: Functions that make builtins, each with the name in a pickle that it replaces, in both spellings
-#: of numpy's module.
-_AS_BUILTINS: list[Any] = [
-    (_Dtype, "numpy.dtype"),
-    (_Array, "numpy.ndarray"),
-    (_dict, "collections.defaultdict"),
-    (_scalar, "numpy.core.multiarray.scalar"),
-    (_scalar, "numpy._core.multiarray.scalar"),
-    (_Array, "numpy.core.multiarray._reconstruct"),
-    (_Array, "numpy._core.multiarray._reconstruct"),
-]
+#: Functions that make builtins, by the names in a pickle that they replace, in both spellings of
+#: numpy's module.
+_AS_BUILTINS: dict[str, Any] = {
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": _Array,
+    "collections.defaultdict": _dict,
+    "numpy.core.multiarray.scalar": _scalar,
+    "numpy._core.multiarray.scalar": _scalar,
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray._reconstruct": _Array,
+}
 
 
 def stand_ins(names: Iterable[str]) -> list[Any]:
     """Return the stand-ins, for torch's ``safe_globals``, of the classes and functions ``names`` of
     a pickle.
     """
-    known = set()
-    for _, name in _AS_BUILTINS:
-        known.add(name)
-    return [*_AS_BUILTINS, *((Unreadable, name) for name in names if name not in known)]
+    found = []
+    for name, stand_in in {**dict.fromkeys(names, Unreadable), **_AS_BUILTINS}.items():
+        found.append((stand_in, name))
+    return found
 
 
-def readable(value: Any) -> tuple[Any, bool]:
-    """Return ``value`` from a file as builtins, and True if nothing in it is
-    :class:`Unreadable`.
+def readable(value: Any) -> Any:
+    """Return ``value`` from a file as builtins.
+
+    Raises:
+        LayerWiseError: something in it is :class:`Unreadable`.
     """
     if isinstance(value, _Array):
-        return value[0], True
+        return value.as_lists
+    if isinstance(value, Unreadable):
+        raise LayerWiseError("only code could restore it")
     if isinstance(value, dict):
-        parts = {}
-        for key, held in value.items():
-            parts[key] = readable(held)
-        return {key: held for key, (held, _) in parts.items()}, all(ok for _, ok in parts.values())
+        return {key: readable(held) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [readable(held) for held in value]
-        return type(value)(held for held, _ in items), all(ok for _, ok in items)
-    return value, not isinstance(value, (Unreadable, _Dtype))
+        return type(value)([readable(held) for held in value])
+    return value

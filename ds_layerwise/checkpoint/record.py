@@ -4,12 +4,15 @@ form.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.recipes.rules.any_torch_recipe import are_one_family, family_at
 
 #: The text in a header for a save between the first micro-batch of a step and its update.
@@ -45,6 +48,24 @@ def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     if value.dim() and tuple(value.shape) == tuple(shape):
         return value.reshape(-1)
     return value
+
+
+def joined(what: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+    """Return the pieces ``values`` as one tensor of ``shape``, without a copy if there is only one.
+
+    Raises:
+        LayerWiseError: they have another number of elements; the error calls them ``what``.
+    """
+    numel = sum(value.numel() for value in values)
+    if numel != math.prod(shape):
+        raise LayerWiseError(
+            f"the checkpoint's files hold {numel} of the {math.prod(shape)} elements of {what}; a "
+            "file is missing or belongs to another save"
+        )
+    whole = values[0]
+    if len(values) > 1:
+        whole = torch.cat(list(values))
+    return whole.view(shape)
 
 
 @dataclass(frozen=True, slots=True)

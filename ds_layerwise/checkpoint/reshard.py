@@ -137,30 +137,25 @@ def _kept(
             what = "another meaning"
         if not told:
             return {key: key for key in new.state_keys}, ""
-        if on_optimizer_change == "error":
-            raise LayerWiseError(
-                f"{name} was updated by {old.family} with other settings, which gave its states "
-                f"{what} ({told}); resume with the settings of the checkpoint (heads, parts and "
-                "averages in optimizer.params and layerwise.overrides), set "
-                "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
-                f"{_WEIGHTS_ALONE}"
-            )
-        shared = _shared(old, new, on_optimizer_change)
-        return shared, f"{old.family} with states of {what} before ({told}){_went_on(shared)}"
+        before = f"{old.family} with other settings, which gave its states {what} ({told})"
+        reason = f"{old.family} with states of {what} before ({told})"
+    else:
+        before = (
+            f"{old.family} (states {', '.join(old.state_keys) or 'none'}), this run updates it by "
+            f"{new.family} ({', '.join(new.state_keys)})"
+        )
+        reason = f"{old.family} before, {new.family} now"
     if on_optimizer_change == "error":
         raise LayerWiseError(
-            f"{name} was updated by {old.family} (states {', '.join(old.state_keys) or 'none'}), "
-            f"this run updates it by {new.family} ({', '.join(new.state_keys)}); set "
-            "layerwise.on_optimizer_change to 'reset' or 'keep_shared', resume with the "
-            "optimizers of the checkpoint (layerwise.overrides sends a parameter to the one or "
-            f"the other), or {_WEIGHTS_ALONE}"
+            f"{name} was updated by {before}; resume with the optimizers and settings of the "
+            "checkpoint (optimizer.params and layerwise.overrides), set "
+            "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
+            f"{_WEIGHTS_ALONE}"
         )
     shared = _shared(old, new, on_optimizer_change)
-    return shared, f"{old.family} before, {new.family} now{_went_on(shared)}"
-
-
-def _went_on(shared: Mapping[str, str]) -> str:
-    return "".join(f", continued from {key}" for key in shared.values())
+    for key in shared.values():
+        reason += f", continued from {key}"
+    return shared, reason
 
 
 def _shared(

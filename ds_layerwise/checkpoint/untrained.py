@@ -61,11 +61,10 @@ def find_others(
             pieces = saved.pieces(first, 0, value.numel())
             others[name] = torch.cat([piece.master for piece in pieces])
         elif strict:
-            missing = f"{name}, which is not trained, is not in {folder}"
-            if (folder / "zero").is_dir():
-                missing = f"{folder / 'zero' / name / 'fp32.pt'} is missing, so {name}, which is "
-                missing += "not trained, cannot be restored"
-            raise LayerWiseError(f"{missing}; with load_module_strict=False it keeps its value")
+            raise LayerWiseError(
+                f"{name}, which is not trained, cannot be restored: it is not in {folder}; with "
+                "load_module_strict=False it keeps its value"
+            )
         # Its other names, if it is tied, stand for it.
         restored.add(id(value))
     return others
@@ -80,12 +79,10 @@ def in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
     except LayerWiseError:
         # A client may have stored anything in it. The engine loads it next, at the user's risk.
         return {}
-    if model:
-        module = model.module
-    else:
-        module = {}
-    renamed = new_names(module, rename)
-    return {renamed[name]: value for name, value in module.items()}
+    if model is None:
+        return {}
+    renamed = new_names(model.module, rename)
+    return {renamed[name]: value for name, value in model.module.items()}
 
 
 def beside_masters(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.formats.checkpoint_folder import ZERO3_MODEL_FILE, ModelFile
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_universal
-from ds_layerwise.checkpoint.record import PieceRecord
+from ds_layerwise.checkpoint.record import PieceRecord, joined
 from ds_layerwise.errors import LayerWiseError
 
 #: The key of the weights beside those of states, as in the universal format.
@@ -83,6 +83,14 @@ class Contents:
             return self.model.world_size
         return None
 
+    def num_bytes(self, name: str, *, states: bool) -> int:
+        """Return about the number of bytes of the weights of ``name`` and, with ``states``, of its
+        states.
+        """
+        if name in self.others:
+            return self.others[name].numel() * 4
+        return math.prod(self.trained[name]) * 4 * (len(self.keys(name)) if states else 1)
+
     def keys(self, name: str) -> tuple[str, ...]:
         """Return :data:`WEIGHTS` and the keys of the states of ``name``."""
         rule = self.saved.header.rules.get(name)
@@ -97,25 +105,10 @@ class Contents:
         if name in self.others:
             return self.others[name]
         masters = [piece.master for piece in self._pieces(name)]
-        return self._joined(name, WEIGHTS, masters).view(self.trained[name])
+        return joined(f"{WEIGHTS} of {name}", masters, self.trained[name])
 
-    def _pieces(self, name: str) -> list[PieceRecord]:
-        return list(self.saved.pieces(name, 0, math.prod(self.trained[name])))
-
-    def _joined(self, name: str, key: str, values: list[Tensor]) -> Tensor:
-        """Return ``values`` as one tensor, without a copy if they are contiguous in memory."""
-        empty = torch.zeros(0, dtype=torch.float32, device="cpu")
-        if len(values) == 1:
-            whole = values[0]
-        else:
-            whole = torch.cat(values or [empty])
-        numel = math.prod(self.trained[name])
-        if whole.numel() != numel:
-            raise LayerWiseError(
-                f"{name} has {whole.numel()} elements of {key}, and {numel} in its shape; a file "
-                "is missing or belongs to another save"
-            )
-        return whole
+    def _pieces(self, name: str) -> Sequence[PieceRecord]:
+        return self.saved.pieces(name, 0, math.prod(self.trained[name]))
 
     def values(self, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of ``name`` and, with ``states``, its states, with their keys.
@@ -138,7 +131,7 @@ class Contents:
                     )
             values = [piece.state[key] for piece in pieces]
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
-                yield key, self._joined(name, key, values)
+                yield key, joined(f"{key} of {name}", values, self.trained[name]).reshape(-1)
             elif all(torch.equal(value, values[0]) for value in values):
                 # The states of a 0-d parameter are 0-d in one form and 1-D in the other.
                 yield key, values[0] if self.trained[name] else values[0].reshape(-1)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, check_bytes,
 from ds_layerwise.checkpoint.formats.regular import refuse_parts
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import Contents
-from ds_layerwise.tools.hf_files import CONFIG, find_companions, lay_beside
+from ds_layerwise.tools.hf_files import CONFIG, find_companions
 
 #: The values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,42 +73,40 @@ def consolidate(
     check_target(
         out, source, overwrite=overwrite, replaceable=out.is_file() if one_file else has_weights
     )
-    if one_file and config is not None:
+    beside = {}
+    if not one_file:
+        beside = _beside(source, out, config)
+    elif config is not None:
         raise LayerWiseError(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
-    if one_file:
-        beside = {}
-    else:
-        beside = _beside(source, out, config)
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
-    with ExitStack() as undo, bars("write", sum(sizes.values())) as done:
+    with bars("write", sum(sizes.values())) as done:
         if one_file:
-            new = out.with_name(out.name + atomic.INCOMPLETE)
-            undo.callback(new.unlink, missing_ok=True)
             out.parent.mkdir(parents=True, exist_ok=True)
-            _write(contents, list(sizes), DTYPES[dtype], new)
-            new.replace(out)
+            names = list(sizes)
+            atomic.write_whole(out, partial(_write, contents, names, DTYPES[dtype]))
             done(sum(sizes.values()))
         else:
-            undo.callback(atomic.abandon, out)
-            atomic.begin(out)
-            incomplete = atomic.incomplete_folder(out)
-            shards = list(_shards(sizes, max_shard_bytes))
-            places: dict[str, str] = {}
-            for number, names in enumerate(shards, 1):
-                file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
-                _write(contents, names, DTYPES[dtype], incomplete / file)
-                places |= dict.fromkeys(names, file)
-                done(sum(sizes[name] for name in names))
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-            (incomplete / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-            if beside:
-                lay_beside(beside, incomplete)
-            atomic.commit(out, Manifest.of(incomplete), replaces=WEIGHTS)
-        undo.pop_all()
+            try:
+                atomic.begin(out)
+                incomplete = atomic.incomplete_folder(out)
+                shards = list(_shards(sizes, max_shard_bytes))
+                places: dict[str, str] = {}
+                for number, names in enumerate(shards, 1):
+                    file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
+                    _write(contents, names, DTYPES[dtype], incomplete / file)
+                    places |= dict.fromkeys(names, file)
+                    done(sum(sizes[name] for name in names))
+                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+                (incomplete / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+                for name, companion in beside.items():
+                    shutil.copyfile(companion, incomplete / name)
+                atomic.commit(out, Manifest.of(incomplete), replaces=WEIGHTS)
+            finally:
+                atomic.abandon(out)
     lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
     if beside:
         first, *_ = beside.values()
@@ -142,11 +141,9 @@ def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
         else:
             itemsize = value.element_size()
         sizes[name] = value.numel() * itemsize
-    if contents.model:
-        known = contents.model.module
-    else:
-        known = {}
-    ordered = {name: sizes[name] for name in known if name in sizes}
+    if contents.model is None:
+        return sizes
+    ordered = {name: sizes[name] for name in contents.model.module if name in sizes}
     return ordered | sizes
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,6 @@ from ds_layerwise.config.run_config import RunConfig, left_to_deepspeed
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import (
-    Model,
     deal_out_experts,
     find_model,
     is_hf_config,
@@ -85,22 +84,25 @@ class DryRun:
         given = read_config(config) if isinstance(config, Path) else config
         path = find_model(model)
         _read(fill_in(given)[0])  # find mistakes before building anything
+        route: Callable[..., dict[str, Route]]
+        hf = None
         if is_hf_config(path):
             hf = HfShapes(path)
+            shapes = hf.params
+            route = hf.route
+            hidden_size = hf.hidden_size
         else:
-            hf = None
-        if hf is None:
             file = read_model(path)
-        else:
-            file = Model([], hf.hidden_size)
-        filled, by_trainer = fill_in(given, hidden_size=file.hidden_size)
+            shapes = [(p.name, p.shape) for p in file.params]
+            route = partial(route_model, file.params)
+            hidden_size = file.hidden_size
+        filled, by_trainer = fill_in(given, hidden_size=hidden_size)
         run = _read(filled)
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size, run.stage)
         links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
         sums = reduction_of_run(
             reduction or run.layerwise.reduction, on_host=links_by_ranks[0].on_host
         )
-        route = partial(route_model, file.params) if hf is None else hf.route
         routes = route(
             run.layerwise.overrides,
             per_head=run.optimizer.per_head_muon,
@@ -108,10 +110,6 @@ class DryRun:
             auto_split=run.layerwise.auto_split,
             by_kind=ByKind.of(run.optimizer, run.layerwise),
         )
-        if hf is None:
-            shapes = [(p.name, p.shape) for p in file.params]
-        else:
-            shapes = hf.params
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         run = _checked(run, routes, filled.get("scheduler"))
         shapes, experts = deal_out_experts(shapes, ep_size)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 from ds_layerwise.errors import LayerWiseError
@@ -61,9 +60,3 @@ def find_companions(source: Path, asked: Path | None) -> dict[str, Path]:
         if path.is_file() and path != config:
             found[name] = path
     return found
-
-
-def lay_beside(files: dict[str, Path], folder: Path) -> None:
-    """Copy ``files`` to ``folder``, under the names that they have here."""
-    for name, path in files.items():
-        shutil.copyfile(path, folder / name)

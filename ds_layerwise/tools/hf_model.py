@@ -112,9 +112,9 @@ class HfShapes:
         overrides: Sequence[Override],
         *,
         per_head: bool,
-        auto_split: bool = True,
-        recipes: Recipes = Recipes(),
-        by_kind: ByKind = ByKind(),
+        auto_split: bool,
+        recipes: Recipes,
+        by_kind: ByKind,
     ) -> dict[str, Route]:
         """Route each parameter, as in training with all of them in one group.
 

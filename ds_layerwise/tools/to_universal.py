@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 
 from ds_layerwise.checkpoint.files import atomic
@@ -55,12 +54,12 @@ def to_universal(
         raise LayerWiseError(
             f"{source} has no model file, so its frozen parameters and buffers are lost"
         )
-    with ExitStack() as undo:
-        undo.callback(atomic.abandon, out)
+    try:
         atomic.begin(out)
         parts = _write(saved, model, atomic.incomplete_folder(out), workers=workers, bars=bars)
         atomic.commit(out, Manifest.merged(parts))
-        undo.pop_all()
+    finally:
+        atomic.abandon(out)
     atomic.point(out.parent / universal.LATEST, out.name)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
     count = len(saved.header.shapes)

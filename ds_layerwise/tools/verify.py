@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import deepspeed
 import torch
@@ -20,7 +19,6 @@ from torch import Tensor
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, names_in
 from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, damaged, find, manifest_of
 from ds_layerwise.checkpoint.formats.regular import (
-    CONVERTED,
     KEY,
     RegularCheckpoint,
     mp_size,
@@ -30,8 +28,6 @@ from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_un
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import WEIGHTS, Contents
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True)
@@ -66,15 +62,10 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     names = names_in(folder)
     size = sum((folder / name).stat().st_size for name in names)
     report = Report(folder, f"{folder}: {kind} checkpoint, {len(names)} files, {size:,} bytes")
-    if kind == "universal" or (folder / FILE_NAME).exists() or not names:
-        _check_bytes(report, names, workers=workers, bars=bars)
-    else:
-        # Raises an error for a checkpoint of another optimizer. For one of this package, its list
-        # is lost.
+    if kind == "regular" and names and not (folder / FILE_NAME).exists():
+        # Raises an error for a checkpoint of another optimizer.
         RegularCheckpoint(folder)
-        report.problems.append(
-            f"{folder / FILE_NAME} is missing: the save was never finished, or files were lost"
-        )
+    _check_bytes(report, names, workers=workers, bars=bars)
     if report.problems:
         # Mapping a damaged file may crash the process.
         return report
@@ -148,9 +139,7 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
     problems += _against_model_file(contents)
     if contents.model and contents.model.module.keys().isdisjoint(contents.trained):
         report.warnings.append(f"{contents.model.path} has no trained weights to compare with")
-    sizes = {}
-    for name, shape in sound.items():
-        sizes[name] = math.prod(shape) * 4 * (len(contents.keys(name)) if states else 1)
+    sizes = {name: contents.num_bytes(name, states=states) for name in sound}
     with bars("compare", sum(sizes.values())) as done:
         for name, size in sizes.items():
             try:
@@ -168,68 +157,38 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
 
 
 def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
-    """Yield the name of each parameter whose elements are not in exactly one rank's file, with a
-    line about it.
+    """Yield the name of each parameter of which a rank's file does not hold the part that the
+    layout says, with a line about it. A layout has every element once.
     """
-    found: dict[str, list[tuple[int, int, int]]] = {name: [] for name in saved.header.shapes}
-    broken: set[str] = set()
     for rank in range(saved.world_size):
         path = saved.path(rank)
         state_dict = saved.state_dict(rank)
         starts = state_dict[KEY]["param_starts"]
         for index, name in enumerate(saved.header.shapes):
-            fragments = state_dict[PARAM_SLICE_MAPPINGS][index]
-            if fragments.keys() != ({name} & starts.keys()):
-                yield name, f"{path} does not hold the part of {name} that its own list says"
-                broken.add(name)
-                continue
             numel = 0
-            for address in fragments.values():
-                numel = address.start + address.numel
-                found[name].append((starts[name], starts[name] + address.numel, rank))
-            for key, size in _of_other_size(state_dict, index, numel):
-                has = f"{path} has {size} elements of {key} of {name}"
-                yield name, f"{has}, but {numel} in its own list"
-                broken.add(name)
-    for name, intervals in found.items():
-        intervals.sort()
-        if name in broken:
-            continue
-        if line := _gaps(name, intervals, math.prod(saved.header.shapes[name])):
-            yield name, f"{line} in the files of {saved.path(0).parent}"
-        elif intervals != sorted((first, last, rank) for rank, first, last in saved.holders(name)):
-            yield name, f"{name} is not on the ranks that the layout in {saved.path(0)} says"
-
-
-def _of_other_size(
-    state_dict: Mapping[str, Any], index: int, numel: int
-) -> Iterator[tuple[str, int | str]]:
-    """Yield the key and size of each tensor of a parameter that is not 1-D with ``numel``
-    elements.
-    """
-    # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
-    tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
-    states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
-    tensors |= {key: states.get(key) for key in CONVERTED if key != "step"}
-    for key, value in tensors.items():
-        if value is None:
-            yield key, "no"
-        elif tuple(value.shape) != (numel,):
-            yield key, value.numel()
-
-
-def _gaps(name: str, intervals: list[tuple[int, int, int]], numel: int) -> str:
-    end = 0
-    for start, stop, rank in intervals:
-        if start != end:
-            what = "in no file"
-            if start < end:
-                what = f"in more than one file, among them that of rank {rank}"
-            return f"{name}: elements {min(start, end)} to {max(start, end)} of {numel} are {what},"
-        end = stop
-    if end == numel:
-        return ""
-    return f"{name}: {end} elements where its shape has {numel}"
+            expected = []
+            for holder, first, last in saved.holders(name):
+                if holder == rank:
+                    expected.append((name, first, last - first))
+                    numel = last - first
+            listed = []
+            for key, address in state_dict[PARAM_SLICE_MAPPINGS][index].items():
+                listed.append((key, starts.get(key), address.numel))
+            if listed != expected:
+                yield name, f"{path} does not hold the part of {name} that its layout says"
+                continue
+            # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
+            tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
+            states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+            for key in ("exp_avg", "exp_avg_sq"):
+                tensors[key] = states.get(key)
+            for key, value in tensors.items():
+                size = "no"
+                if value is not None:
+                    size = value.numel()
+                if value is None or tuple(value.shape) != (numel,):
+                    has = f"{path} has {size} elements of {key} of {name}"
+                    yield name, f"{has}, but {numel} in its layout"
 
 
 def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple[str, str]]:
@@ -314,8 +273,8 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
-    bits = _BITS[one.element_size()]
-    return torch.equal(one.contiguous().view(bits), other.contiguous().view(bits))
+    bits = one.reshape(-1).contiguous().view(torch.uint8)
+    return torch.equal(bits, other.reshape(-1).contiguous().view(torch.uint8))
 
 
 def _is_finite(value: Tensor) -> bool:

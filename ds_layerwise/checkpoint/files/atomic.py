@@ -8,9 +8,9 @@ import codecs
 import ctypes
 import errno
 import os
-import re
 import shutil
 from collections.abc import Callable, Sequence
+from glob import escape
 from pathlib import Path
 
 from deepspeed.utils import logger
@@ -122,10 +122,9 @@ def sign(folder: Path, save_id: str, rank: int) -> None:
     for ``folder``.
     """
     (incomplete_folder(folder) / SIGNATURE).write_text(f"{save_id} {rank}")
-    claims = re.compile(re.escape(folder.name) + "[.][0-9a-f]{16}" + re.escape(INCOMPLETE))
-    for path in folder.parent.iterdir():
-        # The claims of this save, and of interrupted saves.
-        if claims.fullmatch(path.name) and path.is_file():
+    # The claims of this save, and of interrupted saves.
+    for path in folder.parent.glob(f"{escape(folder.name)}.{'[0-9a-f]' * 16}{INCOMPLETE}"):
+        if path.is_file():
             path.unlink(missing_ok=True)
 
 

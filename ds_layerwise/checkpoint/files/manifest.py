@@ -123,18 +123,16 @@ class Manifest:
             LayerWiseError: a file is missing, or has another length or other bytes; names it.
         """
         total = sum(map(self.size_of, self.files))
-        first = total * rank // world_size
-        last = total * (rank + 1) // world_size
         seen = 0
         for name, ranges in self.files.items():
             mine = []
             for byte_range in ranges:
                 # An empty range at the end starts where all bytes end.
-                if first <= seen < last or (seen == total and rank == world_size - 1):
+                if min(seen * world_size // max(total, 1), world_size - 1) == rank:
                     mine.append(byte_range)
                 seen += byte_range.size
             if mine:
-                _check_file(folder / name, self.size_of(name), mine)
+                check_file(folder / name, self.size_of(name), mine)
 
     def differing(self, folder: Path) -> list[str]:
         """Return a line for each file that is missing in ``folder`` or differs. To read little,
@@ -148,7 +146,7 @@ class Manifest:
                 if byte_range.size <= _READ:
                     small.append(byte_range)
             try:
-                _check_file(folder / name, self.size_of(name), small)
+                check_file(folder / name, self.size_of(name), small)
             except (LayerWiseError, OSError) as e:
                 lines.append(str(e))
         return lines
@@ -252,7 +250,12 @@ def _crc32(file: BinaryIO, start: int, size: int) -> int:
     return value
 
 
-def _check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
+def check_file(path: Path, size: int, ranges: Iterable[ByteRange]) -> None:
+    """Compare the length of a file with ``size``, and ``ranges`` of it with their checksums.
+
+    Raises:
+        LayerWiseError: it is missing, or has another length or other bytes; names it.
+    """
     if not path.is_file():
         raise LayerWiseError(f"{path} is missing; restore it, or load another checkpoint")
     if path.stat().st_size != size:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -22,10 +22,20 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     Args:
         replaces: globs over the names of further files that do not belong to the user.
     """
-    is_ours = _known(folder, replaces)
+    try:
+        listed = {*Manifest.read(folder).files}
+    except LayerWiseError:
+        listed = set()
     found = []
     for name in _entries(folder):
-        if not is_ours(name):
+        top, _, rest = name.partition("/")
+        if rest:
+            is_known = top == "zero" and (rest.endswith(".pt") or (folder / name).is_dir())
+        else:
+            is_known = top == "zero" or top.endswith(("_optim_states.pt", "model_states.pt"))
+        if is_known or name in listed or name in MARKS:
+            continue
+        if not any(fnmatchcase(name, glob) for glob in replaces):
             found.append(name)
     return found
 
@@ -79,23 +89,6 @@ def remove(folder: Path) -> None:
             else:
                 path.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _known(folder: Path, replaces: Sequence[str]) -> Callable[[str], bool]:
-    try:
-        listed = set(Manifest.read(folder).files)
-    except LayerWiseError:
-        listed = set()
-
-    def is_ours(name: str) -> bool:
-        top, _, rest = name.partition("/")
-        if name in listed or name in MARKS or any(fnmatchcase(name, glob) for glob in replaces):
-            return True
-        if rest:
-            return top == "zero" and (rest.endswith(".pt") or (folder / name).is_dir())
-        return top == "zero" or top.endswith(("_optim_states.pt", "model_states.pt"))
-
-    return is_ours
 
 
 def _entries(folder: Path) -> Iterator[str]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
@@ -16,12 +16,12 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files.atomic import pointed
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, check_file
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, load_safely
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
 from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
 
 #: The name of DeepSpeed's file with the module.
 MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
@@ -29,27 +29,18 @@ MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
 #: The name of that file for ZeRO-3, whose parameters are in other files.
 ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
-#: The approximate number of bytes of the parts in which files are checked.
-_PART = 1 << 26
-
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Bars(Protocol):
-    """Progress bars. The context returns a function to call with the number of bytes done since the
-    last call.
-    """
-
-    def __call__(
-        self, what: str, total_bytes: int
-    ) -> AbstractContextManager[Callable[[int], object]]:
-        """Show a bar for ``what`` inside of the context."""
+#: Progress bars, by what is done and its number of bytes. The context returns a function to call
+#: with the number of bytes done since the last call.
+Bars = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
 def in_parallel(
     work: Callable[[Item], Result],
-    items: Iterable[tuple[Item, int]],
+    items: Sequence[tuple[Item, int]],
     *,
     what: str,
     workers: int,
@@ -59,19 +50,13 @@ def in_parallel(
 
     Threads suffice, because reading, checksums and ``torch.save`` release the interpreter lock.
     """
-    sized = list(items)
-    pool = ThreadPoolExecutor(workers)
-    try:
-        with bars(what, sum(size for _, size in sized)) as done:
-            futures = {}
-            for item, size in sized:
-                futures[pool.submit(work, item)] = size
-            for future in as_completed(futures):
-                future.result()
-                done(futures[future])
-        return [future.result() for future in futures]
-    finally:
-        pool.shutdown(cancel_futures=True)
+    results = []
+    with ThreadPoolExecutor(workers) as pool, bars(what, sum(size for _, size in items)) as done:
+        each = pool.map(work, [item for item, _ in items])
+        for result, (_, size) in zip(each, items, strict=True):
+            results.append(result)
+            done(size)
+    return results
 
 
 def find(path: Path) -> Path:
@@ -130,23 +115,18 @@ def manifest_of(folder: Path) -> Manifest | None:
 def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
     """Return a line for each file that is missing or differs from ``manifest``."""
 
-    def check(part: tuple[str, int, int]) -> tuple[str, str]:
-        name, index, count = part
+    def check(part: tuple[str, ByteRange]) -> tuple[str, str]:
+        name, byte_range = part
         try:
-            manifest.only([name]).check(folder, rank=index, world_size=count)
+            check_file(folder / name, manifest.size_of(name), [byte_range])
         except LayerWiseError as e:
             return name, str(e)
         return name, ""
 
-    parts: list[tuple[tuple[str, int, int], int]] = []
-    for name in manifest.files:
-        size = manifest.size_of(name)
-        path = folder / name
-        # A list may contain any size, so the length of the file is a bound.
-        count = min(size, path.stat().st_size if path.is_file() else 0) // _PART + 1
-        for index in range(count):
-            part = size * (index + 1) // count - size * index // count
-            parts.append(((name, index, count), part))
+    parts = []
+    for name, ranges in manifest.files.items():
+        for byte_range in ranges:
+            parts.append(((name, byte_range), byte_range.size))
     lines: dict[str, str] = {}
     for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
         if line:
@@ -162,11 +142,7 @@ def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
     """
     manifest = manifest_of(folder)
     if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
-        if len(lines) > 1:
-            more = f" ({len(lines) - 1} more files are damaged)"
-        else:
-            more = ""
-        raise LayerWiseError(lines[0] + more)
+        raise LayerWiseError(few(lines))
 
 
 def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool) -> None:
@@ -240,7 +216,7 @@ class ModelFile:
         else:
             elsewhere = set()
         module = {}
-        experts = _experts(folder, _load_trusted if trust else load_safely)
+        experts = _experts(folder, load)
         for name, value in {**(content["module"] or {}), **experts}.items():
             if isinstance(value, Tensor) and name not in elsewhere:
                 module[name] = value

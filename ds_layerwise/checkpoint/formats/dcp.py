@@ -21,7 +21,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,8 +43,6 @@ from ds_layerwise.checkpoint.formats.headers import Beside
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
-
-T = TypeVar("T")
 
 #: The names of weights, states, and the header in the file.
 MODEL = "model"
@@ -128,11 +126,6 @@ class Piece(Tensor):
         made.may_be_read_into = may_be_read_into
         return made
 
-    def __init__(
-        self, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
-    ) -> None:
-        """Do nothing: ``__new__`` has set everything."""
-
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a text with the range of elements that it holds."""
         return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"
@@ -211,15 +204,6 @@ def _listed_in(folder: Path) -> Metadata:
     return found
 
 
-def _shapes_of_weights(sizes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-    start = f"{MODEL}."
-    keys = []
-    for key in sizes:
-        if key.startswith(start):
-            keys.append(key)
-    return {key.removeprefix(start): sizes[key] for key in keys}
-
-
 def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the tensors in a list.
 
@@ -267,23 +251,18 @@ class ShardedCheckpoint:
         strict: bool = True,
     ) -> None:
         self._where = str(checkpoint)
-        if isinstance(checkpoint, StorageReader):
-            self._where = "the checkpoint"
-            self._reader = checkpoint
-        else:
-            self._reader = FileSystemReader(checkpoint)
         with self._naming(
             "is not a checkpoint of torch.distributed.checkpoint that this rank can read"
         ):
-            self._metadata = self._read_list(checkpoint)
+            if isinstance(checkpoint, StorageReader):
+                self._where = "the checkpoint"
+                self._reader = checkpoint
+                self._metadata = checkpoint.read_metadata()
+            else:
+                self._reader = FileSystemReader(checkpoint)
+                self._metadata = _listed_in(Path(checkpoint))
             self._sizes = _sizes_in(self._metadata)
-        shapes = _shapes_of_weights(self._sizes)
-        if not shapes:
-            raise LayerWiseError(
-                f"{self._where} has no weights under {MODEL}; it has "
-                f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
-                "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
-            )
+        shapes = self._shapes_of_weights()
         self.beside: Beside | None = None
         """None in a checkpoint of another package."""
         if HEADER in self._sizes:
@@ -303,17 +282,27 @@ class ShardedCheckpoint:
             trained = self._shapes.keys() - {old.get(name) for name in others}
             self.header = self._header_of(own_rules, trained)
         else:
-            own = self.beside.header
-            # The header lists the parameters that were trained. Others are only under model, and
-            # may be trained now.
-            self.header = replace(
-                own, shapes=self._shapes, rules=self._known(own.rules), kept=self._known(own.kept)
-            )
+            self.header = self._own_header(self.beside.header)
 
-    def _read_list(self, checkpoint: str | os.PathLike[str] | StorageReader) -> Metadata:
-        if isinstance(checkpoint, StorageReader):
-            return checkpoint.read_metadata()
-        return _listed_in(Path(checkpoint))
+    def _shapes_of_weights(self) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for key, size in self._sizes.items():
+            if key.startswith(f"{MODEL}."):
+                shapes[key.removeprefix(f"{MODEL}.")] = size
+        if not shapes:
+            raise LayerWiseError(
+                f"{self._where} has no weights under {MODEL}; it has "
+                f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
+                "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
+            )
+        return shapes
+
+    def _own_header(self, own: Header) -> Header:
+        rules = {name: rule for name, rule in own.rules.items() if name in self._shapes}
+        kept = {name: states for name, states in own.kept.items() if name in self._shapes}
+        # The header lists the parameters that were trained. Others are only under model, and may be
+        # trained now.
+        return replace(own, shapes=self._shapes, rules=rules, kept=kept)
 
     def _found_of(
         self,
@@ -350,13 +339,6 @@ class ShardedCheckpoint:
                     found.setdefault(name, []).append(".".join(parts[end:]))
                     break
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
-
-    def _known(self, told: Mapping[str, T]) -> dict[str, T]:
-        found = {}
-        for name, said in told.items():
-            if name in self._shapes:
-                found[name] = said
-        return found
 
     def _own_beside(self) -> Beside:
         content = self._empty(HEADER)

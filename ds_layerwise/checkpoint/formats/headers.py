@@ -38,11 +38,11 @@ _SAVE = "save"
 
 def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
     """Return an entry of :data:`Sums`, for the elements of a tensor from ``start`` on."""
-    blocks = torch.split(values.detach().reshape(-1), _BLOCK)
-    firsts = range(start, start + values.numel(), _BLOCK)
+    flat = values.reshape(-1)
     found = {}
-    for first, block in zip(firsts, blocks, strict=False):
-        found[first] = (first + block.numel(), _crc32(block))
+    for offset in range(0, flat.numel(), _BLOCK):
+        block = flat[offset : offset + _BLOCK]
+        found[start + offset] = (start + offset + block.numel(), _crc32(block))
     return found
 
 

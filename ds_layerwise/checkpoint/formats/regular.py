@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -205,10 +204,9 @@ def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], t
     for index, group in enumerate(saved):
         groups.append({})
         for key, value in group.items():
-            value, is_readable = readable(value)
-            if is_readable:
-                groups[-1][key] = value
-            else:
+            try:
+                groups[-1][key] = readable(value)
+            except LayerWiseError:
                 unreadable.append(f"param_groups[{index}].{key}")
     return groups, tuple(unreadable)
 
@@ -267,6 +265,7 @@ class RegularCheckpoint:
                     f"world_size is {self.world_size!r:.100}, but {self.layout.world_size} in its "
                     "layout"
                 )
+        self._indices = {name: index for index, name in enumerate(self.header.shapes)}
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
         # Version 0.1 of this package writes the same format, and has no experts.
         expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
@@ -315,51 +314,40 @@ class RegularCheckpoint:
         found = []
         for rank, first, last in self.holders(name):
             if first < stop and start < last:
-                found.append(self.piece(rank, name))
+                state_dict = self.state_dict(rank)
+                with naming(self.path(rank)):
+                    found.append(self._piece(rank, state_dict, name, first, last - first))
         return sorted(found, key=lambda piece: piece.param_start)
 
-    def piece(self, rank: int, name: str) -> PieceRecord:
-        """Read the part of ``name`` in the file of ``rank``.
+    def _piece(
+        self, rank: int, state_dict: Mapping[str, Any], name: str, start: int, numel: int
+    ) -> PieceRecord:
+        """Read the part of ``name`` in the file of ``rank``: ``numel`` elements from ``start`` on.
 
         Raises:
-            LayerWiseError: it does not match the layout.
+            LayerWiseError: the file holds another part.
         """
-        state_dict = self.state_dict(rank)
-        with naming(self.path(rank)):
-            return self._piece(rank, state_dict, name)
-
-    def _piece(self, rank: int, state_dict: Mapping[str, Any], name: str) -> PieceRecord:
         index = self._indices[name]
         fragment = state_dict[PARAM_SLICE_MAPPINGS][index].get(name)
-        holds = {holder: (first, last) for holder, first, last in self.holders(name)}.get(rank)
         param_start = state_dict[KEY]["param_starts"].get(name)
-        if fragment is None or holds != (param_start, param_start + fragment.numel):
+        if fragment is None or (param_start, fragment.numel) != (start, numel):
             raise LayerWiseError(
                 f"{self.path(rank)} does not hold the part of {name} that its layout says; the "
                 "files are not of one save"
             )
-        states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
+        master = state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]
+        saved = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
-        state = {
-            "": state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
-            **{key: states[carried] for key, carried in names.items()},
-        }
-        for key, value in {**state, **extra}.items():
+        states = {key: saved[carried] for key, carried in names.items()}
+        for key, value in {"the weights": master, **states, **extra}.items():
             is_free = key in extra or key == "step"
-            if not isinstance(value, Tensor) or not is_free and value.shape != (fragment.numel,):
+            if not isinstance(value, Tensor) or not is_free and value.shape != (numel,):
                 raise ValueError(
-                    f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
-                    f"but has {fragment.numel} elements in the file's own list"
+                    f"{key} of {name} is {getattr(value, 'shape', value)!r:.100}, but has {numel} "
+                    "elements in the file's own list"
                 )
-        return PieceRecord(name, param_start, state.pop(""), {**state, **extra})
-
-    @cached_property
-    def _indices(self) -> dict[str, int]:
-        found = {}
-        for index, name in enumerate(self.header.shapes):
-            found[name] = index
-        return found
+        return PieceRecord(name, start, master, {**states, **extra})
 
 
 def mp_size(folder: Path) -> int:
@@ -406,10 +394,9 @@ def read(path: Path) -> dict[str, Any]:
         LayerWiseError: see :func:`load_safely`.
     """
     content = load_safely(path, with_objects=True)
+    found = None
     if isinstance(content, dict):
         found = content.get(OPTIMIZER_STATE_DICT)
-    else:
-        found = None
     if not isinstance(found, dict):
         raise LayerWiseError(
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is not a file of a ZeRO checkpoint"
@@ -435,10 +422,8 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
         )
 
 
-def ours_of(
-    state_dict: Mapping[str, Any], where: object = "this optimizer checkpoint"
-) -> dict[str, Any]:
-    """Return the values that this package wrote beside DeepSpeed's own keys.
+def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the values that this package wrote beside DeepSpeed's own keys, in the file ``path``.
 
     Raises:
         LayerWiseError: there are none, or they have another format.
@@ -446,7 +431,7 @@ def ours_of(
     ours: dict[str, Any] | None = state_dict.get(KEY)
     if ours is None:
         raise LayerWiseError(
-            f"{where} was not written by ds_layerwise; for AdamW's states, convert its folder with "
+            f"{path} was not written by ds_layerwise; for AdamW's states, convert its folder with "
             "`python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
             "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
             "only the weights with load_checkpoint(..., load_optimizer_states=False)"
@@ -456,7 +441,7 @@ def ours_of(
         if ours["format"] > FORMAT:
             way_out = "upgrade ds_layerwise"
         raise LayerWiseError(
-            f"{where} has format {ours['format']}, and this version of ds_layerwise reads "
+            f"{path} has format {ours['format']}, and this version of ds_layerwise reads "
             f"{FORMAT}; {way_out}"
         )
     return ours

@@ -45,7 +45,15 @@ from ds_layerwise.checkpoint.formats.regular import (
     ours_of,
     travels_as,
 )
-from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, Saved, flat
+from ds_layerwise.checkpoint.record import (
+    ADAM,
+    Header,
+    PieceRecord,
+    RuleRecord,
+    Saved,
+    flat,
+    joined,
+)
 from ds_layerwise.errors import LayerWiseError
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed does
@@ -96,12 +104,10 @@ class UniversalCheckpoint:
             raise LayerWiseError(
                 f"{state_path} holds no dict; it is not an optimizer state of DeepSpeed"
             )
-        self._folders = {}
         shapes = {}
-        for path in sorted(path.parent for path in self._zero.rglob("fp32.pt")):
-            name = path.relative_to(self._zero).as_posix()
-            self._folders[name] = path
-            shapes[name] = tuple(self._read(path / "fp32.pt").shape)
+        for folder in sorted(path.parent for path in self._zero.rglob("fp32.pt")):
+            name = folder.relative_to(self._zero).as_posix()
+            shapes[name] = tuple(self._read(folder / "fp32.pt").shape)
         if not shapes:
             raise LayerWiseError(
                 f"{self._zero} holds no fp32.pt of any parameter; it is not a universal checkpoint"
@@ -136,23 +142,24 @@ class UniversalCheckpoint:
     def _foreign_header(
         self, state_dict: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
     ) -> Header:
-        step = self._foreign_step(state_dict)
+        step = self._foreign_step(state_dict, shapes)
         rules = {}
-        for name, path in self._folders.items():
-            keys = {file.stem for file in path.glob("*.pt")} - {"fp32", "step"}
+        for name in shapes:
+            keys = {file.stem for file in (self._zero / name).glob("*.pt")} - {"fp32", "step"}
             if keys == {"exp_avg", "exp_avg_sq"} and step is not None:
                 rules[name] = ADAM
             elif keys:
                 rules[name] = RuleRecord("an unknown optimizer", tuple(sorted(keys)), None)
         return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=rules)
 
-    def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
+    def _foreign_step(self, state_dict: Mapping[str, Any], names: Iterable[str]) -> int | None:
         """Return the number of updates. The converter writes it for each parameter; for ZeRO-3 it
         leaves it in the dict.
         """
-        for path in self._folders.values():
-            if (path / "step.pt").exists():
-                return int(load_safely(path / "step.pt"))
+        for name in names:
+            path = self._zero / name / "step.pt"
+            if path.exists():
+                return int(load_safely(path))
         states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
         steps = []
         for state in states.values():
@@ -183,7 +190,7 @@ class UniversalCheckpoint:
         Raises:
             LayerWiseError: the file is missing or damaged.
         """
-        folder = self._folders[name]
+        folder = self._zero / name
         if key == "fp32":
             return self._read(folder / "fp32.pt")
         if (folder / OWN_STATES / f"{key}.pt").exists():
@@ -218,7 +225,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     """
     written = []
     for name in names:
-        shape = saved.header.shapes[name]
+        shape = tuple(saved.header.shapes[name])
         rule = saved.header.rules[name]
         numel = torch.Size(shape).numel()
         pieces = saved.pieces(name, 0, numel)
@@ -276,17 +283,8 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
             )
 
 
-def _param(name: str, values: Sequence[Tensor], shape: Sequence[int]) -> dict[str, Any]:
-    if len(values) == 1:
-        whole = values[0]
-    else:
-        whole = torch.cat(list(values))
-    if whole.numel() != torch.Size(shape).numel():
-        raise LayerWiseError(
-            f"the checkpoint's files hold {whole.numel()} of the {torch.Size(shape).numel()} "
-            f"elements of {name}; a file is missing or belongs to another save"
-        )
-    return {PARAM: whole.view(tuple(shape)), CAT_DIM: 0}
+def _param(name: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
+    return {PARAM: joined(name, values, shape), CAT_DIM: 0}
 
 
 def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
@@ -299,12 +297,12 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
         if key not in _OF_ONE_RANK:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    ours = state_dict[KEY]
+    header = header_of(state_dict)
     # Objects in a file of version 0.1 are not written again.
-    common[LOSS_SCALER] = header_of(state_dict).loss_scaler
+    common[LOSS_SCALER] = header.loss_scaler
     common[KEY] = {
-        **ours,
-        **describe(header_of(state_dict)),
+        **state_dict[KEY],
+        **describe(header),
         "extra_states": {},
         "param_starts": {},
         "accumulated": None,

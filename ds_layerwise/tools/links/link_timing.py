@@ -120,24 +120,22 @@ class _Clock:
             get_accelerator().synchronize()
 
     def seconds(
-        self, operation: Callable[[], object] | None, *, in_a_row: int = 1, repetitions: int = 1
+        self, operation: Callable[[], object], *, in_a_row: int = 1, repetitions: int = 1
     ) -> float:
-        """Return the median time of ``operation`` on the slowest rank. A rank with None takes no
-        part.
-        """
+        """Return the median time of ``operation`` on the slowest rank."""
         taken = []
         for _ in range(repetitions):
             comm.sum_over_ranks(self._token, group=None)
             self.finish()
             start = time.perf_counter()
-            for _ in range(in_a_row if operation else 0):
-                operation()  # type: ignore[misc]
+            for _ in range(in_a_row):
+                operation()
             self.finish()
             taken.append((time.perf_counter() - start) / in_a_row)
         everyone = comm.gather_objects(taken, group=None)
         return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
 
-    def steady(self, operation: Callable[[], object] | None) -> float:
+    def steady(self, operation: Callable[[], object]) -> float:
         """Return :meth:`seconds` of ``operation`` after a warm-up, with a suitable number of
         repetitions.
         """
@@ -157,14 +155,9 @@ class _Clock:
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
-    if wire.inside is None:
-        inside = wire.group
-    else:
-        inside = wire.inside
-    if wire.across is None:
-        across = wire.group
-    else:
-        across = wire.across
+    # On one node, and with one rank on each, all ranks are one level.
+    inside = wire.inside or wire.group
+    across = wire.across or wire.group
     if per_node > 1:
         yield from _series(clock, "inside", per_node, inside, takes_part=True)
     if num_nodes > 1:
@@ -206,24 +199,18 @@ def _timing(
     takes_part: bool,
 ) -> Timing:
     part = max(1, nbytes // 4 // size)
-    if takes_part:
-        out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
-        if kind == "all_to_all":
-            sent = torch.zeros_like(out)
-        else:
-            sent = out[:part].clone()
-        if clock.on_host and where != "inside":
-            ring = gather_between_nodes
-        else:
-            ring = comm.all_gather
-        begin: Callable[..., Any] = comm.all_to_all if kind == "all_to_all" else ring
-
-        def operation() -> None:
-            begin(out, sent, group=group).wait()
-
-    return Timing(
-        kind, where, size, 4 * part * size, clock.steady(operation if takes_part else None)
-    )
+    if not takes_part:
+        return Timing(kind, where, size, 4 * part * size, clock.steady(lambda: None))
+    out = torch.zeros(part * size, dtype=torch.float32, device=clock.device)
+    begin: Callable[..., Any] = comm.all_gather
+    sent = out[:part].clone()
+    if kind == "all_to_all":
+        begin = comm.all_to_all
+        sent = torch.zeros_like(out)
+    elif clock.on_host and where != "inside":
+        begin = gather_between_nodes
+    seconds = clock.steady(lambda: begin(out, sent, group=group).wait())
+    return Timing(kind, where, size, 4 * part * size, seconds)
 
 
 def _memory_gb_s(clock: _Clock) -> float:

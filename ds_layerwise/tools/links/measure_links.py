@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -26,7 +25,7 @@ _LAUNCHED = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK", "MV2_COMM_
 START = "deepspeed --module ds_layerwise.cli links OUT.json"
 
 
-def join(environment: Mapping[str, str] = os.environ) -> bool:
+def join() -> bool:
     """Join the ranks that a launcher has started. Return True if they were not joined already.
 
     Raises:
@@ -34,12 +33,12 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     """
     joins = not dist.is_initialized()
     if joins:
-        if not any(name in environment for name in _LAUNCHED):
+        if not any(name in os.environ for name in _LAUNCHED):
             raise LayerWiseError(
                 "links are measured between processes, and no launcher has started this one; "
                 f"start it with: {START}"
             )
-        local = environment.get("LOCAL_RANK", "")
+        local = os.environ.get("LOCAL_RANK", "")
         if local.isdecimal() and get_accelerator().device_name() != "cpu":
             get_accelerator().set_device(int(local))
         dist.init_distributed()
@@ -51,7 +50,7 @@ def join(environment: Mapping[str, str] = os.environ) -> bool:
     return joins
 
 
-def write_links(out: Path, *, like: str | None = None, overwrite: bool = False) -> str:
+def write_links(out: Path, *, like: str | None, overwrite: bool) -> str:
     """Measure the links between all ranks that :func:`join` has joined, and write them to ``out``
     on rank 0.
 

@@ -201,7 +201,7 @@ class Checkpointing:
             # The names of frozen parameters of a regular checkpoint are in the model's file, which
             # the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
-            old_names = saved.old_names
+            old_names = tuple(opened.header.shapes)
             if isinstance(opened, ShardedCheckpoint):
                 saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)

@@ -196,6 +196,7 @@ class Contents(SimpleNamespace):
 
     def __init__(self, folder, **states):
         super().__init__(folder=folder, trained=dict.fromkeys(states, (2,)), others={}, keys=states.get,
+                         num_bytes=lambda name, states: 8,
                          saved=SimpleNamespace(header=SimpleNamespace(step=1)))
 
     def values(self, name, *, states):
