@@ -28,6 +28,19 @@ class StepError(LayerWiseError, RuntimeError):
     """The engine or the user made a call that is not allowed at the current point of a step."""
 
 
+#: The errors that code of others raises for input that it does not support.
+FOREIGN_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
 def few(names: Sequence[str]) -> str:
     """Return the first five of ``names``, and the number of the others, for a message."""
     more = f" and {len(names) - 5} more" * (len(names) > 5)

@@ -534,7 +534,7 @@ def _rename_of(where: str, entries: object) -> object:
 
 #: The functions that parse sections within ``layerwise``.
 _SECTIONS: dict[str, Any] = {
-    "mup": Mup.from_section,
+    "mup": partial(build, Mup),
     "qk_clip": QkClip.from_section,
     "norm_groups": norm_groups_of,
     "rename": _rename_of,

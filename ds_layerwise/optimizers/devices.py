@@ -8,8 +8,6 @@ from functools import lru_cache
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.errors import ConfigError
-
 #: The least ratio to the speed of float32 products with which a dtype counts as fast. Devices with
 #: units for a dtype reach 1.8 and more, those without 1.1 and less, so the noise of a measurement
 #: does not decide.
@@ -37,27 +35,8 @@ def widest_float() -> torch.dtype:
     return torch.float32
 
 
-def require(
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    key: str,
-    value: str,
-) -> None:
-    """Refuse a setting that needs products in ``dtype`` if ``device`` does not support them. A CPU
-    supports all dtypes.
-
-    Raises:
-        ConfigError: names ``key`` and its ``value``.
-    """
-    if not _has(dtype, device):
-        raise ConfigError(
-            f"{key} is {value!r}, and {device} has no products in "
-            f"{str(dtype).removeprefix('torch.')}; set it to 'auto'"
-        )
-
-
-def _has(dtype: torch.dtype, device: torch.device) -> bool:
+def has_products(dtype: torch.dtype, device: torch.device) -> bool:
+    """Tell whether ``device`` multiplies matrices in ``dtype``. A CPU does in all dtypes."""
     if device.type != "cuda":
         return device.type in ("cpu", "meta") or dtype in get_accelerator().supported_dtypes()
     if dtype == torch.bfloat16:
@@ -79,7 +58,7 @@ def fast_dtypes(device: torch.device) -> frozenset[torch.dtype]:
     by_type = {"cuda": [torch.float16, torch.bfloat16], "meta": []}
     fast = set()
     for dtype in by_type.get(device.type, [torch.bfloat16]):
-        if _has(dtype, device) and speed_over_float32(dtype, device) >= FAST:
+        if has_products(dtype, device) and speed_over_float32(dtype, device) >= FAST:
             fast.add(dtype)
     return frozenset(fast)
 

@@ -83,7 +83,7 @@ def to_codes_(
         scales: float32, one per 256 codes, written.
         values: float32, as many as codes. A value that is not finite makes its block NaN.
     """
-    maps = _torchao()
+    maps = torchao_maps()
     levels = _levels(signed, values.device)
     for run, of in _runs(values.numel()):
         some = values[run]
@@ -100,7 +100,7 @@ def to_codes_(
 
 def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     """Return the values that :func:`to_codes_` has stored, 1-D float32, in new memory."""
-    maps = _torchao()
+    maps = torchao_maps()
     levels = _levels(signed, codes.device)
     found = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     for run, of in _runs(codes.numel()):
@@ -129,7 +129,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
     the largest value of a block is exact with either sign, and decoding and encoding gives the same
     codes.
     """
-    found = _torchao().create_dynamic_map(signed=signed)
+    found = torchao_maps().create_dynamic_map(signed=signed)
     levels = torch.tensor(found, dtype=torch.float32, device="cpu")
     if signed:
         levels[0] = -1.0
@@ -137,7 +137,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=None)
-def _torchao() -> Any:
+def torchao_maps() -> Any:
     """Return torchao's functions for 8-bit maps.
 
     Raises:
@@ -154,12 +154,3 @@ def _torchao() -> Any:
             "in 'bfloat16'"
         ) from error
     return quant_utils
-
-
-def check_codes() -> None:
-    """Refuse 8-bit states if the package that encodes them is missing.
-
-    Raises:
-        ConfigError: says what to install.
-    """
-    _torchao()

@@ -8,7 +8,7 @@ from importlib import import_module
 
 import torch
 
-from ds_layerwise.optimizers.low_bit import check_codes
+from ds_layerwise.optimizers.low_bit import torchao_maps
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.orthogonalize.tensor_shards import Peers
 from ds_layerwise.plan.routes.routes import Route
@@ -41,7 +41,7 @@ def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None)
     for recipe in recipes:
         rule = rule_of(recipe)
         if any(spec.kept_as == "8bit" for spec in recipe.states(_ANY_SHAPE).values()):
-            check_codes()
+            torchao_maps()
         if device is not None:
             rule.check(device)
 

@@ -23,7 +23,6 @@ Note: precision
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Collection, Sequence
 
 import torch
@@ -32,6 +31,7 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.recipes.base.fields import nearest
 from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
 
 #: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
@@ -110,8 +110,8 @@ def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coeffici
         rows, cycles = TABLES[table]
     else:
         hint = f"known: {', '.join(TABLES)}, or a list of [a, b, c]"
-        if close := difflib.get_close_matches(table, TABLES, n=1):
-            hint = f"did you mean '{close[0]}'?"
+        if close := nearest(table, TABLES):
+            hint = f"did you mean '{close}'?"
         raise ConfigError(f"ns_coefficients {table!r} is not known; {hint}")
     beyond = rows if cycles else rows[-1:]
     return (rows + beyond * steps)[:steps]

@@ -50,9 +50,9 @@ _ONE_BY_ONE_FROM = 256
 
 def num_strips(side: int, dtype: torch.dtype, device: torch.device) -> int:
     """Return the number of strips for a symmetric ``(side, side)`` product; see the note."""
-    if device.type != "cpu" or dtype.itemsize not in _NARROWEST or not one_by_one(side, device):
+    if dtype.itemsize not in _NARROWEST or not one_by_one(side, device):
         return 1
-    return max(1, min(_MOST, side // _NARROWEST[dtype.itemsize]))
+    return min(_MOST, side // _NARROWEST[dtype.itemsize])
 
 
 def one_by_one(side: int, device: torch.device) -> bool:

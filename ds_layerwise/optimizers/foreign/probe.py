@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
 from ds_layerwise.recipes.base.recipe import StateSpec
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
@@ -49,18 +49,6 @@ SMALL = 4096
 #: The sides of the sample shape. None is another one, a product of others, or a likely constant in
 #: a class.
 _SAMPLE = (5, 7, 11, 13, 17, 19)
-
-#: The errors that foreign code raises for input that it does not support.
-_ERRORS = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 #: The numbers of a group that this package sets as well.
 _OF_ALL_CLASSES = ("lr", "weight_decay")
@@ -164,7 +152,7 @@ def naming(what: str) -> Iterator[None]:
     """
     try:
         yield
-    except _ERRORS as e:
+    except FOREIGN_ERRORS as e:
         text = " ".join(str(e).split())
         raise UnableError(f"{what}: {type(e).__name__}: {text}") from e
 

@@ -281,7 +281,8 @@ class AdEMAMix(Elementwise):
         alpha = recipe.alpha * _warmed(step, recipe.alpha_warmup_steps)
         warmed = _warmed(step, recipe.beta3_warmup_steps)
         span = (1 - warmed) * _span_of(beta1) + warmed * _span_of(recipe.beta3)
-        return alpha, min(_decay_of(span), recipe.beta3)
+        beta3 = math.exp(1 / span) if span else 0.0
+        return alpha, min(beta3, recipe.beta3)
 
 
 def _warmed(step: float, steps: int) -> float:
@@ -292,11 +293,6 @@ def _warmed(step: float, steps: int) -> float:
 def _span_of(beta: float) -> float:
     """Return 1 / ln beta, and 0 for a beta of 0."""
     return 1 / math.log(beta) if beta else 0.0
-
-
-def _decay_of(span: float) -> float:
-    """Return the inverse of :func:`_span_of`."""
-    return math.exp(1 / span) if span else 0.0
 
 
 def _correction(corrects: bool, left: float) -> float:

@@ -57,17 +57,6 @@ class Kronecker(UpdateRule):
         """The dtype of masters. Factors in half precision would have other eigenvectors."""
         return torch.float32
 
-    def of_shards(self, axis: Any, peers: Any) -> Any:
-        """Raise an error; see :meth:`.recipes.rules.kronecker_recipe.Kronecker.refusal`.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"{self.recipe.rule} needs whole matrices, and these are cut by tensor parallelism; "
-            "send them to 'muon' or 'adamw' with layerwise.overrides"
-        )
-
     def update_(
         self,
         params: Sequence[Tensor],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.devices import require
+from ds_layerwise.optimizers.devices import has_products
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.optimizers.rules.update_hooks import step_
 from ds_layerwise.orthogonalize.batching import (
@@ -131,10 +131,13 @@ class Orthogonalized(UpdateRule):
         """Refuse a device without products in ``ns_dtype``.
 
         Raises:
-            ConfigError: see :func:`.optimizers.devices.require`.
+            ConfigError: names the setting.
         """
-        if self.ns_dtype != "auto":
-            require(self.products_in, device, key="optimizer.params.ns_dtype", value=self.ns_dtype)
+        if self.ns_dtype != "auto" and not has_products(self.products_in, device):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype is {self.ns_dtype!r}, and {device} has no products in "
+                f"{str(self.products_in).removeprefix('torch.')}; set it to 'auto'"
+            )
 
     def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
         """Return this rule for a device on which ``fast_dtypes`` are much faster than float32."""

@@ -45,7 +45,7 @@ from ds_layerwise.plan.routes.routes import (
     with_heads,
     with_parts,
 )
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, T, build
+from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, build
 from ds_layerwise.recipes.targets.conditions import Facts
 from ds_layerwise.recipes.targets.fused_parts import Split, as_one_change, checked_split
 from ds_layerwise.recipes.targets.overrides import Override
@@ -169,7 +169,7 @@ def read_model(path: str | PathLike[str]) -> Model:
         content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (yaml.YAMLError, RecursionError, ValueError) as e:
         raise ConfigError(f"{where} is no YAML: {e}") from e
-    file = _checked(_File, where, content)
+    file = build(_File, where, content)
     params = list(_expand(_parsed(f"{where}.params", file.params), {}))
     names: set[str] = set()
     for param in params:
@@ -372,11 +372,11 @@ def _parsed(where: str, entries: Sequence[Any]) -> list[tuple[str, ModelParam | 
     for i, entry in enumerate(entries):
         here = f"{where}[{i}]"
         if isinstance(entry, Mapping) and "block" in entry:
-            block = _checked(_Block, here, entry)
+            block = build(_Block, here, entry)
             values = list(_repeated(f"{here}.block", block.block))
             parsed.append((here, _Repeated(values, _parsed(f"{here}.params", block.params))))
             continue
-        param = _checked(_Entry, here, entry)
+        param = build(_Entry, here, entry)
         parts = {}
         for key in ("split", "split_groups"):
             if key in entry:
@@ -433,11 +433,3 @@ def _repeated(where: str, ranges: object) -> Iterator[dict[str, int]]:
             )
     for numbers in product(*(range(*bounds) for bounds in ranges.values())):
         yield dict(zip(ranges, numbers, strict=True))
-
-
-def _checked(kind: type[T], where: str, entry: Any) -> T:
-    if isinstance(entry, Mapping) and entry.keys() <= {*kind.keys()}:
-        for key, field in kind.model_fields.items():
-            if field.is_required() and key not in entry:
-                raise ConfigError(f"{where}.{key} is missing")
-    return build(kind, where, entry)

@@ -233,10 +233,6 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
         raise ConfigError(
             f"{path.name} must be an object with {', '.join(Links.keys())}, got {content!r}"
         )
-    required = [key for key, field in Links.model_fields.items() if field.is_required()]
-    for key in required:
-        if key not in content:
-            raise ConfigError(f"{path.name}.{key} is missing; it needs {', '.join(required)}")
     return build(Links, path.name, content)
 
 

@@ -62,14 +62,19 @@ def build(section: type[T], where: str, values: Any) -> T:
     """Return a ``section`` with ``values``, which a config has under the name ``where``.
 
     Raises:
-        ConfigError: ``values`` is not an object; a key is unknown; or a value is not valid. Names
-            the first unknown key, else the first invalid value.
+        ConfigError: ``values`` is not an object; a key is unknown or missing; or a value is not
+            valid. Names the first unknown key, else the first missing one, else the first invalid
+            value.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{where} must be an object like {section.example}, got {values!r}")
     for key in values:
         if key not in section.keys():
             raise unknown_key(where, key, section.keys())
+    required = [key for key, field in section.model_fields.items() if field.is_required()]
+    for key in required:
+        if key not in values:
+            raise ConfigError(f"{where}.{key} is missing; it needs {', '.join(required)}")
     schema = _schema_of(section)
     for key, value in values.items():
         _refuse_placeholders(f"{where}.{key}", value, schema["properties"][key])
@@ -185,8 +190,6 @@ def _translated(
     # pydantic puts the branch of a union between the keys of the path.
     indices = [part for part in first["loc"] if isinstance(part, int)]
     path = [*first["loc"][: bool(keys)], *indices]
-    if first["type"] == "missing":
-        path = path[:-1]
     for part in path:
         if (inside := _inside(schema, part)) is None:
             break

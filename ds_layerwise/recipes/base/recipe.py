@@ -136,7 +136,12 @@ class Recipe(Section):
             cut_axis: the axis that tensor parallelism has cut. ``shape`` is that of all shards
                 together.
         """
-        return None
+        if cut_axis is None:
+            return None
+        return (
+            f"is cut by tensor parallelism, and {self.rule} needs whole matrices; send it to "
+            "'muon' or 'adamw' with layerwise.overrides"
+        )
 
     def state_bytes(self, shape: Shape) -> int:
         """Return the bytes of all states of a parameter of ``shape`` on its device."""

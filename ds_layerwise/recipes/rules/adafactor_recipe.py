@@ -12,7 +12,6 @@ from pydantic import Field
 from ds_layerwise.recipes.base.fields import NonNegative, Positive
 from ds_layerwise.recipes.base.recipe import (
     COUNT,
-    Axis,
     HyperText,
     Recipe,
     Shape,
@@ -68,17 +67,6 @@ class Adafactor(Recipe):
         """
         together = self.together(shape)
         return super().workspace((together, *shape[-2:])) + 16 * together
-
-    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
-        """Refuse tensor shards: the means of rows, of columns and of all elements need the whole
-        matrix.
-        """
-        if cut_axis is None:
-            return None
-        return (
-            "goes to adafactor, which needs whole matrices, and tensor parallelism has cut it; "
-            "send it to another optimizer by layerwise.overrides"
-        )
 
     def summary(self, hyper: HyperText) -> str:
         """Return all settings as text."""

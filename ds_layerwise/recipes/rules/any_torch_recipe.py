@@ -113,16 +113,12 @@ class AnyTorch(Recipe):
 
     def refusal(self, shape: Shape, *, cut_axis: Any = None) -> str | None:
         """Return the error of the class for such a matrix; refuse shards of matrices."""
-        if cut_axis is not None:
-            return (
-                f"is cut by tensor parallelism, and {self.rule} knows nothing of the other parts; "
-                "send it to another optimizer with layerwise.overrides"
-            )
-        try:
-            _probe().kept_of(self, shape)
-        except ConfigError as e:
-            return f"cannot be trained by {self.rule}: {e}"
-        return None
+        if cut_axis is None:
+            try:
+                _probe().kept_of(self, shape)
+            except ConfigError as e:
+                return f"cannot be trained by {self.rule}: {e}"
+        return super().refusal(shape, cut_axis=cut_axis)
 
     @property
     def takes_rate_of_adamw(self) -> bool:

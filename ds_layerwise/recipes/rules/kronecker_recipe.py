@@ -103,15 +103,10 @@ class Kronecker(KeptMoments):
         """Refuse tensor shards, because no rank alone could form their factors, and matrices in
         which no side has a factor.
         """
-        if cut_axis is not None:
-            return (
-                f"is cut by tensor parallelism, and {self.rule} needs whole matrices; send it to "
-                "'muon' or 'adamw' with layerwise.overrides"
-            )
-        if not self.sides(shape):
+        if cut_axis is None and not self.sides(shape):
             return (
                 f"has no side of at most max_side {self.max_side}, so that {self.rule} would have "
                 "nothing to precondition with; raise max_side, or send it to 'adamw' with "
                 "layerwise.overrides"
             )
-        return None
+        return super().refusal(shape, cut_axis=cut_axis)

@@ -70,6 +70,10 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             self.hook_workspace(shape),
         )
 
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
+        """Refuse nothing: Newton-Schulz also takes tensor shards."""
+        return None
+
     @property
     def sees_tensor_shards(self) -> bool:
         """True with ``muon_tp_mode`` "blockwise"."""

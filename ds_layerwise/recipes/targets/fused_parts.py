@@ -84,7 +84,7 @@ def _checked_sizes(where: str, given: object) -> dict[str, Part]:
             )
         own = f"{where}.{name}"
         if isinstance(size, Mapping):
-            part = build(Part, own, {"size": None, **size})
+            part = build(Part, own, size)
         else:
             part = Part(size=check(Count, own, size))
         if part.heads and part.size % part.heads:

@@ -24,11 +24,9 @@ Note: the rules, with m the width divided by the base width
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import Count, Section, build
+from ds_layerwise.recipes.base.fields import Count, Section
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 
 #: The element-wise rules whose updates have the same size for all sizes of gradients.
@@ -48,20 +46,12 @@ class Multipliers(NamedTuple):
 class Mup(Section):
     """``layerwise.mup``: see the note on the rules."""
 
+    example = '{"base_width": 256, "width": 4096}'
+
     base_width: Count
     """The width of the model on which the learning rates were found."""
     width: Count
     """The width of this model: the size of its hidden state."""
-
-    @classmethod
-    def from_section(cls, where: str, value: object) -> Mup:
-        """Parse a section that a config has under the name ``where``."""
-        if not isinstance(value, Mapping) or not {"base_width", "width"} <= value.keys():
-            raise ConfigError(
-                f'{where} must be an object like {{"base_width": 256, "width": 4096}}, got '
-                f"{value!r}"
-            )
-        return build(cls, where, value)
 
     @property
     def ratio(self) -> float:

@@ -47,22 +47,13 @@ def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
         )
     found = {}
     for name, entry in given.items():
-        found[_checked_name(where, name)] = _checked(f"{where}.{name}", entry)
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes "
+                "and underscores, for the monitor"
+            )
+        if not isinstance(entry, NormGroup):
+            entry = build(NormGroup, f"{where}.{name}", entry)
+            entry.check_conditions(f"{where}.{name}")
+        found[name] = entry
     return found
-
-
-def _checked_name(where: str, name: object) -> str:
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise ConfigError(
-            f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes and "
-            "underscores, for the monitor"
-        )
-    return name
-
-
-def _checked(where: str, entry: object) -> NormGroup:
-    if isinstance(entry, NormGroup):
-        return entry
-    group = build(NormGroup, where, entry)
-    group.check_conditions(where)
-    return group

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, RoutingError
 from ds_layerwise.recipes.base.fields import build, normalised
 from ds_layerwise.recipes.targets.conditions import Conditions, Facts, each_of, has_attribute
 
@@ -171,16 +171,7 @@ class ParamKey:
 def _asked(predicate: Callable[..., bool], param_name: str, *args: Any) -> bool:
     try:
         return predicate(*args)
-    except (
-        ArithmeticError,
-        AssertionError,
-        AttributeError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-        TypeError,
-        ValueError,
-    ) as e:
+    except FOREIGN_ERRORS as e:
         first_line = str(e).partition("\n")[0]
         raise RoutingError(
             f"{param_name}: {predicate!r} fails for it: {type(e).__name__}: {first_line}"

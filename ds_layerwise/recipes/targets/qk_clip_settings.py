@@ -142,10 +142,6 @@ class QkClip(Section):
 
 
 def _entry(where: str, values: object) -> AttentionEntry:
-    if isinstance(values, Mapping):
-        for key in ("name", "heads"):
-            if key not in values:
-                raise ConfigError(f"{where} has no {key}; add it")
     entry = build(AttentionEntry, where, values)
     entry.check_keys(where)
     return entry

@@ -228,10 +228,10 @@ class TestCodes:
         assert bool(found[256:512].isnan().all()) and not found[:256].any() and not found[512:].any()
 
     def test_without_torchao(self, monkeypatch):
-        low_bit._torchao.cache_clear()
+        low_bit.torchao_maps.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
         with pytest.raises(ConfigError, match=r"'8bit' need torchao .*pip install 'torchao>=0.18'"):
-            low_bit.check_codes()
+            low_bit.torchao_maps()
 
     def test_bytes(self):
         for numel in (1, 256, 257, 5000):

@@ -136,8 +136,8 @@ def test_why(mode, grows):
 
 
 @pytest.mark.parametrize("section, message", [
-    ({"base_width": 8}, r"layerwise.mup must be an object like \{\"base_width\": 256, \"width\": 4096\}, got \{'base"),
-    (3, "layerwise.mup must be an object like"),
+    ({"base_width": 8}, "layerwise.mup.width is missing; it needs base_width, width"),
+    (3, r"layerwise.mup must be an object like \{\"base_width\": 256, \"width\": 4096\}, got 3"),
     ({"base_width": 0, "width": 8}, "layerwise.mup.base_width must be a whole number of at least 1, got 0"),
     ({"base_width": 8, "width": 8, "depth": 3}, "layerwise.mup.depth is not an option"),
 ])

@@ -301,7 +301,7 @@ def test_two_entries_for_one_module_and_one_weight_of_two():
     ({"hook": "yes"}, "layerwise.qk_clip.hook must be true or false"),
     ({"attention": {}}, "layerwise.qk_clip.attention must be a list"),
     ({"attention": [3]}, r"layerwise.qk_clip.attention\[0\] must be an object like"),
-    ({"attention": [{"heads": 3}]}, r"layerwise.qk_clip.attention\[0\] has no name; add it"),
+    ({"attention": [{"heads": 3}]}, r"layerwise.qk_clip.attention\[0\].name is missing; it needs name, heads"),
     ({"attention": [{"name": "a", "heads": 3}]}, "needs q and k, or only qkv"),
     ({"attention": [{"name": "a", "heads": 3, "q": "q"}]}, "needs q and k, or only qkv"),
     ({"attention": [{"name": "a", "heads": 3, "q": "q", "k": "k", "by_head": True}]}, "by_head says how qkv lies"),
