@@ -190,6 +190,8 @@ def _translated(
     # pydantic puts the branch of a union between the keys of the path.
     indices = [part for part in first["loc"] if isinstance(part, int)]
     path = [*first["loc"][: bool(keys)], *indices]
+    if first["type"] == "missing":
+        path = path[:-1]
     for part in path:
         if (inside := _inside(schema, part)) is None:
             break

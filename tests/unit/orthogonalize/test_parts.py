@@ -246,7 +246,7 @@ def test_overrides_that_contradict_each_other():
 @pytest.mark.parametrize("entry, message", [
     ({"split": 3}, r"layerwise.overrides\[0\].split must be an object like"),
     ({"split": {"q": 0}}, r"split.q must be a whole number of at least 1, got 0"),
-    ({"split": {"q": {"heads": 2}}}, r"split.q.size must be a whole number of at least 1, got None"),
+    ({"split": {"q": {"heads": 2}}}, r"split.q.size is missing; it needs size"),
     ({"split": {"q": {"size": 2, "head": 2}}}, r"split.q.head is not an option; did you mean 'heads'\?"),
     ({"split": {"q": {"size": 3, "heads": 2}}}, r"split.q has size 3, which 2 heads do not divide"),
     ({"split": {"q/k": 3}}, r"split names a part 'q/k'; give it a name of letters, digits and underscores"),
