@@ -45,7 +45,7 @@ from tests.support.training import (
     whole,
 )
 
-pytestmark = rooms("cut_sync", "param_cuts", "cut_access")
+pytestmark = rooms("cut_sync", "param_cuts", "cut_access", "run_state")
 
 #: Of a config at stage 3: it computes linear layers as they are at other stages.
 PLAIN = {"memory_efficient_linear": False}
