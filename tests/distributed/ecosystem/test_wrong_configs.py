@@ -11,7 +11,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start
 
-pytestmark = rooms("sections", "run_config", "ds_config")
+pytestmark = rooms("sections", "run_config", "ds_config", "config_hook")
 
 PARAMS = "optimizer.params"
 ZERO = "zero_optimization"
