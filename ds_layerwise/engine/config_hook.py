@@ -28,12 +28,10 @@ def _get_zero_config(original: Method, given: Any) -> Any:
     at stage 3.
 
     Raises:
-        ConfigError: the ratio is not in [0, 1], or a key of ours is in a place where nothing reads
-            it.
+        ConfigError: the ratio is not in [0, 1].
     """
     if not is_for_us(given):
         return original(given)
-    refuse_misplaced(given)
     zero = given.get("zero_optimization")
     if isinstance(zero, dict):
         offload = zero.get("offload_optimizer")
