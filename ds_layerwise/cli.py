@@ -354,10 +354,10 @@ def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> in
         raise LayerWiseError(
             "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
         )
-    found = fit.find_fits(
+    found, assumed = fit.find_fits(
         options.model, options.config, options.ranks, memory_bytes=options.fit, **given
     )
-    say_last(fit.as_text(found, options.ranks, options.fit))
+    say_last("\n".join([*assumed, fit.as_text(found, options.ranks, options.fit)]))
     return 0
 
 

@@ -92,8 +92,9 @@ def find_fits(
     ep_size: int = 1,
     tp_size: int | None = None,
     **options: Any,
-) -> list[list[Fit]]:
-    """Return, for each number of ``devices``, the changes with which ``model`` fits.
+) -> tuple[list[list[Fit]], Sequence[str]]:
+    """Return, for each number of ``devices``, the changes with which ``model`` fits, and lines with
+    the assumptions about the config.
 
     What changes more, or costs more than time, is only tried where nothing cheaper fits. Among
     changes of one kind the one with the shortest predicted step is the first.
@@ -108,11 +109,12 @@ def find_fits(
         RoutingError: a parameter cannot be trained by its chosen optimizer.
     """
     given = read_config(config)
-    DryRun.of(model, given, [devices[0]], ep_size=ep_size, tp_size=tp_size, **options)
+    as_it_is = DryRun.of(model, given, [devices[0]], ep_size=ep_size, tp_size=tp_size, **options)
+    is_fixed = tp_size is not None or max(as_it_is.tp_size, ep_size) > 1
     found = []
     for num_devices in devices:
         fits: list[Fit] = []
-        for kind in _changes(given, ep_size, tp_size):
+        for kind in _changes(ep_size, as_it_is.tp_size, fixed=is_fixed):
             for change in kind:
                 fit = _tried(model, given, num_devices, change, memory_bytes, options)
                 if fit is not None:
@@ -120,11 +122,13 @@ def find_fits(
             if fits:
                 break
         found.append(sorted(fits, key=lambda fit: fit.nanoseconds))
-    return found
+    return found, as_it_is.assumed
 
 
-def _changes(given: Mapping[str, Any], ep_size: int, tp_size: int | None) -> Iterator[list[Change]]:
-    """Yield the changes to try, by kind, the cheapest kind first."""
+def _changes(ep_size: int, tp_size: int, *, fixed: bool) -> Iterator[list[Change]]:
+    """Yield the changes to try, by kind, the cheapest kind first; none of the two sizes if they are
+    ``fixed``.
+    """
 
     def at_each_stage(**sizes: int) -> Iterator[list[Change]]:
         for values, price in _MEASURES:
@@ -133,8 +137,8 @@ def _changes(given: Mapping[str, Any], ep_size: int, tp_size: int | None) -> Ite
                 for stage in _STAGES
             ]
 
-    yield from at_each_stage(tp_size=tp_size or 1, ep_size=ep_size)
-    if tp_size is not None or ep_size > 1 or at(given, "tensor_parallel.autotp_size"):
+    yield from at_each_stage(tp_size=tp_size, ep_size=ep_size)
+    if fixed:
         return
     for size in _PARALLEL_SIZES:
         both = zip(at_each_stage(ep_size=size), at_each_stage(tp_size=size), strict=True)
@@ -168,20 +172,20 @@ def _tried(
     except LayerWiseError:
         return None
     prediction = plan.predictions[0]
-    best = prediction.best
+    size = prediction.best
     own = prediction.own
-    if best is None or best.left is None:
+    if size is None:
         return None
     values = dict(change.values)
-    if own.fits and own.wire.total <= _AS_FAST * best.wire.total:
-        best = own
+    if own.fits and own.wire.total <= _AS_FAST * size.wire.total:
+        size = own
     else:
-        values["zero_optimization.reduce_bucket_size"] = best.bucket_numel
+        values["zero_optimization.reduce_bucket_size"] = size.bucket_numel
     for path, value in change.values.items():
         if at(given, path) == value:
             del values[path]
-    time = best.wire.total + prediction.update
-    return Fit(num_devices, replace(change, values=values), best.left or 0, time)
+    time = size.wire.total + prediction.update
+    return Fit(num_devices, replace(change, values=values), size.left or 0, time)
 
 
 def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:

@@ -43,7 +43,7 @@ SHORT_STATES = ["exp_avg_dtype", "exp_avg_sq_dtype", "master_dtype", "momentum_d
     (79.6, [[], ["stage"], ["stage"]]), (20, [["stage"]]), (19, [["master_dtype", "stage"]]), (17, [SHORT_STATES]),
     (14, [["offload_optimizer", "stage"]])])
 def test_what_costs_more_comes_only_where_nothing_cheaper_fits(memory, keys, written):
-    fits, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=int(memory * GIB))
+    (fits, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=int(memory * GIB))
     assert changed_keys(fits) == keys
     assert [fit.nanoseconds for fit in fits] == sorted(fit.nanoseconds for fit in fits)
 
@@ -52,7 +52,7 @@ def test_what_costs_more_comes_only_where_nothing_cheaper_fits(memory, keys, wri
     ("llama-3-8b", [8, 64], 40), ("llama-3-70b", [8], 80), ("llama-3-70b", [16], 80), ("qwen3-0.6b", [1], 10)])
 def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, written):
     given = config()
-    found = find_fits(model, written(given), devices, memory_bytes=memory * GIB)
+    found, _ = find_fits(model, written(given), devices, memory_bytes=memory * GIB)
     for num_devices, fits in zip(devices, found, strict=True):
         assert fits
         for fit in fits:
@@ -64,11 +64,12 @@ def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, writ
 
 
 def test_ranks_share_matrices_where_nothing_else_helps(written):
-    fits, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)
+    (fits, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)
     assert fits and all(fit.change.tp_size > 1 and fit.change.values["zero_optimization.stage"] < 3 for fit in fits)
-    with_size, = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=fits[0].change.tp_size)
+    (with_size, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB,
+                                 tp_size=fits[0].change.tp_size)
     assert with_size[0].nanoseconds == fits[0].nanoseconds
-    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=1) == [[]]
+    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=1)[0] == [[]]
 
 
 def test_a_refused_config_is_refused(written):
@@ -91,3 +92,22 @@ def test_the_table_and_what_to_merge(written):
 def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(written):
     assert_refused("stage 3 goes together with no tensor parallelism here", "plan", "--model", "llama-3-8b", "--config",
                    written(config(stage=3)), "--ranks", "8", "--tp_size", "2")
+
+
+def test_what_the_config_says_of_tensor_parallelism_stays(written):
+    cut = config(tensor_parallel={"autotp_size": 4})
+    (fits, ), _ = find_fits("llama-3-8b", written(cut), [8], memory_bytes=40 * GIB)
+    assert fits and {fit.change.tp_size for fit in fits} == {4}
+    for fit in fits:
+        # Eight devices are two ranks with the same part.
+        plan = DryRun.of("llama-3-8b", written(fit.change.applied_to(cut)), [2], memory_bytes=40 * GIB)
+        assert plan.predictions[0].own.left == fit.left
+
+
+def test_what_is_assumed_is_said(written):
+    given = config()
+    given["zero_optimization"]["reduce_bucket_size"] = "auto"
+    arguments = ["plan", "--model", "gpt2-124m", "--config", written(given), "--ranks", "8"]
+    lines = run(*arguments)[1].splitlines()
+    assumed = [line for line in lines if line.startswith("assumed")]
+    assert assumed and run(*arguments, "--fit", "40")[1].splitlines()[:len(assumed)] == assumed
