@@ -305,6 +305,7 @@ def with_object(make, schedule=None, module=None, **layerwise):
 AFRESH = {
     "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
     "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
+    "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
     "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10,
                                               base_momentum=100 * optimizer.param_groups[0]["lr"]),
@@ -323,7 +324,9 @@ class TestWhatWins(DistributedTest):
         return engine
 
     @pytest.mark.parametrize("wins, tag", [
-        (None, "tag"), ("checkpoint", "tag_universal"), ("config", "tag"), ("config", "tag_universal")])
+        (None, "tag"), ("checkpoint", "tag_universal"), ("config", "tag"), ("config", "tag_universal"),
+        pytest.param(None, "tag_universal", marks=pytest.mark.thorough),
+        pytest.param("checkpoint", "tag", marks=pytest.mark.thorough)])
     def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
         old = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 2)
         old.save_checkpoint(tmp_path, tag="tag")
@@ -463,7 +466,9 @@ class TestWhatWins(DistributedTest):
             train_engine(engine, 1, first=8 + step)
 
     @pytest.mark.parametrize("before, kind", [
-        ("a config", "lambda"), ("a config", "cosine"), ("an object", "exponential")])
+        ("a config", "lambda"), ("a config", "cosine"), ("an object", "exponential"),
+        *(pytest.param(*each, marks=pytest.mark.thorough)
+          for each in (("a config", "exponential"), ("an object", "lambda"), ("an object", "cosine")))])
     def test_a_schedule_goes_on_where_the_values_of_a_group_do_not(self, before, kind, tmp_path):
         """Of a run with another optimizer: at the same place, from the rate of this run."""
         def descends(lr, **layerwise):

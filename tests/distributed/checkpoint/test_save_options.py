@@ -246,6 +246,16 @@ class TestLoading(DistributedTest):
         assert not any(value.any() for value in states(other).values())
         assert other.global_steps == (0 if "load_module_only" in options else 3)
 
+    def test_a_function_of_the_users_own(self, tmp_path):
+        self.saved(tmp_path)
+        other = start(Net(), ds_config(scheduler=WARMUP))
+
+        def load(src, dst):
+            dst.load_state_dict({name: torch.full_like(value, 2) for name, value in src.items()})
+        other.load_checkpoint(tmp_path, custom_load_fn=load, load_optimizer_states=False)
+        assert bool((weights(other.module) == 2).all())
+        assert all(bool((value == 2).all()) for value in masters(other).values())
+
     @pytest.mark.parametrize("sections", [{}, BF16, {
         "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
     def test_weights_that_the_users_own_function_changes_are_trained_from(self, sections, tmp_path):

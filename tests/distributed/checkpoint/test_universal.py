@@ -204,6 +204,14 @@ class TestPartsOfIt(DistributedTest):
         assert other.lr_scheduler.last_batch_iteration == (2 if global_steps else -1)
         train_engine(other, 1)
 
+    def test_no_scheduler(self, tmp_path):
+        engine = self.saved(tmp_path)
+        other = everything()
+        before = other.lr_scheduler.state_dict()
+        other.load_checkpoint(tmp_path, tag="saved_universal", load_lr_scheduler_states=False)
+        assert other.lr_scheduler.state_dict() == before != engine.lr_scheduler.state_dict()
+        assert_equal_states(whole_states(other), whole_states(engine))
+
     def test_a_scheduler_that_the_checkpoint_does_not_know(self, tmp_path):
         engine = train_engine(start(Everything(), ds_config(layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")

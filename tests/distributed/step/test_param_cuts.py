@@ -119,7 +119,10 @@ class TestAgainstStage2(DistributedTest):
 
     @pytest.mark.parametrize("kind, kept_whole, precision", [
         ({}, 100, "bf16"), ({"tied": False}, 0, "fp32"), ({"frozen": True}, 10**9, "bf16"),
-        ({"again": True}, 100, "fp32"), ({"again": True, "reentrant": True}, 0, "bf16")], ids=str)
+        ({"again": True}, 100, "fp32"), ({"again": True, "reentrant": True}, 0, "bf16"),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in (
+            ({}, 100, "fp32"), ({"tied": False}, 0, "bf16"), ({"frozen": True}, 10**9, "fp32"),
+            ({"again": True}, 100, "bf16"), ({"again": True, "reentrant": True}, 0, "fp32")))], ids=str)
     def test_of_a_language_model(self, precision, kept_whole, kind):
         zero = {"stage3_param_persistence_threshold": kept_whole}
         assert_same(both(lambda: Gpt(**kind), 4, gas=2, clip=0.5, zero=zero, **PRECISIONS[precision]))
@@ -152,7 +155,9 @@ class TestAgainstStage2(DistributedTest):
     def test_with_other_settings(self, layerwise):
         assert_same(both(Net, layerwise=layerwise, **PRECISIONS["bf16"]))
 
-    @pytest.mark.parametrize("precision, ratio", [("fp32", 1.0), ("bf16", 0.5)])
+    @pytest.mark.parametrize("precision, ratio", [
+        ("fp32", 1.0), ("bf16", 0.5), pytest.param("fp32", 0.5, marks=pytest.mark.thorough),
+        pytest.param("bf16", 1.0, marks=pytest.mark.thorough)])
     def test_with_masters_and_states_on_the_host(self, precision, ratio):
         assert_same(both(lambda: net(tied=True), gas=2, clip=5.0, offload_optimizer={"device": "cpu", "ratio": ratio},
                          **PRECISIONS[precision]))

@@ -25,7 +25,24 @@ STEPS = 8
 HIDDEN = ("square.weight", "tall.weight")
 
 
+def used_learning_rates(engine):
+    """(matrix, scalar) learning rates that the next step will use."""
+    group, = engine.optimizer.param_groups
+    return group["lr"] * group["matrix_lr_ratio"], group["lr"] * group["scalar_lr_ratio"]
+
+
 class TestSchedulers(DistributedTest):
+    def test_warmup_keeps_the_ratio(self):
+        scheduler = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003, "warmup_num_steps": 4,
+                                                    "warmup_type": "linear"}}
+        engine = start(Net(), ds_config(scheduler=scheduler))
+        for step in range(STEPS):
+            matrix, scalar = used_learning_rates(engine)
+            if scalar:
+                assert matrix / scalar == pytest.approx(0.02 / 0.003)
+            train_engine(engine, 1, first=step)
+        assert used_learning_rates(engine) == (pytest.approx(0.02), pytest.approx(0.003))
+        assert engine.get_lr() == [pytest.approx(0.003)]
 
     @pytest.mark.parametrize("kind", ["deepspeed", "torch"])
     def test_a_schedule_is_followed_as_the_oracle_does(self, kind):
@@ -173,6 +190,22 @@ class TestSchedulers(DistributedTest):
         recipe = replace(recipe_for(Net()), matrices={}, schedule=lambda step: rates[step] / 0.003)
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
         assert_trained_as(engine.module, expected)
+
+    def test_overrides_reach_the_update(self):
+        layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
+        engine = train_engine(start(Net(), ds_config(layerwise=layerwise)), 3)
+        names = trainable(Net())
+        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe_for(
+            Net(), wd={n: 0.0 for n in names if n.endswith(".bias")}, lr={"tall.weight": 0.01, "tall.bias": 0.0015}), 3)
+        assert_trained_as(engine.module, expected)
+
+    def test_changing_the_learning_rate_by_hand(self):
+        engine = start(Net(), ds_config())
+        before = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        train_engine(engine, 1)
+        for name, p in engine.module.named_parameters():
+            assert torch.equal(p, before[name]), name
 
 
 class TestRegistration(DistributedTest):

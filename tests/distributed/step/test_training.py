@@ -27,10 +27,11 @@ from tests.support.models import (
     token_batch,
     token_loss,
 )
-from tests.support.reference import Recipe, train, whole_number_loss
+from tests.support.reference import Recipe, train, whole_number_gradients, whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
     BF16,
+    MUON,
     VARIANTS,
     Net,
     allow_fp16,
@@ -38,6 +39,7 @@ from tests.support.training import (
     ds_config,
     from_all_ranks,
     poison,
+    reduced_gradients,
     relative_error,
     start,
     train_engine,
@@ -240,7 +242,9 @@ class TestMemory(DistributedTest):
         assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("reduction, sections", [("ordered", {}), ("native", BF16)])
+    @pytest.mark.parametrize("reduction, sections", [
+        ("ordered", {}), ("native", BF16), pytest.param("ordered", BF16, marks=pytest.mark.thorough),
+        pytest.param("native", {}, marks=pytest.mark.thorough)])
     def test_in_two_levels(self, stage, sections, reduction, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
@@ -334,6 +338,19 @@ class TestOverlapWithBackward(DistributedTest):
             engine.step()
         assert every > 3 and started == [(every, True) if overlap else (0, False)] * 2
 
+    def test_nothing_starts_inside_no_sync(self):
+        engine = start(Net(), ds_config())
+        with engine.no_sync():
+            engine.backward(engine((0, 0, dist.get_rank())))
+            assert internals.launched(engine) == 0
+        engine.backward(engine((0, 1, dist.get_rank())))
+        # Two micro-batches, and no division by accumulation steps, which are 1.
+        for name, (first, values) in reduced_gradients(engine).items():
+            shape = engine.module.get_parameter(name).shape
+            total = sum(whole_number_gradients(name, shape, 0, micro, rank) for micro in range(2) for rank in range(2))
+            assert torch.equal(values, (total / 2).flatten()[first:first + values.numel()]), name
+        engine.step()
+
 
 class TestStepOrder(DistributedTest):
 
@@ -341,6 +358,16 @@ class TestStepOrder(DistributedTest):
         engine = start(Net(), ds_config())
         with pytest.raises(StepError, match="call engine.step"):
             engine.basic_optimizer.step()
+
+    def test_gradients_given_without_overlap_equal_those_with(self):
+        seen = []
+        for overlap in (True, False):
+            engine = start(Net(odd=True), ds_config(overlap=overlap, params=MUON))
+            train_engine(engine, 1, check=lambda step, g: seen.append(g))
+            assert reduced_gradients(engine).keys() == seen[-1].keys()
+            engine.destroy()
+        for name, (first, values) in seen[0].items():
+            assert seen[1][name][0] == first and torch.equal(seen[1][name][1], values)
 
 
 class TestSumsOfNodes(DistributedTest):
