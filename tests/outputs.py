@@ -1,6 +1,7 @@
 """Outputs of commands on the pages of docs/, made by the commands: ``python -m tests.outputs --write``.
 
-A page has a line ``<!-- output: ds-layerwise ... -->``, and below it a block of text with what the command prints.
+A page has a line ``<!-- output: ds-layerwise ... -->`` or ``<!-- output: python ... -->``, and below it a block of text
+with what the command prints.
 """
 
 from __future__ import annotations
@@ -8,27 +9,41 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 from ds_layerwise import cli
-from tests.support.documents import PAGES
+from tests.support.documents import PAGES, ROOT
 
-_OUTPUT = re.compile(r"<!-- output: ds-layerwise (.+) -->\n```text\n(?:(?!```).*\n)*```\n")
+_OUTPUT = re.compile(r"<!-- output: (ds-layerwise|python) (.+) -->\n```text\n(?:(?!```).*\n)*```\n")
 
 
 def with_outputs(page: str) -> str:
     """``page`` with the outputs of its commands as they are now."""
-    return _OUTPUT.sub(lambda match: _block(match[1]), page)
+    return _OUTPUT.sub(lambda match: _block(match[1], match[2]), page)
 
 
-def _block(arguments: str) -> str:
+def _block(program: str, arguments: str) -> str:
+    printed = (_of_ours if program == "ds-layerwise" else _of_python)(shlex.split(arguments))
+    return f"<!-- output: {program} {arguments} -->\n```text\n{printed.rstrip()}\n```\n"
+
+
+def _of_ours(arguments: list[str]) -> str:
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        code = cli.main(shlex.split(arguments))
+        code = cli.main(arguments)
     if code:
-        raise ValueError(f"ds-layerwise {arguments} ended with {code}")
-    return f"<!-- output: ds-layerwise {arguments} -->\n```text\n{printed.getvalue().rstrip()}\n```\n"
+        raise ValueError(f"ds-layerwise {shlex.join(arguments)} ended with {code}")
+    return printed.getvalue()
+
+
+def _of_python(arguments: list[str]) -> str:
+    done = subprocess.run([sys.executable, *arguments], cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)},
+                          check=True, stdout=subprocess.PIPE, text=True)
+    return done.stdout
 
 
 def pages_with_outputs() -> list[Path]:

@@ -1,0 +1,77 @@
+"""The formulas of docs/field.md, on three equal matrices of 4,096 elements on two ranks, counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from ds_layerwise.plan.layout.layout import ParamSpec
+from tests.support.rooms import rooms
+from tests.unit.test_examples import load_example
+
+pytestmark = rooms("outside")
+
+field = load_example("benchmarks/field")
+
+ONE, ALL = 4096, 3 * 4096
+MATRICES = [ParamSpec(f"layers.0.{name}.weight", (64, 64), "bfloat16", True, work=10) for name in "abc"]
+#: One rank has two of the three matrices.
+TWO_OF_THREE = 2 / 1.5
+#: Bytes for weights and gradients: each of two ranks sends half of the model in a gather or a reduction, and all of
+#: it in an all-reduce, two bytes an element.
+STAGE_1, STOCK_1, STAGE_3, STOCK_3 = (times * ALL for times in (2, 3, 3, 4))
+
+#: By name: sent, held, work, padding.
+BY_HAND = {
+    # The cut is in the middle of the second matrix, so that each rank updates two.
+    "stock Muon, stage 1": (STOCK_1, 4 * ALL + 4 * ALL // 2 + 4 * 2 * ONE, TWO_OF_THREE, 0),
+    # Shards of two matrices, one of them half empty.
+    "Megatron-LM, layer-wise": (2 * 4 * ONE, 4 * 4 * ONE + 8 * 2 * ONE, TWO_OF_THREE, 1 / 3),
+    # A fourth matrix of zeros fills the batch.
+    "dion, DDP": (STAGE_1 + 4 * ONE, 12 * ALL, TWO_OF_THREE, 1 / 3),
+    "torch.optim.Muon, DDP": (STAGE_1, 12 * ALL, 2, 0),
+    # Gradients and momenta are gathered, then rounds of two matrices, the second of them half empty.
+    "stock Muon, stage 3": (STOCK_3 + 2 * ALL + 2 * 4 * ONE, 10 * ALL / 2, TWO_OF_THREE, 1 / 3),
+    # The second matrix alone is on both ranks, and half of it travels to its owner and back.
+    "Megatron-FSDP, FsdpMuon": (STAGE_3 + 8 * ONE / 2 / 2, 12 * ALL / 2, TWO_OF_THREE, 0),
+    "MatrixFSDP": (STAGE_3, 12 * 2 * ONE, TWO_OF_THREE, 0),
+    "dion, FSDP2": (STAGE_3 + 2 * 4 * ONE, 12 * ALL / 2, TWO_OF_THREE, 1 / 3),
+    # Half of each matrix travels.
+    "torchtitan, DistMuon": (STAGE_3 + 8 * ALL / 2 / 2, 12 * ALL / 2, TWO_OF_THREE, 0),
+}
+
+
+@pytest.mark.parametrize("who", BY_HAND)
+def test_a_formula_on_three_matrices(who):
+    cost = {**field.WHOLE, **field.CUT}[who](field.Model(MATRICES, [], 2))
+    assert (cost.sent, cost.held, cost.work, cost.padding) == pytest.approx(BY_HAND[who])
+
+
+def test_every_formula_was_counted():
+    assert BY_HAND.keys() == {**field.WHOLE, **field.CUT}.keys()
+
+
+@pytest.mark.parametrize("who", BY_HAND)
+def test_what_adamw_updates_is_kept_by_rows_or_by_whole_copies(who):
+    scalar = ParamSpec("norm.weight", (100,), "bfloat16", False)
+    formula = {**field.WHOLE, **field.CUT}[who]
+    with_it, without = (formula(field.Model(MATRICES, others, 2)) for others in ([scalar], []))
+    cut = 16 if who in field.CUT else 4 + 4 + 12
+    whole = 32 if "DDP" in who else cut
+    assert with_it.held - without.held == pytest.approx(whole * 50)
+    times = 2 if who in ("Megatron-LM, layer-wise", "dion, DDP", "torch.optim.Muon, DDP") else 3
+    assert with_it.sent - without.sent == pytest.approx((4 if who == "stock Muon, stage 3" else times) * 100)
+
+
+def test_sorted_by_stock_is_by_shape_from_the_largest_on():
+    shapes = [(2, 9), (8, 2), (8, 4)]
+    model = field.Model([ParamSpec(str(shape), shape, "bfloat16", True, work=1) for shape in shapes], [], 2)
+    assert [spec.shape for spec in field._sorted_by_stock(model)] == [(8, 4), (8, 2), (2, 9)]
+
+
+def test_ours_is_the_plan():
+    rows = field.rows_of("gpt2-124m", 2)
+    assert list(rows)[:2] == ["ours, stage 1", "ours, stage 2"]
+    numel = 124_439_808
+    assert rows["ours, stage 1"].work == pytest.approx(1, abs=0.01)
+    assert rows["ours, stage 1"].sent == pytest.approx(rows["torch.optim.Muon, DDP"].sent, rel=0.05)
+    assert rows["torch.optim.Muon, DDP"].sent == 2 * numel
