@@ -1,17 +1,17 @@
 """Several optimizers on the small GPT of train_gpt.py: one table, one plot.
 
-    python examples/compare_optimizers.py --ranks 2 --steps 100 python
-    examples/compare_optimizers.py ds_configs/stock_adamw.json ds_configs/soap.json --ranks 1
-    --steps 300 python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100
-    --rates 0.5 1 2 --seed 1
+    python examples/compare_optimizers.py --ranks 2 --steps 100
+    python examples/compare_optimizers.py ds_configs/soap.json --ranks 1 --steps 100 --seed 1
+    python examples/compare_optimizers.py --ranks 1 --rates 0.5 1 2 --seeds 5
 
 Without configurations these are stock AdamW, stock Muon with and without its clipping, and
 LayerWiseMuon. Every configuration is one ``deepspeed`` run of train_gpt.py, one after the other, on
-the same windows from the same weights; with --rates one for each multiple of the learning rate of
-its matrices. Options that this script does not know (--width, --data, --seed, ...) go to
-train_gpt.py with what follows them, up to the next option or configuration, which is what ends in
-.json. Into --out go results.csv, loss.png, and for each run a folder with its config.json and
-log.txt.
+the same windows from the same weights; with --rates one for each multiple of its learning rate
+(AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
+more seeds, and the table has means and standard deviations. Options that this script does not know
+(--width, --data, --seed, ...) go to train_gpt.py with what follows them, up to the next option or
+configuration, which is what ends in .json. Into --out go results.csv, loss.png, and for each run a
+folder with its config.json and log.txt.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import csv
 import json
 import os
 import socket
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -34,13 +35,14 @@ COLUMNS = (
     "optimizer",
     "clipping",
     "rate",
+    "seed",
     "train_loss",
     "validation_bits_per_byte",
     "ms_per_step",
     "checkpoint_bytes",
 )
 #: What is not for train_gpt.py.
-OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--out")
+OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--seeds", "--out")
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -64,8 +66,10 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         nargs="+",
         default=[1.0],
         metavar="FACTOR",
-        help="multiples of the "
-        "learning rate of matrices that each configuration is run with (default: 1)",
+        help="multiples of the learning rate that each configuration is run with (default: 1)",
+    )
+    parser.add_argument(
+        "--seeds", type=int, default=1, help="runs at the best of its rates (default: 1)"
     )
     parser.add_argument(
         "--out", type=Path, default=Path("out/compare"), help="folder (default: out/compare)"
@@ -91,6 +95,10 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         )
     if min(args.rates) <= 0 or len(set(args.rates)) < len(args.rates):
         parser.error(f"--rates must be different numbers greater than 0, got {args.rates}")
+    if args.seeds < 1:
+        parser.error(f"--seeds must be at least 1, got {args.seeds}")
+    if args.seeds > 1 and any(word.partition("=")[0] == "--seed" for word in rest):
+        parser.error("--seeds chooses the seeds 0, 1, ...: leave out --seed")
     return args, rest
 
 
@@ -107,14 +115,18 @@ def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], 
     return {**settings, "optimizer": {**settings["optimizer"], "params": changed}}, rate
 
 
-def run(config: Path, factor: float, args: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """Train with ``config`` and ``factor`` times its rate of matrices; returns its row of the
-    table.
+def run(
+    config: Path, factor: float, seed: int, args: argparse.Namespace, rest: list[str]
+) -> dict[str, Any]:
+    """Train with ``config``, ``factor`` times its rate, and ``seed``; returns its row of the table.
 
     Raises:
         SystemExit: the run failed; says so with the end of its log.
     """
     name = config.stem if factor == 1 else f"{config.stem} x {factor:g}"
+    if seed:
+        name += f" seed {seed}"
+        rest = [*rest, "--seed", str(seed)]
     out = args.out / name
     out.mkdir(parents=True, exist_ok=True)
     log = out / "log.txt"
@@ -157,7 +169,8 @@ def run(config: Path, factor: float, args: argparse.Namespace, rest: list[str]) 
         "optimizer": optimizer,
         "clipping": settings.get("gradient_clipping"),
         "rate": rate,
-        **{key: summary[key] for key in COLUMNS[4:]},
+        "seed": seed,
+        **{key: summary[key] for key in COLUMNS[5:]},
     }
 
 
@@ -184,8 +197,27 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
-    """The training loss of every run as loss.png."""
+def table_of_seeds(tuned: dict[str, list[dict[str, Any]]]) -> str:
+    """Means and standard deviations over the seeds of each configuration, in Markdown."""
+    lines = [
+        "| config | rate | validation bits/byte | ms/step (median) | checkpoint MB |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    for name, rows in tuned.items():
+        bits = [row["validation_bits_per_byte"] for row in rows]
+        speed = statistics.median(row["ms_per_step"] for row in rows)
+        size = rows[0]["checkpoint_bytes"] / 1e6
+        lines.append(
+            f"| {name} | {rows[0]['rate']:g} | {statistics.mean(bits):.3f} ± "
+            f"{statistics.stdev(bits):.3f} | {speed:.0f} | {size:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def write_plot(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
+    """The training losses as loss.png: a line for each entry, the mean of its runs with their
+    least and greatest.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -195,12 +227,16 @@ def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    for row in rows:
-        with open(out / row["config"] / "metrics.csv", newline="") as file:
-            points = [
-                (int(line["step"]), float(line["train_loss"])) for line in csv.DictReader(file)
-            ]
-        axes.plot(*zip(*points), label=row["config"])
+    for name, rows in curves.items():
+        losses: dict[int, list[float]] = {}
+        for row in rows:
+            with open(out / row["config"] / "metrics.csv", newline="") as file:
+                for line in csv.DictReader(file):
+                    losses.setdefault(int(line["step"]), []).append(float(line["train_loss"]))
+        steps = list(losses)
+        axes.plot(steps, [statistics.mean(values) for values in losses.values()], label=name)
+        low, high = ([pick(values) for values in losses.values()] for pick in (min, max))
+        axes.fill_between(steps, low, high, alpha=0.2)
     axes.set(xlabel="step", ylabel="training loss (nats per byte)")
     axes.legend()
     figure.savefig(out / "loss.png", dpi=120, bbox_inches="tight")
@@ -209,15 +245,23 @@ def write_plot(rows: list[dict[str, Any]], out: Path) -> None:
 
 def main() -> None:
     args, rest = parse_arguments(sys.argv[1:])
-    rows = []
+    rows, tuned = [], {}
     for config in args.configs:
-        for factor in args.rates:
-            rows.append(run(config, factor, args, rest))
+        tried = [(run(config, factor, 0, args, rest), factor) for factor in args.rates]
+        rows += [row for row, _ in tried]
+        best, factor = min(tried, key=lambda pair: pair[0]["validation_bits_per_byte"])
+        seeds = [run(config, factor, seed, args, rest) for seed in range(1, args.seeds)]
+        rows += seeds
+        tuned[config.stem] = [best, *seeds]
     with open(args.out / "results.csv", "w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-    write_plot(rows, args.out)
+    if args.seeds > 1:
+        write_plot(tuned, args.out)
+        print(f"\n{table_of_seeds(tuned)}")
+    else:
+        write_plot({row["config"]: [row] for row in rows}, args.out)
     print(f"\n{table(rows)}\n\nresults in {args.out}")
 
 

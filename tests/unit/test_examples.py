@@ -205,9 +205,30 @@ def test_what_comparing_does_not_know_goes_to_training():
     assert (args.ranks, args.steps, args.rates) == (1, 7, [0.5, 2.0])
     args, rest = compare.parse_arguments(["--width", "64"])
     assert [config.stem for config in args.configs] == list(compare.DEFAULT_CONFIGS) and rest == ["--width", "64"]
-    for wrong in (["--rates", "0"], ["--rates", "1", "1"], [soap, soap], ["nothing.json"]):
+    for wrong in (["--rates", "0"], ["--rates", "1", "1"], [soap, soap], ["nothing.json"], ["--seeds", "0"],
+                  ["--seeds", "2", "--seed", "1"]):
         with pytest.raises(SystemExit):
             compare.parse_arguments(wrong)
+
+
+def test_comparing_runs_the_best_rate_with_more_seeds(monkeypatch, tmp_path, capsys):
+    compare, asked = load_example("compare_optimizers"), []
+
+    def run(config, factor, seed, args, rest):
+        asked.append((config.stem, factor, seed))
+        return {"config": f"{config.stem} {factor} {seed}", "optimizer": "X", "clipping": None, "rate": 0.1 * factor,
+                "seed": seed, "train_loss": 1.0, "validation_bits_per_byte": abs(factor - 2) + seed,
+                "ms_per_step": 10.0, "checkpoint_bytes": 2e6}
+
+    monkeypatch.setattr(compare, "run", run)
+    monkeypatch.setattr(compare, "write_plot", lambda curves, out: None)
+    configs = [str(ROOT / "ds_configs" / f"{name}.json") for name in ("soap", "normuon")]
+    monkeypatch.setattr(sys, "argv", ["compare", *configs, "--rates", "1", "2", "4", "--seeds", "3", "--out",
+                                      str(tmp_path)])
+    compare.main()
+    assert asked == [(name, *way) for name in ("soap", "normuon")
+                     for way in ((1.0, 0), (2.0, 0), (4.0, 0), (2.0, 1), (2.0, 2))]
+    assert "| soap | 0.2 | 1.000 ± 1.000 | 10 | 2.0 |" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name, key, rate", [("stock_adamw", "lr", 3e-3), ("stock_muon", "muon_lr", 0.02),

@@ -1,0 +1,119 @@
+"""The recipes: configs, the commands that run.sh makes, files of other tools, and what the page says of each."""
+
+import importlib.util
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
+from tests.support.rooms import rooms
+
+pytestmark = rooms("outside")
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPES = ROOT / "examples" / "recipes"
+PAGE = (ROOT / "docs" / "recipes.md").read_text()
+STAND_IN = """#!/usr/bin/env bash
+printf '%s\\n' "$(basename "$0")" "$@"
+"""
+
+
+def load_runner():
+    spec = importlib.util.spec_from_file_location("recipes_run", RECIPES / "run.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def printed(script, *words, folder, **variables):
+    """The words of the command that ``script`` ends in, with stand-ins for what it starts."""
+    for name in ("deepspeed", "accelerate", "python", "srun", "scontrol", "sed"):
+        (folder / name).write_text(STAND_IN)
+        (folder / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    done = subprocess.run(["bash", str(script), *words], capture_output=True, text=True, env=environment, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*/ds*.json")), ids=lambda path: "/".join(path.parts[-2:]))
+def test_configs_are_ours_and_have_no_key_that_means_nothing(path):
+    config = json.loads(path.read_text())
+    if "optimizer" in config:
+        OptimizerConfig.from_section({**config["optimizer"], "params": {
+            key: value for key, value in config["optimizer"]["params"].items() if value != "auto"}})
+    else:
+        assert config["layerwise"]["client_optimizer"]
+    LayerWiseConfig.from_section(config.get("layerwise", {}))
+
+
+@pytest.mark.parametrize("name", load_runner().RECIPES)
+def test_a_recipe_starts_its_script_with_its_config(name, tmp_path):
+    script, *words = load_runner().RECIPES[name][0].split()
+    config = RECIPES / load_runner().RECIPES[name][1]
+    first = printed(RECIPES / script, *words, "--max_steps", "7", folder=tmp_path)
+    given = printed(RECIPES / script, *words, "--max_steps", "7", folder=tmp_path, CONFIG="other.json")
+    train = str((RECIPES / script).with_name("train.py"))
+    assert train in first and first[-2:] == ["--max_steps", "7"]
+    # A recipe with an adapter is told its config on its page.
+    assert str(config) in first or "--adapter" in words
+    assert "other.json" in given and not any(word.endswith("ds.json") for word in given)
+    if first[0] == "python":
+        assert "ds_layerwise.register()" in Path(train).read_text()
+    else:
+        assert "ds_layerwise.run" in first[:first.index(train)]
+
+
+def test_under_slurm_all_nodes_meet_at_the_first_and_a_signal_queues_the_job_again(tmp_path):
+    words = printed(RECIPES / "slurm" / "train.sbatch", "train.py", "--deepspeed_config", "ds.json", folder=tmp_path,
+                    SLURM_JOB_NODELIST="node[0-1]", SLURM_NNODES="2", SLURM_GPUS_ON_NODE="8", SLURM_JOB_ID="17")
+    # The first line that the stand-in of scontrol prints is its name.
+    assert words == ["srun", "torchrun", "--nnodes", "2", "--nproc_per_node", "8", "--rdzv_id", "17", "--rdzv_backend",
+                     "c10d", "--rdzv_endpoint", "scontrol:29500", "-m", "ds_layerwise.run", "train.py",
+                     "--deepspeed_config", "ds.json"]
+    (tmp_path / "srun").write_text("#!/usr/bin/env bash\nkill -TERM $PPID; sleep 1\n")
+    done = subprocess.run(["bash", str(RECIPES / "slurm" / "train.sbatch"), "train.py"], capture_output=True, text=True,
+                          env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n",
+                               "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "17"}, timeout=60)
+    assert done.stdout.splitlines()[-3:] == ["scontrol", "requeue", "17"]
+
+
+@pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
+def test_files_of_other_tools_name_the_config(tool):
+    given = yaml.safe_load((RECIPES / tool / "sft.yaml").read_text())
+    assert (ROOT / given["deepspeed"]).is_file() and isinstance(given["learning_rate"], float)
+
+
+def test_the_page_has_every_recipe_and_what_was_measured():
+    for folder in sorted(path for path in RECIPES.iterdir() if path.is_dir()):
+        assert f"examples/recipes/{folder.name}" in PAGE, folder.name
+    losses = json.loads((RECIPES / "losses.json").read_text())
+    runner = load_runner()
+    for name in runner.RECIPES:
+        assert runner.row(name, losses[name]) in PAGE, name
+
+
+def test_a_run_that_is_resumed_and_ends_otherwise_is_an_error(tmp_path, monkeypatch):
+    runner = load_runner()
+    (tmp_path / "timm_muon" / "checkpoint-2").mkdir(parents=True)
+    ends = {"adamw": [3.0, 1.0], "muon": [3.0, 1.0], "resumed": [3.0, 1.0]}
+    monkeypatch.setattr(runner, "train", lambda name, kind, config, args, *more: ends[kind])
+    args = type("Args", (), {"out": tmp_path, "steps": 4})
+    assert runner.measure("timm", args) == {"adamw": [3.0, 1.0], "muon": [3.0, 1.0]}
+    ends["resumed"] = [3.0, 1.0001]
+    with pytest.raises(RuntimeError, match="was resumed and ended at 1.0001, not 1.0"):
+        runner.measure("timm", args)
+    ends.update(muon=[3.0, 3.0], resumed=[3.0, 3.0])
+    with pytest.raises(RuntimeError, match="did not learn"):
+        runner.measure("timm", args)
+
+
+def test_adamw_in_place_of_muon_has_the_same_rate_and_nothing_of_ours():
+    config = {"zero_optimization": {"stage": 1}, "layerwise": {}, "optimizer": {
+        "type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02, "weight_decay": 0.1}}}
+    assert load_runner().with_adamw(config) == {"zero_optimization": {"stage": 1}, "optimizer": {
+        "type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1, "torch_adam": True}}}
