@@ -14,16 +14,13 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.output import say, say_last
+from ds_layerwise.output import progress, say, say_last
 
 #: The largest memory of one device in GiB: 1 PiB. All texts of a plan have room for such numbers,
 #: also negative ones.
@@ -274,22 +271,12 @@ def _num_bytes(text: str) -> int:
     return size
 
 
-@contextmanager
-def _bar(quiet: bool, what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """Show a progress bar on stderr, if that is a terminal."""
-    disable = quiet or sys.stderr is None or None
-    with tqdm(
-        desc=what, total=total_bytes, unit="B", unit_scale=True, disable=disable, leave=False
-    ) as bar:
-        yield bar.update
-
-
 def _reading(options: argparse.Namespace) -> dict[str, Any]:
     """Return the common arguments of all functions that read a checkpoint."""
     return {
         "workers": options.workers,
         "trust": options.trust_client_state,
-        "bars": partial(_bar, options.quiet),
+        "bars": partial(progress, quiet=options.quiet),
     }
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TextIO
 
 #: ASCII replacements for table frames and the other non-ASCII characters that this package writes.
@@ -17,6 +19,9 @@ _PLAIN = str.maketrans(
         **{chr(code): "+" for code in (*range(0x250C, 0x254C), *range(0x2552, 0x256D))},
     }
 )
+
+#: The seconds after which a load shows its progress.
+LONG_LOAD = 3.0
 
 
 def say(text: str, stream: TextIO | None = None) -> bool:
@@ -80,6 +85,33 @@ def _lead_nowhere(stream: TextIO) -> None:
         os.dup2(null, stream.fileno())
     finally:
         os.close(null)
+
+
+@contextmanager
+def progress(
+    what: str, num_bytes: int, *, quiet: bool = False, delay: float = 0.0
+) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar on stderr while the block runs, if that is a terminal.
+
+    The context returns a function to call with the number of bytes done since the last call.
+
+    Args:
+        quiet: True for no bar at all.
+        delay: the seconds after which the bar appears.
+    """
+    stream = sys.stderr
+    is_open = not getattr(stream, "closed", False)
+    # A stream of a script's own may lack this method.
+    if quiet or not is_open or not getattr(stream, "isatty", bool)():
+        yield lambda _: None
+        return
+    # It takes longer to load than the rest of the package that plans need.
+    from tqdm import tqdm
+
+    with tqdm(
+        desc=what, total=num_bytes, unit="B", unit_scale=True, delay=delay, leave=False
+    ) as bar:
+        yield bar.update
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -231,8 +231,11 @@ class Trainer:
         with open(self.args.out / "metrics.csv", "a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
         if self.engine.monitor.enabled:
-            events = [("Train/loss", row["train_loss"], row["step"])]
-            events += [("Validation/bits_per_byte", bits, row["step"])] if bits is not None else []
+            # W&B ignores what does not count samples, as the engine does.
+            samples = self.engine.global_samples
+            events = [("Train/Samples/train_loss", row["train_loss"], samples)]
+            if bits is not None:
+                events.append(("Train/Samples/validation_bits_per_byte", bits, samples))
             self.engine.monitor.write_events(events)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord
 from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import LONG_LOAD, progress
 
 #: The target and the source of a copy.
 Copy = tuple[Tensor, Tensor]
@@ -36,6 +37,14 @@ class LoadPlan:
     """
     reasons: dict[str, str] = field(default_factory=dict)
     """The parameters whose state is not the checkpoint's, each with the reason."""
+
+    def copy(self, *, quiet: bool) -> None:
+        """Make the copies. Show a progress bar if that takes long, unless ``quiet``."""
+        size = sum(into.nbytes for into, _ in self.copies)
+        with progress("load", size, quiet=quiet, delay=LONG_LOAD) as done:
+            for into, out_of in self.copies:
+                into.copy_(out_of)
+                done(into.nbytes)
 
 
 def plan_load(

@@ -44,6 +44,13 @@ def saved(folder, tag="saved", *, client_state=None, **layerwise):
     return engine
 
 
+class Terminal(io.StringIO):
+    """A stream that says it is one."""
+
+    def isatty(self):
+        return True
+
+
 def run(*args):
     """The exit code of a command, and what it wrote to stdout and stderr."""
     out, err = io.StringIO(), io.StringIO()

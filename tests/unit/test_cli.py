@@ -1,6 +1,5 @@
 """``ds-layerwise``: its arguments, its exit codes, its progress bars. What it does is tested in tests/distributed."""
 
-import io
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise import cli
+from tests.support.cli import Terminal
 from tests.support.rooms import rooms
 
 pytestmark = rooms("cli")
@@ -92,16 +92,9 @@ def test_the_script_that_pip_installs_is_this_one():
     assert name == "ds-layerwise" and getattr(import_module(module), function) is cli.main
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.mark.parametrize("terminal, quiet, drawn", [(True, False, True), (True, True, False), (False, False, False)])
-def test_bars_are_drawn_on_a_terminal_unless_told_not_to(terminal, quiet, drawn, monkeypatch):
-    stream = Terminal() if terminal else io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    with cli._bar(quiet, "write", 2_000_000) as done:
-        done(2_000_000)
-    text = stream.getvalue()
-    assert bool(text) is drawn and (not drawn or ("write" in text and "2.00M" in text))
+@pytest.mark.parametrize("command", [["to-universal", "in", "out"], ["verify", "in"], ["consolidate", "in", "out"]])
+def test_a_quiet_command_draws_no_bar(command, monkeypatch):
+    for options, drawn in (([], True), (["--quiet"], False)):
+        monkeypatch.setattr(sys, "stderr", Terminal())
+        with cli._reading(cli._parser().parse_args([*command, *options]))["bars"]("write", 2_000_000):
+            assert bool(sys.stderr.getvalue()) is drawn

@@ -4,11 +4,13 @@ import io
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from ds_layerwise.output import announce, say
+from ds_layerwise.output import announce, progress, say
+from tests.support.cli import Terminal
 from tests.support.rooms import rooms
 
 pytestmark = rooms("output")
@@ -75,6 +77,51 @@ def test_what_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
     assert stderr.getvalue() == "the table\n"
     monkeypatch.setattr(sys, "stderr", None)
     announce("the table")
+
+
+class WithoutMethods:
+    """A stream that has what print needs."""
+
+    def write(self, text):
+        raise AssertionError(text)
+
+
+def drawn_on(to, monkeypatch, **options):
+    """What a bar of two steps has written, after each of them."""
+    monkeypatch.setattr(sys, "stderr", to)
+    found = []
+    with progress("write", 3_000_000, **options) as done:
+        for _ in range(2):
+            time.sleep(0.12)  # a bar is drawn ten times a second
+            done(1_500_000)
+            found.append(to.getvalue() if isinstance(to, io.StringIO) else "")
+    return found
+
+
+def test_progress_is_drawn_on_a_terminal(monkeypatch):
+    half, all_of_it = drawn_on(Terminal(), monkeypatch)
+    assert "write:  50%" in half and "1.50M/3.00M" in half and "100%" not in half and "3.00M/3.00M" in all_of_it
+
+
+def test_progress_that_waits_is_not_drawn_before(monkeypatch):
+    half, all_of_it = drawn_on(Terminal(), monkeypatch, delay=0.2)
+    assert half == "" and "3.00M/3.00M" in all_of_it
+    to = Terminal()
+    assert drawn_on(to, monkeypatch, delay=60.0) == ["", ""] and to.getvalue() == ""
+
+
+@pytest.mark.parametrize("to, options", [(Terminal(), {"quiet": True}), (io.StringIO(), {}), (WithoutMethods(), {}),
+                                         (None, {})])
+def test_progress_is_drawn_nowhere_else(to, options, monkeypatch):
+    assert drawn_on(to, monkeypatch, **options) == ["", ""]
+
+
+def test_progress_does_without_a_stream_that_is_closed(monkeypatch):
+    to = stream("utf-8")
+    to.close()
+    monkeypatch.setattr(sys, "stderr", to)
+    with progress("write", 3) as done:
+        done(3)
 
 
 @pytest.fixture

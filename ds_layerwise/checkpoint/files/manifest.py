@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -22,6 +22,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.output import LONG_LOAD, progress
 
 #: The name of the list in a checkpoint folder. DeepSpeed's tools look for other suffixes and ignore
 #: it.
@@ -115,24 +116,30 @@ class Manifest:
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
             raise LayerWiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
-    def check(self, folder: Path, *, rank: int = 0, world_size: int = 1) -> None:
+    def check(
+        self, folder: Path, *, rank: int = 0, world_size: int = 1, quiet: bool = False
+    ) -> None:
         """Compare a part of the list with the files. All ranks together check all of it, each byte
         once.
+
+        Args:
+            quiet: True for no progress bar, however long it takes.
 
         Raises:
             LayerWiseError: a file is missing, or has another length or other bytes; names it.
         """
         total = sum(map(self.size_of, self.files))
         seen = 0
-        for name, ranges in self.files.items():
-            mine = []
-            for byte_range in ranges:
-                # An empty range at the end starts where all bytes end.
-                if min(seen * world_size // max(total, 1), world_size - 1) == rank:
-                    mine.append(byte_range)
-                seen += byte_range.size
-            if mine:
-                check_file(folder / name, self.size_of(name), mine)
+        with progress("check", total // world_size, quiet=quiet, delay=LONG_LOAD) as done:
+            for name, ranges in self.files.items():
+                mine = []
+                for byte_range in ranges:
+                    # An empty range at the end starts where all bytes end.
+                    if min(seen * world_size // max(total, 1), world_size - 1) == rank:
+                        mine.append(byte_range)
+                    seen += byte_range.size
+                if mine:
+                    check_file(folder / name, self.size_of(name), _reported(mine, done))
 
     def differing(self, folder: Path) -> list[str]:
         """Return a line for each file that is missing in ``folder`` or differs. To read little,
@@ -158,6 +165,13 @@ class Manifest:
     def only(self, names: Iterable[str]) -> Manifest:
         """Return the manifest of the files ``names``. Names that are not listed are ignored."""
         return Manifest({name: self.files[name] for name in names if name in self.files})
+
+
+def _reported(ranges: Iterable[ByteRange], done: Callable[[int], object]) -> Iterator[ByteRange]:
+    """Yield ``ranges``, and call ``done`` with the size of each when the next one is wanted."""
+    for byte_range in ranges:
+        yield byte_range
+        done(byte_range.size)
 
 
 def names_in(folder: Path) -> list[str]:

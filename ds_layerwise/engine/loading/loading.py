@@ -370,10 +370,11 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
         manifest = manifest.only(
             name for name in manifest.files if name.endswith("model_states.pt")
         )
+    rank = engine.global_rank
     if engine.use_node_local_storage():
-        manifest.check(folder)
+        manifest.check(folder, quiet=rank != 0)
     else:
-        manifest.check(folder, rank=engine.global_rank, world_size=dist.get_world_size())
+        manifest.check(folder, rank=rank, world_size=dist.get_world_size(), quiet=rank != 0)
     return is_universal
 
 

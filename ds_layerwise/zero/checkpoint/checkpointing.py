@@ -422,8 +422,7 @@ class Checkpointing:
         if load.weights_win:
             for bucket in planned.layout.buckets:
                 loaded.append(owned.values(bucket.index).clone())
-        for into, out_of in found.plan.copies:
-            into.copy_(out_of)
+        found.plan.copy(quiet=comm.rank_of(None) != 0)
         masters_win = not load.weights_win and self._masters_win(found)
         taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
         owned.take_back(

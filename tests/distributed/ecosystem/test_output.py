@@ -3,16 +3,20 @@
 import io
 import logging
 import sys
+from contextlib import contextmanager
 
 import pytest
 from deepspeed.utils import logger
 
+from ds_layerwise.checkpoint import reshard
+from ds_layerwise.checkpoint.files import manifest
+from ds_layerwise.output import LONG_LOAD
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states
 from tests.support.harness import DistributedTest
 from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
-from tests.support.training import Net, ds_config, start, train_engine
+from tests.support.training import Net, ds_config, from_all_ranks, start, train_engine
 
 pytestmark = rooms("output", "report", "param_list")
 
@@ -77,3 +81,28 @@ class TestWhatIsSaidLater(DistributedTest):
         engine.module.square.weight.data.fill_(0.5)
         train_engine(engine, 2, first=1)
         assert_equal_states(states(resumed), states(engine))
+
+
+class TestLoadsThatTakeLong(DistributedTest):
+    @pytest.mark.parametrize("own_disks", [False, True])
+    def test_rank_0_alone_shows_how_far_it_is(self, own_disks, tmp_path, monkeypatch):
+        engine = start(Net(), ds_config(checkpoint={"use_node_local_storage": own_disks}))
+        train_engine(engine, 1).save_checkpoint(tmp_path, tag="saved")
+        bars = {}
+
+        @contextmanager
+        def recorded(what, num_bytes, *, quiet, delay):
+            assert quiet is (engine.global_rank != 0) and delay == LONG_LOAD
+            bars[what] = (num_bytes, steps := [])
+            yield steps.append
+
+        monkeypatch.setattr(manifest, "progress", recorded)
+        monkeypatch.setattr(reshard, "progress", recorded)
+        engine.load_checkpoint(tmp_path, tag="saved")
+        saved = sum(path.stat().st_size for path in (tmp_path / "saved").iterdir() if path.suffix == ".pt")
+        mine = [value.nbytes for record in internals.records(engine)
+                for value in (record.master, *record.state.values())]
+        assert bars["load"] == (sum(mine), mine)
+        total, checked = bars["check"]
+        assert total == (saved if own_disks else saved // 2)
+        assert sum(map(sum, from_all_ranks(checked))) == (2 * saved if own_disks else saved)
