@@ -50,7 +50,7 @@ WAYS, STAGES = ("deepspeed", "torchrun"), (1, 2, 3)
 BOUND = 1e-5
 
 #: Seconds: of a collective; for a job; for a chain of jobs.
-COLLECTIVE, JOB, CHAIN = 120, 600, 3600
+COLLECTIVE, JOB, CHAIN = 120, 1800, 7200
 
 #: In the process that is in namespaces of its own, the folder of all that it writes.
 APART = "DS_LAYERWISE_NODES_APART"
