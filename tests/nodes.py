@@ -152,6 +152,9 @@ class Job:
                                                stdin=subprocess.DEVNULL) for command in self.commands]
         self.until = time.monotonic() + JOB
 
+    def is_running(self) -> bool:
+        return any(process.poll() is None for process in self.processes)
+
     def wait(self, name: str = "") -> None:
         """Until it ends, or has written the file ``name``.
 
@@ -159,7 +162,7 @@ class Job:
             Wrong: it takes too long, or ends before it has.
         """
         while not (name and (self.out / name).exists()):
-            if all(process.poll() is not None for process in self.processes):
+            if not self.is_running():
                 if name:
                     raise Wrong(f"a job ended before it wrote {name!r}\n{self.said()}")
                 return
@@ -299,6 +302,10 @@ class Chain:
         try:
             yield job
         finally:
+            if job.is_running():
+                # First: who loses its ssh becomes a child of this process, and until that waits for it no node ends.
+                for node in nodes:
+                    node.kill()
             job.end()
 
     def unstopped(self) -> list[dict[str, Any]]:
@@ -399,9 +406,9 @@ def rounds(options: argparse.Namespace, folder: Path) -> int:
                     right, told = False, f"WRONG: {wrong}"
                 print(f"{number + 1}. {way}, stage {stage}: {'; '.join([*chain.lost, told])}", flush=True)
         failed += not right
-    signal.alarm(0)
     for node in cluster.nodes:
         node.kill()
+    signal.alarm(0)
     return failed
 
 
