@@ -1,26 +1,19 @@
 """What pip installs: the wheel, built and put into a folder of its own, away from the checkout."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from shutil import copytree, ignore_patterns
 
 import pytest
 
+from ds_layerwise import __version__
+from tests.release import call
 from tests.support.rooms import rooms
 
 pytestmark = rooms("outside")
 
 ROOT = Path(__file__).parents[2]
-
-
-def call(*command, cwd, **env):
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=300,
-                          env={**os.environ, **env})
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +37,10 @@ def test_everything_that_is_no_code_is_in_it(installed):
 
     carried = others(installed / "ds_layerwise")
     assert carried == others(ROOT / "ds_layerwise") >= {"py.typed", "plan/models/gpt2-124m.yaml"}
+
+
+def test_its_version_is_that_of_the_package(installed):
+    assert [path.name for path in installed.glob("*.dist-info")] == [f"ds_layerwise-{__version__}.dist-info"]
 
 
 def test_the_installed_command_finds_its_models(installed, tmp_path):

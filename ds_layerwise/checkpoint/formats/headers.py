@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
-from ds_layerwise.checkpoint.formats.regular import KEY, describe, header_of
+from ds_layerwise.checkpoint.formats.regular import FORMAT, KEY, check_format, describe, header_of
 from ds_layerwise.checkpoint.record import Header
 
 #: The end and the checksum of blocks, by the name of a tensor in the file and the block's first
@@ -53,9 +53,8 @@ def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
         scaler: the loss scaler, with DeepSpeed's key for it.
     """
     content = io.BytesIO()
-    torch.save(
-        {KEY: describe(header), scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content
-    )
+    ours = {"format": FORMAT, **describe(header)}
+    torch.save({KEY: ours, scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content)
     body = content.getvalue()
     return torch.frombuffer(bytearray(body + hashlib.sha256(body).digest()), dtype=torch.uint8)
 
@@ -65,7 +64,7 @@ class Beside:
     or folder ``path``.
 
     Raises:
-        LayerWiseError: it is damaged.
+        LayerWiseError: it is damaged, or in a newer format.
     """
 
     def __init__(self, content: Tensor, path: Path) -> None:
@@ -76,6 +75,8 @@ class Beside:
         with naming(path):
             if _SUMS in found and not is_whole:
                 raise ValueError("its header or its checksums differ from the saved ones")
+            # Earlier versions wrote no number.
+            check_format(found[KEY].get("format", FORMAT), path)
             self.header = header_of(found)
             self.save = str(found.get(_SAVE, ""))
             self.sums: Sums | None = found.get(_SUMS)

@@ -436,12 +436,21 @@ def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
             "only the weights with load_checkpoint(..., load_optimizer_states=False)"
         )
-    if ours["format"] != FORMAT:
+    check_format(ours["format"], path)
+    return ours
+
+
+def check_format(number: int, path: Path) -> None:
+    """Compare the format of the file ``path`` with :data:`FORMAT`.
+
+    Raises:
+        LayerWiseError: it is another one.
+    """
+    if number != FORMAT:
         way_out = "resume with the version that wrote it"
-        if ours["format"] > FORMAT:
+        if number > FORMAT:
             way_out = "upgrade ds_layerwise"
         raise LayerWiseError(
-            f"{path} has format {ours['format']}, and this version of ds_layerwise reads "
-            f"{FORMAT}; {way_out}"
+            f"{path} has format {number}, and this version of ds_layerwise reads {FORMAT}; "
+            f"{way_out}"
         )
-    return ours

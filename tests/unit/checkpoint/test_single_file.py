@@ -7,7 +7,8 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint.formats import single_file
+from ds_layerwise.checkpoint.formats import headers, single_file
+from ds_layerwise.checkpoint.formats.regular import FORMAT
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
@@ -15,7 +16,7 @@ from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.checkpoints import write_one_file
 from tests.support.rooms import rooms
 
-pytestmark = rooms("single_file", "whole_states")
+pytestmark = rooms("single_file", "whole_states", "headers")
 
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
          "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
@@ -98,6 +99,15 @@ def test_each_save_has_a_name_of_its_own(tmp_path):
         write_one_file(tmp_path / name, WHOLE, HEADER, SCALER)
     one, other = (OneFile(tmp_path / name).identity() for name in ("one", "other"))
     assert one != other and one == OneFile(tmp_path / "one").identity() and len(one) == 1
+
+
+def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
+    monkeypatch.setattr(headers, "FORMAT", FORMAT + 1)
+    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+    monkeypatch.undo()
+    with pytest.raises(LayerWiseError, match=f"file has format {FORMAT + 1}, and this version of ds_layerwise reads "
+                                             f"{FORMAT}; upgrade ds_layerwise"):
+        OneFile(tmp_path / "file")
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
