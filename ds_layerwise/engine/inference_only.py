@@ -50,7 +50,9 @@ def _init(
         if key not in _OF_TRAINING:
             kept[key] = value
     kwargs["config"] = config._param_dict = kept
-    config.optimizer_name = config.optimizer_params = None
+    for name in ("optimizer_name", "optimizer_params", "optimizer_backend"):
+        if hasattr(config, name):
+            setattr(config, name, None)
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
     stage = kept["zero_optimization"]["stage"]
     engine.backward = _refuse("backward", stage)
