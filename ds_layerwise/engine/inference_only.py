@@ -50,9 +50,7 @@ def _init(
         if key not in _OF_TRAINING:
             kept[key] = value
     kwargs["config"] = config._param_dict = kept
-    for name in ("optimizer_name", "optimizer_params", "optimizer_backend"):
-        if hasattr(config, name):
-            setattr(config, name, None)
+    config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
     stage = kept["zero_optimization"]["stage"]
     engine.backward = _refuse("backward", stage)

@@ -18,7 +18,7 @@ from tests.distributed.ecosystem import with_registry
 from tests.distributed.ecosystem.with_registry import PAGE, answers
 from tests.support.rooms import rooms
 
-pytestmark = rooms("backend", "contract", "inference_only")
+pytestmark = rooms("backend", "contract", "patches")
 
 ROOT = Path(__file__).parents[3]
 PATCH = PAGE.with_suffix(".patch")

@@ -73,6 +73,7 @@ class TestWithoutRegister(DistributedTest):
             alone = Net()
             optimizer = AdamW(alone.parameters(), lr=0.02)
             steps = schedule(optimizer)
+            assert isinstance(engine.optimizer, ds_layerwise.LayerWiseZeroOptimizer)
             assert type(engine.lr_scheduler) is StepLR and type(engine.basic_optimizer) is AdamW
             train_engine(engine, 4)
             for step in range(4):
