@@ -82,21 +82,18 @@ def _tables(parts: Iterable[Table | str], _: int = 0) -> str:
     return text
 
 
-def _pictures(forecast: Forecast) -> str:
+def _pictures(plan: Forecast) -> str:
     kinds = ("params", "grads", "masters", "states", "under way, at most", "in a step, at most")
     held = [
         (rank.params, rank.grads, rank.masters, rank.states, traffic.total, in_step)
-        for rank, traffic, in_step in zip(
-            forecast.memory, forecast.traffic, forecast.in_step, strict=True
-        )
+        for rank, traffic, in_step in zip(plan.memory, plan.traffic, plan.in_step, strict=True)
     ]
-    load = [[work] for work in forecast.report.work]
     sent_kinds = ("gradients, at stage 3 also parameters of passes", "parameters")
-    sent = np.sum([*forecast.sent().values()], axis=0).T.tolist()
+    sent = np.sum([*plan.sent().values()], axis=0).T.tolist()
     return (
-        f"<h2>{forecast.layout.world_size:,} ranks</h2>\n"
+        f"<h2>{plan.layout.world_size:,} ranks</h2>\n"
         + _bars("memory of each rank", kinds, held, size_text)
-        + _bars("load of each rank", ["matrix updates"], load, work_text)
+        + _bars("load of each rank", ["matrix updates"], [[n] for n in plan.report.work], work_text)
         + _bars("bytes that each rank sends", sent_kinds, sent, size_text)
     )
 

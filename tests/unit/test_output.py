@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_layerwise.output import announce, say
+from ds_layerwise.output import announce, columns_of_terminal, say
 from tests.support.rooms import rooms
 
 pytestmark = rooms("output")
@@ -75,6 +75,23 @@ def test_what_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
     assert stderr.getvalue() == "the table\n"
     monkeypatch.setattr(sys, "stderr", None)
     announce("the table")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("columns, most, width", [(80, 110, 80), (110, 110, 110), (200, 110, 110), (30, 110, 60)])
+def test_a_terminal_has_a_width_and_nothing_else_has(columns, most, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert columns_of_terminal(most) == width
+    closed = Terminal()
+    closed.close()
+    for other in (io.StringIO(), closed, None, object()):
+        monkeypatch.setattr(sys, "stdout", other)
+        assert columns_of_terminal(most) == most
 
 
 @pytest.fixture

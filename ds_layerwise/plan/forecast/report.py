@@ -95,11 +95,12 @@ def plan_table(
         [
             *head,
             _numbers("memory of the fullest rank, and what the busiest rank sends", rows),
-            "NS max/mean: matrix updates (Newton-Schulz) of the busiest rank over the mean; total: "
-            "between two steps, as params, grads, masters and states; "
-            f"{'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the memory of "
-            "the host; under way: messages, at most; in a step: an update works in it, at most; at "
-            "start: the peak before the first step; padding: for alignment alone",
+            "ranks: data-parallel ones; layout: a digest, which all ranks of a run compare; "
+            "buckets: reduced one after another; NS max/mean: matrix updates (Newton-Schulz) of "
+            "the busiest rank over the mean; total, params, grads, masters, states: between two "
+            f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
+            "memory of the host; under way: messages, at most; in a step: an update works in it, "
+            "at most; at start: the peak before the first step; padding: for alignment alone",
             f"sent: {what}{_waiting(forecasts[0])}",
             *below,
         ],
@@ -246,11 +247,11 @@ def _fitting(
         )
     parts: list[Table | str] = [
         _numbers(f"the rank that needs most, on a device with {size_text(memory)}", rows),
-        "rank: the one that needs most; needed: between steps, under way and in a step together, "
-        "or at start if that is more; at stage 3 what a pass makes whole counts instead of a step "
-        "if that is more. Not counted: what the forward and the backward pass keep, activations "
-        "above all, and what drivers and libraries take for themselves. fits: what is left for "
-        "that, or too much.",
+        "rank: the one that needs most; between steps: its total; needed: between steps, under way "
+        "and in a step together, or at start if that is more; at stage 3 what a pass makes whole "
+        "counts instead of a step if that is more. Not counted: what the forward and the backward "
+        "pass keep, activations above all, and what drivers and libraries take for themselves. "
+        "fits: with what is left for that.",
     ]
     fit = [prediction.own.fits for prediction in predictions]
     if not all(fit):
@@ -282,7 +283,7 @@ def fits_table(rows: Iterable[tuple[int, str, int, float]], memory_bytes: int) -
     about = (
         "change: of the config; left: for what the forward and the backward pass keep, activations "
         "above all, and what drivers and libraries take; a step: predicted, one micro-batch, "
-        "without the passes."
+        "without the passes; devices: --ranks."
     )
     return rendered([table, about], _NARROW)
 
@@ -318,15 +319,16 @@ def _predicted(
         every = " once in each backward pass at stages 2 and 3,"
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
-        "elements a bucket: reduce_bucket_size; ways: how many buckets travel how; reduce: "
-        f"gradients to their owners,{every} hidden by the backward pass but for its end, if that "
-        "is long enough; of it at the end: begins with the last gradient; collectives one after "
-        f"another, at {at}; update: the matrices of the busiest rank at "
-        f"{first.links.tflops:g}{GLUE}TFLOP/s; all: one after another",
+        "elements a bucket: reduce_bucket_size, here and as it might be; ways: how many buckets "
+        f"travel how; reduce: gradients to their owners,{every} hidden by the backward pass but "
+        "for its end, if that is long enough; of it at the end: begins with the last gradient; "
+        f"collectives one after another, at {at}; update: the matrices of the busiest rank at "
+        f"{first.links.tflops:g}{GLUE}TFLOP/s; gather: updated parameters, to all "
+        "ranks; all: one after another",
     ]
     if forecasts[0].stage == 3:
         parts.append(
-            "gather: parameters of one forward and one backward pass, which fetching ahead hides "
+            "at stage 3 it is for one forward and one backward pass, which fetching ahead hides "
             "behind them, and once a step from owners to cuts"
         )
     if first.memory_bytes is not None:
@@ -416,8 +418,8 @@ def _head(
     head: list[Table | str] = [
         _parameters(routes, specs, chosen, groups),
         "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
-        "because: the rule that decided; lr, weight decay: in the next step, from least to "
-        "greatest; for example: the first of them",
+        "because: the rule that decided; tensors, elements: how many; lr, weight decay: in the "
+        "next step, from least to greatest; for example: the first of them",
         "; ".join(lines),
     ]
     if chosen.preset:

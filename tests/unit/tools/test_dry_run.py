@@ -125,7 +125,8 @@ def test_bucket_sizes_are_compared_below_the_plan(files):
         for size in told["bucket_sizes"]:
             row = next(rows)
             is_own, is_best = size["elements"] == 2048, size["elements"] == told["best_bucket_elements"]
-            assert row[:3] == [ranks, f"{size['elements']:,}", str(size["buckets"])]
+            assert row[:3] == [ranks, {2048: "2,048", 10**8: "100.0 M", 25 * 10**7: "250.0 M", 5 * 10**8: "500.0 M",
+                                          10**9: "1,000.0 M"}[size["elements"]], str(size["buckets"])]
             assert row[3] == (", ".join(f"{n} {way}" for way, n in told["ways"].items()) if is_own else "")
             seconds = [size["seconds"][key] for key in ("reduce", "after_last_gradient")] + [
                 told["seconds"]["update"], size["seconds"]["gather"]]
@@ -178,7 +179,7 @@ def test_what_does_not_fit_is_said_and_no_error(files):
     assert [row[0] for row in cells(out, 8)] == ["2", "4"] and "none of" not in out
     assert all(row[-1] == "yes, 80.0 GiB left" for row in cells(out, 8))
     assert "fits" not in run(*files(config(), "2,4"))[1]
-    assert_refused("--memory is for the tables and --json, and --list alone prints neither",
+    assert_refused("--memory is for the tables, --json and --html, and --list alone prints none of them",
                    *files(config(), "2", "--memory", "80", "--list"))
     assert run(*files(config(), "2", "--memory", "80", "--list", "--json"))[0] == 0
 
@@ -301,7 +302,8 @@ def test_every_parameter_is_listed(files):
         ("down.0", "64x16", "muon", "0.3", "20", "0", "model file"),
         ("up.1", "16x64", "adamw", "0.1", "1", "all", "layerwise.overrides"),
         ("down.1", "64x16", "muon", "0.3 palm, cautious", "20", "0", "model file, 4 heads")]
-    head, columns, *lines = out.splitlines()
+    head, columns, *lines, between, about = out.splitlines()
+    assert not between and all(word in about for word in ("lr ratio: ", "owner: ", "because: "))
     assert head == "1 ranks" and re.split(" {2,}", columns) == [
         "name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because"]
     assert [tuple(re.split(" {2,}", line)) for line in lines] == expected
