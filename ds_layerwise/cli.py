@@ -311,10 +311,10 @@ def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.dry_run import DryRun
     from ds_layerwise.tools.plan_page import page
 
-    if options.memory is not None and options.list and not (options.json or options.html):
+    if options.memory is not None and options.list and not options.json:
         raise LayerWiseError(
-            "--memory is for the tables, --json and --html, and --list alone prints none of them; "
-            "leave one of the two out, or add --json or --html"
+            "--memory is for the tables and --json, and --list alone prints neither; leave one of "
+            "the two out, or add --json"
         )
     if options.html and options.html.exists() and not options.overwrite:
         raise LayerWiseError(
@@ -357,7 +357,7 @@ def _plan(options: argparse.Namespace) -> int:
             numbers_of_plans.append(numbers)
         say_last(json.dumps(numbers_of_plans))
     elif options.list:
-        parts = [rendered(plan.assumed)] if plan.assumed else []
+        parts = [rendered(plan.assumed)]
         for forecast in plan.forecasts:
             parts.append(f"{forecast.layout.world_size} ranks\n{as_text(plan.listed(forecast))}")
         parts.append(
@@ -368,7 +368,7 @@ def _plan(options: argparse.Namespace) -> int:
                 ]
             )
         )
-        say_last("\n\n".join(parts))
+        say_last("\n\n".join(filter(None, parts)))
     else:
         say_last(f"{rendered(plan.assumed)}\n{table()}".lstrip())
     return 0

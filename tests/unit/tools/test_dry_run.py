@@ -179,7 +179,7 @@ def test_what_does_not_fit_is_said_and_no_error(files):
     assert [row[0] for row in cells(out, 8)] == ["2", "4"] and "none of" not in out
     assert all(row[-1] == "yes, 80.0 GiB left" for row in cells(out, 8))
     assert "fits" not in run(*files(config(), "2,4"))[1]
-    assert_refused("--memory is for the tables, --json and --html, and --list alone prints none of them",
+    assert_refused("--memory is for the tables and --json, and --list alone prints neither",
                    *files(config(), "2", "--memory", "80", "--list"))
     assert run(*files(config(), "2", "--memory", "80", "--list", "--json"))[0] == 0
 
