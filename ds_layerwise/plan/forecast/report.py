@@ -328,8 +328,8 @@ def _predicted(
     ]
     if forecasts[0].stage == 3:
         parts.append(
-            "stage 3 gathers parameters for one forward and one backward pass, which fetching ahead "
-            "hides behind them, and once a step from owners to cuts"
+            "stage 3 gathers parameters for one forward and one backward pass, which fetching "
+            "ahead hides behind them, and once a step from owners to cuts"
         )
     if first.memory_bytes is not None:
         parts.append("best: of the sizes that fit")
