@@ -79,7 +79,7 @@ def test_what_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
 
 class Terminal(io.StringIO):
     def isatty(self):
-        return True
+        return not super().isatty()  # raises ValueError once it is closed
 
 
 @pytest.mark.parametrize("columns, most, width", [(80, 110, 80), (110, 110, 110), (200, 110, 110), (30, 110, 60)])
