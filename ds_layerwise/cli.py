@@ -82,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     overwrite = argparse.ArgumentParser(add_help=False)
     overwrite.add_argument(
-        "--overwrite", action="store_true", help="replace an OUT that this command wrote before"
+        "--overwrite", action="store_true", help="replace what this command wrote there before"
     )
 
     def command(
@@ -92,7 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made.add_argument
 
-    _plan_arguments(command("plan", _plan, "print the start-up table of a run; needs no devices"))
+    _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices", overwrite))
 
     add = command(
         "links",
@@ -230,6 +230,13 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "lr, owner, and why",
     )
     add("--json", action="store_true", help="the same numbers for a program")
+    add(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="also write a page with the same tables, and pictures of what each rank holds, "
+        "computes and sends",
+    )
 
 
 def _positive(text: str) -> int:
@@ -287,12 +294,19 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
 def _plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.param_list import as_text
     from ds_layerwise.plan.forecast.report import as_json, plan_table
+    from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools.dry_run import DryRun
+    from ds_layerwise.tools.plan_page import page
 
     if options.memory is not None and options.list and not options.json:
         raise LayerWiseError(
             "--memory is for the tables and --json, and --list alone prints neither; leave one of "
             "the two out, or add --json"
+        )
+    if options.html and options.html.exists() and not options.overwrite:
+        raise LayerWiseError(
+            f"--html is {options.html}, which exists; name another place, or replace it with "
+            "--overwrite"
         )
     given: dict[str, Any] = {
         "links": options.links,
@@ -306,6 +320,19 @@ def _plan(options: argparse.Namespace) -> int:
     plan = DryRun.of(
         options.model, options.config, options.ranks, memory_bytes=options.memory, **given
     )
+    table = partial(
+        plan_table,
+        plan.routes,
+        plan.specs,
+        plan.forecasts,
+        plan.run.optimizer,
+        without_effect=plan.run.without_effect,
+        predictions=plan.predictions,
+    )
+    if options.html:
+        options.html.write_text(
+            page(options.model, plan.assumed, table, plan.forecasts), encoding="utf-8"
+        )
     if options.json:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
@@ -317,34 +344,36 @@ def _plan(options: argparse.Namespace) -> int:
             numbers_of_plans.append(numbers)
         say_last(json.dumps(numbers_of_plans))
     elif options.list:
-        parts = ["\n".join(plan.assumed)] if plan.assumed else []
+        parts = [rendered(plan.assumed)]
         for forecast in plan.forecasts:
             parts.append(f"{forecast.layout.world_size} ranks\n{as_text(plan.listed(forecast))}")
-        say_last("\n\n".join(parts))
-    else:
-        table = plan_table(
-            plan.routes,
-            plan.specs,
-            plan.forecasts,
-            plan.run.optimizer,
-            without_effect=plan.run.without_effect,
-            predictions=plan.predictions,
+        parts.append(
+            rendered(
+                [
+                    "lr ratio: the learning rate over lr; owner: the rank that updates it whole, "
+                    "or all, each of which updates its cut; because: the rule that decided"
+                ]
+            )
         )
-        say_last("\n".join([*plan.assumed, table]))
+        say_last("\n\n".join(filter(None, parts)))
+    else:
+        say_last(f"{rendered(plan.assumed)}\n{table()}".lstrip())
     return 0
 
 
 def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
+    from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools import fit
 
-    if options.memory is not None or options.list or options.json:
+    if options.memory is not None or options.list or options.json or options.html:
         raise LayerWiseError(
-            "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
+            "--fit prints a table of its own; leave --memory, --list, --json and --html out, or "
+            "--fit"
         )
     found, assumed = fit.find_fits(
         options.model, options.config, options.ranks, memory_bytes=options.fit, **given
     )
-    say_last("\n".join([*assumed, fit.as_text(found, options.ranks, options.fit)]))
+    say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
     return 0
 
 

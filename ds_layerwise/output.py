@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TextIO
 
 #: ASCII replacements for table frames and the other non-ASCII characters that this package writes.
@@ -77,6 +78,16 @@ def say_last(text: str) -> None:
         _lead_nowhere(sys.stdout)
         raise
     _lead_nowhere(sys.stdout)
+
+
+def columns_of_terminal(most: int) -> int:
+    """Return the width of the terminal that stdout is, from 60, in which numbers have room, up to
+    ``most``; ``most`` if it is none.
+    """
+    with suppress(AttributeError, ValueError):  # a stand-in without isatty, a closed stdout
+        if sys.stdout.isatty():
+            return min(most, max(60, shutil.get_terminal_size().columns))
+    return most
 
 
 def _lead_nowhere(stream: TextIO) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from ds_layerwise.config.config_file import at, read_config
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.report import fits_table
+from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.tools.dry_run import DryRun
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
@@ -208,4 +209,5 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
             if fits[0].change.ep_size > 1:
                 part += f", with experts shared by {fits[0].change.ep_size} ranks"
             below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
-    return "\n".join([fits_table(rows, memory_bytes), *filter(None, prices), *below])
+    lines = rendered([*filter(None, prices), *below])
+    return f"{fits_table(rows, memory_bytes)}\n{lines}".rstrip()

@@ -48,7 +48,7 @@ class Terminal(io.StringIO):
     """A stream that says it is one."""
 
     def isatty(self):
-        return True
+        return not super().isatty()  # raises ValueError once it is closed
 
 
 def run(*args):

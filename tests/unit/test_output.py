@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ds_layerwise.output import announce, progress, say
+from ds_layerwise.output import announce, columns_of_terminal, progress, say
 from tests.support.cli import Terminal
 from tests.support.rooms import rooms
 
@@ -122,6 +122,18 @@ def test_progress_does_without_a_stream_that_is_closed(monkeypatch):
     monkeypatch.setattr(sys, "stderr", to)
     with progress("write", 3) as done:
         done(3)
+
+
+@pytest.mark.parametrize("columns, most, width", [(80, 110, 80), (110, 110, 110), (200, 110, 110), (30, 110, 60)])
+def test_a_terminal_has_a_width_and_nothing_else_has(columns, most, width, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    assert columns_of_terminal(most) == width
+    closed = Terminal()
+    closed.close()
+    for other in (io.StringIO(), closed, None, object()):
+        monkeypatch.setattr(sys, "stdout", other)
+        assert columns_of_terminal(most) == most
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.routes.routes import Route
 
@@ -76,4 +77,4 @@ def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
         lines.append(cells)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     layout = "  ".join(f"{{:{width}}}" for width in widths)
-    return "\n".join(layout.format(*line).rstrip() for line in lines)
+    return rendered(layout.format(*line).rstrip() for line in lines)

@@ -4,20 +4,20 @@ and the costs of each rank.
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from ds_layerwise.config.sections import Hyper, OptimizerConfig
 from ds_layerwise.plan.forecast.cost import max_over_mean
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
+from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, time_text, work_text
+from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
 from ds_layerwise.plan.routes.routes import Route
@@ -51,7 +51,7 @@ def start_up_table(
         products: the dtypes in which recipes multiply matrices, if there is a device.
     """
     head = _head(routes, specs, optimizer, groups, without_effect, products or {})
-    return _rendered([*head, _costs(forecast), *_hint(forecast)])
+    return rendered([*head, *_costs(forecast)], _WIDTH)
 
 
 def plan_table(
@@ -62,6 +62,7 @@ def plan_table(
     *,
     without_effect: Sequence[str] = (),
     predictions: Sequence[Prediction] = (),
+    write: Callable[[Iterable[Table | str], int], str] = rendered,
 ) -> str:
     """Return the start-up table for several numbers of ranks, one row each.
 
@@ -69,18 +70,17 @@ def plan_table(
 
     Args:
         predictions: one for each of ``forecasts``, printed below; may be empty.
+        write: makes a text of tables and lines, and of the width that they need.
     """
+    head = _head(routes, specs, optimizer, (), without_effect, {})
     below: list[Table | str] = []
     if predictions:
         if predictions[0].memory_bytes is not None:
             below += _fitting(forecasts, predictions, predictions[0].memory_bytes)
         below += _predicted(forecasts, predictions)
     if len(forecasts) == 1:
-        table = start_up_table(
-            routes, specs, forecasts[0], optimizer, without_effect=without_effect
-        )
-        return f"{table}\n{_rendered(below, _PLAN_WIDTH)}".rstrip()
-    title = "memory of the fullest rank, and what the busiest rank sends"
+        above = write([*head, *_costs(forecasts[0])], _WIDTH)
+        return f"{above}\n{write(below, _PLAN_WIDTH)}".rstrip()
     if forecasts[0].stage == 1:
         what = "gradients and parameters in a step"
     else:
@@ -91,13 +91,21 @@ def plan_table(
     if not any(any(forecast.saved) for forecast in forecasts):
         for row in rows:
             del row["saved"]
-    parts = [
-        *_head(routes, specs, optimizer, (), without_effect, {}),
-        _numbers(title, rows),
-        f"sent: {what}{_waiting(forecasts[0])}",
-        *below,
-    ]
-    return _rendered(parts, _PLAN_WIDTH)
+    return write(
+        [
+            *head,
+            _numbers("memory of the fullest rank, and what the busiest rank sends", rows),
+            "ranks: data-parallel ones; layout: a digest, which all ranks of a run compare; "
+            "buckets: reduced one after another; NS max/mean: matrix updates (Newton-Schulz) of "
+            "the busiest rank over the mean; total, params, grads, masters, states: between two "
+            f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
+            "memory of the host; under way: messages, at most; in a step: an update works in it, "
+            "at most; at start: the peak before the first step; padding: for alignment alone",
+            f"sent: {what}{_waiting(forecasts[0])}",
+            *below,
+        ],
+        _PLAN_WIDTH,
+    )
 
 
 def _row(forecast: Forecast) -> dict[str, str]:
@@ -108,18 +116,18 @@ def _row(forecast: Forecast) -> dict[str, str]:
         "layout": forecast.layout.digest(),
         "buckets": str(report.num_buckets),
         "NS max/mean": f"{report.work_max_over_mean:.3f}",
-        "total": _size(fullest.total),
-        "params": _size(fullest.params),
-        "grads": _size(fullest.grads),
-        "masters": _size(fullest.masters),
-        "states": _size(fullest.states),
-        "saved": _size(forecast.saved[forecast.fullest]),
-        "host": _size(fullest.host),
-        "under way": _size(max(traffic.total for traffic in forecast.traffic)),
-        "in a step": _size(max(forecast.workspace)),
-        "at start": _size(max(forecast.start_up)),
-        "padding": f"{100 * report.padding_fraction:.3f} %",
-        "sent": _size(sum(map(sum, forecast.sent_by_busiest().values()))),
+        "total": size_text(fullest.total),
+        "params": size_text(fullest.params),
+        "grads": size_text(fullest.grads),
+        "masters": size_text(fullest.masters),
+        "states": size_text(fullest.states),
+        "saved": size_text(forecast.saved[forecast.fullest]),
+        "host": size_text(fullest.host),
+        "under way": size_text(max(traffic.total for traffic in forecast.traffic)),
+        "in a step": size_text(max(forecast.workspace)),
+        "at start": size_text(max(forecast.start_up)),
+        "padding": f"{100 * report.padding_fraction:.3f}{GLUE}%",
+        "sent": size_text(sum(map(sum, forecast.sent_by_busiest().values()))),
     }
 
 
@@ -229,20 +237,21 @@ def _fitting(
             {
                 "ranks": str(forecast.layout.world_size),
                 "rank": str(rank),
-                "between steps": _size(forecast.memory[rank].total),
-                "under way": _size(forecast.traffic[rank].total),
-                "in a step": _size(forecast.in_step[rank]),
-                "at start": _size(forecast.start_up[rank]),
-                "needed": _size(most),
+                "between steps": size_text(forecast.memory[rank].total),
+                "under way": size_text(forecast.traffic[rank].total),
+                "in a step": size_text(forecast.in_step[rank]),
+                "at start": size_text(forecast.start_up[rank]),
+                "needed": size_text(most),
                 "fits": _fit(prediction.own),
             }
         )
     parts: list[Table | str] = [
-        _numbers(f"the rank that needs most, on a device with {_size(memory)}", rows),
-        "needed: between steps, under way and in a step together, or at start if that is more; at "
-        "stage 3 what a pass makes whole counts instead of a step if that is more. Not "
-        "counted: what the forward and the backward pass keep, activations above all, and what "
-        "drivers and libraries take for themselves.",
+        _numbers(f"the rank that needs most, on a device with {size_text(memory)}", rows),
+        "rank: the one that needs most; between steps: its total; needed: between steps, under way "
+        "and in a step together, or at start if that is more; at stage 3 what a pass makes whole "
+        "counts instead of a step if that is more. Not counted: what the forward and the backward "
+        "pass keep, activations above all, and what drivers and libraries take for themselves. "
+        "fits: with what is left for that.",
     ]
     fit = [prediction.own.fits for prediction in predictions]
     if not all(fit):
@@ -267,26 +276,23 @@ def fits_table(rows: Iterable[tuple[int, str, int, float]], memory_bytes: int) -
         rows: the number of devices, the change, the bytes that are left, the nanoseconds of a step.
         memory_bytes: the memory of one device.
     """
-    title = f"what fits on devices with {_size(memory_bytes)}, cheapest first"
-    table = Table(title=title, title_justify="left")
-    table.add_column("devices", justify="right", no_wrap=True)
-    table.add_column("change", overflow="fold")
-    table.add_column("left", justify="right", no_wrap=True)
-    table.add_column("a step", justify="right", no_wrap=True)
+    title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
+    table = _table(title, ("devices", "change", "left", "a step"), ("change",))
     for devices, change, left, nanoseconds in rows:
-        table.add_row(str(devices), change, _size(left), _time(nanoseconds))
+        table.add_row(str(devices), change, size_text(left), time_text(nanoseconds))
     about = (
-        "left: for what the forward and the backward pass keep, activations above all, and what "
-        "drivers and libraries take. a step: predicted, one micro-batch, without the passes."
+        "change: of the config; left: for what the forward and the backward pass keep, activations "
+        "above all, and what drivers and libraries take; a step: predicted, one micro-batch, "
+        "without the passes; devices: --ranks."
     )
-    return _rendered([table, about], _NARROW)
+    return rendered([table, about], _NARROW)
 
 
 def _fit(size: BucketSize) -> str:
     left = size.left or 0
     if size.fits:
-        return f"yes, {_size(left)} left"
-    return f"no, {_size(-left)} too much"
+        return f"yes,{GLUE}{size_text(left)} left"
+    return f"no,{GLUE}{size_text(-left)} too much"
 
 
 def _predicted(
@@ -313,14 +319,17 @@ def _predicted(
         every = " once in each backward pass at stages 2 and 3,"
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
-        f"reduce:{every} hidden by the backward pass but for its end, if that is long enough; "
+        "elements a bucket: reduce_bucket_size, here and as it might be; ways: how many buckets "
+        f"travel how; reduce: gradients to their owners,{every} hidden by the backward pass but "
+        "for its end, if that is long enough; of it at the end: begins with the last gradient; "
         f"collectives one after another, at {at}; update: the matrices of the busiest rank at "
-        f"{first.links.tflops:g} TFLOP/s",
+        f"{first.links.tflops:g}{GLUE}TFLOP/s; gather: updated parameters, to all "
+        "ranks; all: one after another",
     ]
     if forecasts[0].stage == 3:
         parts.append(
-            "gather: parameters of one forward and one backward pass, which fetching ahead hides "
-            "behind them, and once a step from owners to cuts"
+            "stage 3 gathers parameters for one forward and one backward pass, which fetching "
+            "ahead hides behind them, and once a step from owners to cuts"
         )
     if first.memory_bytes is not None:
         parts.append("best: of the sizes that fit")
@@ -332,20 +341,20 @@ def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str,
     ways = ""
     marks = []
     if size is prediction.own:
-        ways = ", ".join(f"{count} {way}" for way, count in prediction.ways.items())
-        marks.append("this plan")
+        ways = ", ".join(f"{count}{GLUE}{way}" for way, count in prediction.ways.items())
+        marks.append(f"this{GLUE}plan")
     if size is prediction.best:
         marks.append("best")
     row = {
         "ranks": ranks,
-        "elements a bucket": f"{size.bucket_numel:,}",
+        "elements a bucket": count_text(size.bucket_numel),
         "buckets": str(size.num_buckets),
         "ways": ways,
-        "reduce": _time(wire.reduce + wire.sums),
-        "of it at the end": _time(wire.tail),
-        "update": _time(prediction.update),
-        "gather": _time(wire.params + wire.gather),
-        "all": _time(wire.total + prediction.update),
+        "reduce": time_text(wire.reduce + wire.sums),
+        "of it at the end": time_text(wire.tail),
+        "update": time_text(prediction.update),
+        "gather": time_text(wire.params + wire.gather),
+        "all": time_text(wire.total + prediction.update),
     }
     if size.left is not None:
         row["fits"] = _fit(size)
@@ -353,36 +362,22 @@ def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str,
     return row
 
 
-def _time(nanoseconds: float) -> str:
-    if nanoseconds >= 1e9:
-        return f"{nanoseconds / 1e9:,.2f} s"
-    if nanoseconds >= 1e6:
-        return f"{nanoseconds / 1e6:.1f} ms"
-    return f"{nanoseconds / 1e3:.1f} us"
-
-
-def _size(num_bytes: float) -> str:
-    if num_bytes >= 2**30:
-        return f"{num_bytes / 2**30:,.1f} GiB"
-    return f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Return a table of numbers. They are never cut off."""
+def _table(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Table:
+    """Return a table without rows. Only columns of ``texts`` may be folded, others never are."""
     table = Table(title=title, title_justify="left")
-    for header in rows[0]:
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row.values())
+    for header in headers:
+        if header in texts:
+            table.add_column(header, overflow="fold")
+        else:
+            table.add_column(header, justify="right", no_wrap=True)
     return table
 
 
-def _rendered(parts: Iterable[Table | str], width: int = _WIDTH) -> str:
-    file = io.StringIO()
-    console = Console(file=file, width=width, no_color=True, markup=False, emoji=False)
-    for part in parts:
-        console.print(part)
-    return "\n".join(line.rstrip() for line in file.getvalue().rstrip().splitlines())
+def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    table = _table(title, rows[0])
+    for row in rows:
+        table.add_row(*row.values())
+    return table
 
 
 def _hint(forecast: Forecast) -> list[str]:
@@ -420,7 +415,13 @@ def _head(
         if recipe in products:
             line += f", matrix products in {products[recipe]}"
         lines.append(line)
-    head: list[Table | str] = [_parameters(routes, specs, chosen, groups), "; ".join(lines)]
+    head: list[Table | str] = [
+        _parameters(routes, specs, chosen, groups),
+        "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
+        "because: the rule that decided; tensors, elements: how many; lr, weight decay: in the "
+        "next step, from least to greatest; for example: the first of them",
+        "; ".join(lines),
+    ]
     if chosen.preset:
         head.append(f"preset {chosen.preset}: {_preset(chosen)}")
     if without_effect:
@@ -504,11 +505,11 @@ def _parameters(
     for spec in specs:
         route = routes[spec.name]
         rows.setdefault((place[route.recipe], route.reason, route.bare), []).append(spec)
-    table = Table(title="parameters", title_justify="left")
-    for header in ("optimizer", "because", "tensors", "elements", "lr", "weight decay"):
-        side: Any = "left" if header in ("optimizer", "because") else "right"
-        table.add_column(header, justify=side, overflow="fold")
-    table.add_column("for example", overflow="fold")
+    table = _table(
+        "parameters",
+        ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"),
+        ("optimizer", "because", "for example"),
+    )
     for (_, reason, bare), members in sorted(rows.items()):
         names = [members[0].name]
         if bare:
@@ -521,7 +522,7 @@ def _parameters(
             f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
             f"{reason}, bare" if bare else reason,
             str(len(members)),
-            f"{sum(spec.numel for spec in members):,}",
+            count_text(sum(spec.numel for spec in members)),
             _span(hyper["lr"] for hyper in hypers),
             _span(hyper["weight_decay"] for hyper in hypers),
             ", ".join(names),
@@ -533,63 +534,67 @@ def _waiting(forecast: Forecast) -> str:
     if not forecast.waiting:
         return ""
     return (
-        f"; {_size(forecast.waiting)} more of gradients that wait for them, where reductions are "
-        "slower than the backward pass (layerwise.max_waiting_buckets bounds it if no parameter "
-        "is unused)"
+        f"; {size_text(forecast.waiting)} more of gradients that wait for them, where reductions "
+        "are slower than the backward pass (layerwise.max_waiting_buckets bounds it if no "
+        "parameter is unused)"
     )
 
 
-def _costs(forecast: Forecast) -> Table:
+def _costs(forecast: Forecast) -> list[Table | str]:
     report = forecast.report
     layout = forecast.layout
     held = forecast.memory[forecast.fullest]
     totals = [rank.total for rank in forecast.memory]
     rows = {
         "ranks, buckets": f"{layout.world_size}, {report.num_buckets}",
-        "matrix updates a step": f"{max(report.work) / 1e9:,.3g} GFLOP on the busiest rank, "
+        "matrix updates a step": f"{work_text(max(report.work))} on the busiest rank, "
         f"{report.work_max_over_mean:.3f} x the mean",
-        "owned matrices": f"{max(report.whole_numel):,} elements on the fullest rank, "
+        "owned matrices": f"{count_text(max(report.whole_numel))} elements on the fullest rank, "
         f"{report.whole_max_over_mean:.3f} x the mean",
-        "memory of the fullest rank": f"{_size(held.total)}, {max_over_mean(totals):.3f} x the "
-        f"mean: parameters {_size(held.params)}, gradients {_size(held.grads)}, masters "
-        f"{_size(held.masters)}, states {_size(held.states)}",
+        "memory of the fullest rank": f"{size_text(held.total)}, {max_over_mean(totals):.3f} x the "
+        f"mean: parameters {size_text(held.params)}, gradients {size_text(held.grads)}, masters "
+        f"{size_text(held.masters)}, states {size_text(held.states)}",
     }
     if any(forecast.saved):
         wide = forecast.in_float32[forecast.fullest]
         rows["fewer bits save"] = (
-            f"{_size(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
-            f"{_size(wide.masters - held.masters)}, states {_size(wide.states - held.states)}; "
-            f"{_size(min(forecast.saved))} at least of any rank's"
+            f"{size_text(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
+            f"{size_text(wide.masters - held.masters)}, states "
+            f"{size_text(wide.states - held.states)}; "
+            f"{size_text(min(forecast.saved))} at least of any rank's"
         )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
         kinds = "parameters, masters and states" if forecast.stage == 3 else "masters and states"
         rows["on the host"] = (
-            f"{_size(host)} more of {kinds} on the fullest rank; a step takes {_size(staging)} of "
-            "its device to work on them (less with a smaller reduce_bucket_size)"
+            f"{size_text(host)} more of {kinds} on the fullest rank; a step takes "
+            f"{size_text(staging)} of its device to work on them (less with a smaller "
+            "reduce_bucket_size)"
         )
     if forecast.stage == 3:
         rows["whole, at most"] = (
-            f"{_size(forecast.whole.most)} of parameters that DeepSpeed fetches for a pass "
-            f"(stage3_max_live_parameters), {_size(forecast.whole.always)} of them always "
+            f"{size_text(forecast.whole.most)} of parameters that DeepSpeed fetches for a pass "
+            f"(stage3_max_live_parameters), {size_text(forecast.whole.always)} of them always "
             "(stage3_param_persistence_threshold)"
         )
     under_way = max(traffic.total for traffic in forecast.traffic)
     rows["beside it, at most"] = (
-        f"{_size(under_way)} for buckets under way, and their exchange, {MAX_PENDING} at a "
+        f"{size_text(under_way)} for buckets under way, and their exchange, {MAX_PENDING} at a "
         f"time{_waiting(forecast)}"
     )
-    rows["in a step, at most"] = f"{_size(max(forecast.workspace))} that an update works in"
-    start_up = _size(max(forecast.start_up))
+    rows["in a step, at most"] = f"{size_text(max(forecast.workspace))} that an update works in"
+    start_up = size_text(max(forecast.start_up))
     if forecast.stage < 3:
         rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
-    rows["padding"] = f"{report.padding:,} elements, {100 * report.padding_fraction:.3f} %"
+    rows["padding"] = (
+        f"{count_text(report.padding)} elements, {100 * report.padding_fraction:.3f}{GLUE}%"
+    )
     for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
         if forecast.stage == 1:
-            sent = f"{_size(reduced + gathered)} a step"
+            sent = f"{size_text(reduced + gathered)} a step"
         else:
             passes = "backward pass" if forecast.stage == 2 else "forward and backward pass"
-            sent = f"{_size(reduced)} a {passes} and {_size(gathered)} a step"
+            sent = f"{size_text(reduced)} a {passes} and {size_text(gathered)} a step"
         rows[f"{dtype} parameters"] = (
             f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
             f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}"
@@ -597,8 +602,14 @@ def _costs(forecast: Forecast) -> Table:
     table = Table(
         title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False
     )
-    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="fold")
     table.add_column(overflow="fold")
     for row in rows.items():
         table.add_row(*row)
-    return table
+    return [
+        table,
+        "matrix updates, owned matrices: of those that one rank updates whole; x the mean: 1.000 "
+        "is balanced; padding: for alignment alone. Memory is of one device, and counts no "
+        "activations, drivers and libraries.",
+        *_hint(forecast),
+    ]

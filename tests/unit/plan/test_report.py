@@ -202,9 +202,9 @@ def test_at_stage_3_times_and_what_passes_make_whole_are_foretold():
 def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
     plan = on_two_ranks()
     assert (plan.fullest, plan.needed) == (0, (13 * GIB, 15 * GIB))
-    row = ["2", "1", "9.0 GiB", "2.0 GiB", "4.0 GiB", "10.0 GiB", "15.0 GiB"]
-    for memory, said in ((16 * GIB, "yes, 1.0 GiB left"), (15 * GIB, "yes, 0.0 MiB left"),
-                         (14 * GIB + GIB // 2, "no, 512.0 MiB too much"), (10 * GIB, "no, 5.0 GiB too much")):
+    row = ["2", "1", "9,216.0 MiB", "2,048.0 MiB", "4,096.0 MiB", "10.0 GiB", "15.0 GiB"]
+    for memory, said in ((16 * GIB, "yes, 1,024.0 MiB left"), (15 * GIB, "yes, 0.0 MiB left"),
+                         (14 * GIB + GIB // 2, "no, 512.0 MiB too much"), (10 * GIB, "no, 5,120.0 MiB too much")):
         for plans in ([plan], [plan, plan]):
             text = fitting(memory, *plans)
             assert cells(text, 8) == [[*row, said]] * len(plans)
@@ -212,10 +212,10 @@ def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
             assert [each[9] for each in cells(text, 11) if "this plan" in each[10]] == [said] * len(plans)
     assert "the rank that needs most, on a device with 10.0 GiB" in text
     words = " ".join(text.split())
-    assert ("needed: between steps, under way and in a step together, or at start if that is more; at "
-            "stage 3 what a pass makes whole counts instead of a step if that is more. Not counted: what "
-            "the forward and the backward pass keep, activations above all, and what drivers and libraries take for "
-            "themselves." in words)
+    assert ("rank: the one that needs most; between steps: its total; needed: between steps, under way and in a step "
+            "together, or at start if that is more; at stage 3 what a pass makes whole counts instead of a step if "
+            "that is more. Not counted: what the forward and the backward pass keep, activations above all, and what "
+            "drivers and libraries take for themselves. fits: with what is left for that." in words)
     # The way out is there for a plan that does not fit, and only then.
     assert all(key in words for key in ("too much: more ranks", "stage 2", "reduce_bucket_size", "offload_optimizer"))
     assert "too much" not in fitting(16 * GIB, plan)
@@ -224,8 +224,8 @@ def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
 def test_more_may_be_needed_at_start():
     # In float32 6 GiB more are there until they are kept in fewer bits.
     text = fitting(16 * GIB, on_two_ranks(opened=(0, 7 * GIB)))
-    assert cells(text, 8) == [["2", "1", "9.0 GiB", "2.0 GiB", "4.0 GiB", "17.0 GiB", "17.0 GiB",
-                               "no, 1.0 GiB too much"]]
+    assert cells(text, 8) == [["2", "1", "9,216.0 MiB", "2,048.0 MiB", "4,096.0 MiB", "17.0 GiB", "17.0 GiB",
+                               "no, 1,024.0 MiB too much"]]
 
 
 def test_if_no_number_of_ranks_fits_that_is_said():
@@ -236,7 +236,7 @@ def test_if_no_number_of_ranks_fits_that_is_said():
     assert "\nnone of the numbers of ranks asked for fits: 2; with another bucket size it does, see below\n" in text
     assert "none of the sizes" not in text and "\nbest: of the sizes that fit" in text
     told = [(row[9], row[10]) for row in cells(text, 11)]
-    assert sorted(told) == [("no, 3.0 GiB too much", "this plan"), *[("yes, 12.0 GiB left", "")] * 2,
+    assert sorted(told) == [("no, 3,072.0 MiB too much", "this plan"), *[("yes, 12.0 GiB left", "")] * 2,
                             ("yes, 12.0 GiB left", "best")]
     text = fitting(1, on_two_ranks(), small)
     assert "\nnone of the numbers of ranks asked for fits: 2, 4\n" in text

@@ -125,7 +125,8 @@ def test_bucket_sizes_are_compared_below_the_plan(files):
         for size in told["bucket_sizes"]:
             row = next(rows)
             is_own, is_best = size["elements"] == 2048, size["elements"] == told["best_bucket_elements"]
-            assert row[:3] == [ranks, f"{size['elements']:,}", str(size["buckets"])]
+            assert row[:3] == [ranks, {2048: "2,048", 10**8: "100.0 M", 25 * 10**7: "250.0 M", 5 * 10**8: "500.0 M",
+                                          10**9: "1,000.0 M"}[size["elements"]], str(size["buckets"])]
             assert row[3] == (", ".join(f"{n} {way}" for way, n in told["ways"].items()) if is_own else "")
             seconds = [size["seconds"][key] for key in ("reduce", "after_last_gradient")] + [
                 told["seconds"]["update"], size["seconds"]["gather"]]
@@ -301,7 +302,8 @@ def test_every_parameter_is_listed(files):
         ("down.0", "64x16", "muon", "0.3", "20", "0", "model file"),
         ("up.1", "16x64", "adamw", "0.1", "1", "all", "layerwise.overrides"),
         ("down.1", "64x16", "muon", "0.3 palm, cautious", "20", "0", "model file, 4 heads")]
-    head, columns, *lines = out.splitlines()
+    head, columns, *lines, between, about = out.splitlines()
+    assert not between and all(word in about for word in ("lr ratio: ", "owner: ", "because: "))
     assert head == "1 ranks" and re.split(" {2,}", columns) == [
         "name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because"]
     assert [tuple(re.split(" {2,}", line)) for line in lines] == expected
