@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -18,8 +19,10 @@ from deepspeed.launcher import runner
 from torch import nn
 from torch.distributed import run as torchrun
 
+import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.network.links import LINKS
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments, KeptMomentum
@@ -34,6 +37,8 @@ from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from tests import api
 from tests.outputs import pages_with_outputs, with_outputs
 from tests.support.documents import (
     DOCS,
@@ -529,7 +534,9 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     assert made == {path.name for path in PAGES[1:]}
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     text = " ".join(entry["text"] for entry in index["docs"])
-    for key in (*LayerWiseConfig.keys(), *params_model(Muon, AdamW, True).keys()):
+    methods = {name for name in vars(LayerWiseZeroOptimizer) if not name.startswith("_")}
+    public = {name for name in ds_layerwise.__all__ if not name.startswith("_")} | methods
+    for key in (*LayerWiseConfig.keys(), *params_model(Muon, AdamW, True).keys(), *public):
         assert key in text, key
     # Nothing is fetched from elsewhere.
     for page in tmp_path.glob("*.html"):
@@ -547,6 +554,19 @@ def test_pictures_are_those_of_their_script(tmp_path):
 @pytest.mark.parametrize("path", pages_with_outputs(), ids=lambda path: path.name)
 def test_outputs_are_what_the_commands_print(path):
     assert path.read_text() == with_outputs(path.read_text()), "python -m tests.outputs --write"
+
+
+def test_the_page_of_the_interface_is_what_the_code_says():
+    page = api.PAGE.read_text()
+    assert page == api.with_api(page), "python -m tests.outputs --write"
+    # What is public has a docstring: test_house.py.
+    said = set(re.findall(r"^(?:\* )?`(?:class )?(\w+)", page, flags=re.MULTILINE))
+    ours = {name for base in LayerWiseZeroOptimizer.__mro__ if base.__module__.startswith("ds_layerwise.")
+            for name, value in vars(base).items() if not name.startswith("_")
+            and (isinstance(value, property) or inspect.isfunction(value))}
+    assert said >= {*ds_layerwise.__all__, *ours} and len(ours) > 40
+    assert api.ENGINE.keys() == {name.key for name in CONTRACT if ".DeepSpeedEngine." in name.path
+                                 and not name.key.startswith("_")} - {"zero_use_cpu_optimizer"}
 
 
 @each_page
