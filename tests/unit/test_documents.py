@@ -120,7 +120,9 @@ def test_configs_are_planned(block, tmp_path):
 
 #: Variables that pages set, and where they are read.
 VARIABLES = {"CLIENTS": ROOT / "tests" / "clients" / "run.py", "THOROUGH": ROOT / "tests" / "conftest.py",
-             "GLOO_SOCKET_IFNAME": None, "HEAD": None}
+             "GLOO_SOCKET_IFNAME": None, "HEAD": None,
+             **dict.fromkeys(("DS_ACCELERATOR", "LOCAL_SIZE", "TORCHDYNAMO_DISABLE"), ROOT / "tests" / "run.sh"),
+             "OMP_NUM_THREADS": ROOT / "examples" / "venv.sh"}
 #: Modules of other packages that a launcher starts on every rank.
 TOOLS = {"llamafactory.launcher", "swift.cli.sft", "axolotl.cli.train", "trl.scripts.sft", "trl.scripts.dpo"}
 
@@ -140,9 +142,18 @@ def check_command(words):
     program, *arguments = words
     checks = {"ds-layerwise": check_ours, "python": check_python, "bash": check_bash, "deepspeed": check_deepspeed,
               "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None,
-              "srun": check_command,
+              "srun": check_command, "git": check_git, ".": check_sourced,
               "export": lambda given: [assert_variable(each.partition("=")[0]) for each in given]}
     checks[program](arguments)
+
+
+def check_sourced(arguments):
+    assert arguments == [".venv/bin/activate"]
+
+
+def check_git(arguments):
+    assert arguments[0] == "apply"
+    assert_file(arguments[1])
 
 
 def assert_variable(name):
@@ -172,6 +183,10 @@ def check_python(arguments):
         for line in tree.body:
             if isinstance(line, ast.ImportFrom):
                 assert all(hasattr(importlib.import_module(line.module), each.name) for each in line.names)
+    elif arguments[:2] == ["-m", "pytest"]:
+        assert all((ROOT / each).exists() for each in arguments if each.startswith("tests/"))
+    elif arguments[0] == "-m" and arguments[1].startswith("tests."):
+        check_script(arguments[1].replace(".", "/") + ".py", *arguments[2:])
     elif arguments[0] == "-m":
         module = importlib.import_module(arguments[1])
         with pytest.MonkeyPatch.context() as patch:
