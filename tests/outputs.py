@@ -1,5 +1,7 @@
 """Outputs of commands on the pages of docs/, made by the commands: ``python -m tests.outputs --write``.
 
+It writes the list of tests/api.py, too.
+
 A page has a line ``<!-- output: ds-layerwise ... -->`` or ``<!-- output: python ... -->``, and below it a block of text
 with what the command prints.
 """
@@ -17,6 +19,7 @@ import sys
 from pathlib import Path
 
 from ds_layerwise import cli
+from tests import api
 from tests.support.documents import PAGES, ROOT
 
 _OUTPUT = re.compile(r"<!-- output: (ds-layerwise|python) (.+) -->\n```text\n(?:(?!```).*\n)*```\n")
@@ -57,6 +60,7 @@ def main() -> None:
     parser.parse_args()
     for path in pages_with_outputs():
         path.write_text(with_outputs(path.read_text()))
+    api.PAGE.write_text(api.with_api(api.PAGE.read_text()))
 
 
 if __name__ == "__main__":

@@ -419,6 +419,7 @@ def _clip_grad_norm_(original: Method, parameters: Any, *args: Any, **options: A
 
 
 def _zero_grad(original: Method, engine: DeepSpeedEngine) -> Any:
+    """Drop the gradients of this step, reduced or not."""
     # The original looks for gradients on the parameters, but ours are not there.
     engine.optimizer.zero_grad()
     return original()

@@ -3,6 +3,7 @@
 import ast
 import importlib
 import importlib.util
+import inspect
 import json
 import math
 import re
@@ -18,8 +19,10 @@ from deepspeed.launcher import runner
 from torch import nn
 from torch.distributed import run as torchrun
 
+import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.network.links import LINKS
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments, KeptMomentum
@@ -34,6 +37,8 @@ from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
+from tests import api
 from tests.outputs import pages_with_outputs, with_outputs
 from tests.support.documents import (
     DOCS,
@@ -115,7 +120,9 @@ def test_configs_are_planned(block, tmp_path):
 
 #: Variables that pages set, and where they are read.
 VARIABLES = {"CLIENTS": ROOT / "tests" / "clients" / "run.py", "THOROUGH": ROOT / "tests" / "conftest.py",
-             "GLOO_SOCKET_IFNAME": None, "HEAD": None}
+             "GLOO_SOCKET_IFNAME": None, "HEAD": None,
+             **dict.fromkeys(("DS_ACCELERATOR", "LOCAL_SIZE", "TORCHDYNAMO_DISABLE"), ROOT / "tests" / "run.sh"),
+             "OMP_NUM_THREADS": ROOT / "examples" / "venv.sh"}
 #: Modules of other packages that a launcher starts on every rank.
 TOOLS = {"llamafactory.launcher", "swift.cli.sft", "axolotl.cli.train", "trl.scripts.sft", "trl.scripts.dpo"}
 
@@ -135,9 +142,18 @@ def check_command(words):
     program, *arguments = words
     checks = {"ds-layerwise": check_ours, "python": check_python, "bash": check_bash, "deepspeed": check_deepspeed,
               "torchrun": check_torchrun, "accelerate": check_accelerate, "pip": check_pip, "mkdir": lambda _: None,
-              "srun": check_command,
+              "srun": check_command, "git": check_git, ".": check_sourced,
               "export": lambda given: [assert_variable(each.partition("=")[0]) for each in given]}
     checks[program](arguments)
+
+
+def check_sourced(arguments):
+    assert arguments == [".venv/bin/activate"]
+
+
+def check_git(arguments):
+    assert arguments[0] == "apply"
+    assert_file(arguments[1])
 
 
 def assert_variable(name):
@@ -167,6 +183,10 @@ def check_python(arguments):
         for line in tree.body:
             if isinstance(line, ast.ImportFrom):
                 assert all(hasattr(importlib.import_module(line.module), each.name) for each in line.names)
+    elif arguments[:2] == ["-m", "pytest"]:
+        assert all((ROOT / each).exists() for each in arguments if each.startswith("tests/"))
+    elif arguments[0] == "-m" and arguments[1].startswith("tests."):
+        check_script(arguments[1].replace(".", "/") + ".py", *arguments[2:])
     elif arguments[0] == "-m":
         module = importlib.import_module(arguments[1])
         with pytest.MonkeyPatch.context() as patch:
@@ -529,7 +549,9 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
     assert made == {path.name for path in PAGES[1:]}
     index = json.loads((tmp_path / "search" / "search_index.json").read_text())
     text = " ".join(entry["text"] for entry in index["docs"])
-    for key in (*LayerWiseConfig.keys(), *params_model(Muon, AdamW, True).keys()):
+    methods = {name for name in vars(LayerWiseZeroOptimizer) if not name.startswith("_")}
+    public = {name for name in ds_layerwise.__all__ if not name.startswith("_")} | methods
+    for key in (*LayerWiseConfig.keys(), *params_model(Muon, AdamW, True).keys(), *public):
         assert key in text, key
     # Nothing is fetched from elsewhere.
     for page in tmp_path.glob("*.html"):
@@ -547,6 +569,19 @@ def test_pictures_are_those_of_their_script(tmp_path):
 @pytest.mark.parametrize("path", pages_with_outputs(), ids=lambda path: path.name)
 def test_outputs_are_what_the_commands_print(path):
     assert path.read_text() == with_outputs(path.read_text()), "python -m tests.outputs --write"
+
+
+def test_the_page_of_the_interface_is_what_the_code_says():
+    page = api.PAGE.read_text()
+    assert page == api.with_api(page), "python -m tests.outputs --write"
+    # What is public has a docstring: test_house.py.
+    said = set(re.findall(r"^(?:\* )?`(?:class )?(\w+)", page, flags=re.MULTILINE))
+    ours = {name for base in LayerWiseZeroOptimizer.__mro__ if base.__module__.startswith("ds_layerwise.")
+            for name, value in vars(base).items() if not name.startswith("_")
+            and (isinstance(value, property) or inspect.isfunction(value))}
+    assert said >= {*ds_layerwise.__all__, *ours} and len(ours) > 40
+    assert api.ENGINE.keys() == {name.key for name in CONTRACT if ".DeepSpeedEngine." in name.path
+                                 and not name.key.startswith("_")} - {"zero_use_cpu_optimizer"}
 
 
 @each_page

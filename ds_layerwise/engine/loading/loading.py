@@ -59,6 +59,13 @@ def _load_checked(
     load_module_only: bool = False,
     custom_load_fn: Any = None,
 ) -> Any:
+    """Load a checkpoint of any number of ranks, regular or universal; every rank must call this.
+    Files are checked by their checksums first.
+
+    Raises:
+        LayerWiseError: on every rank, if any rank finds a file missing or damaged, or one that does
+            not fit this run.
+    """
     options = (
         load_module_strict,
         load_optimizer_states,
@@ -424,6 +431,7 @@ def _load_module_state_dict(
     custom_load_fn: Any = None,
     **options: Any,
 ) -> Any:
+    """Load the weights in ``checkpoint`` under the names of ``layerwise.rename``, once they fit."""
     load: Load | None = engine.optimizer.checkpointing.load
     place = Path("the model's file")
     if load is not None and load.found is not None:

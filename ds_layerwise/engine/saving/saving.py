@@ -56,6 +56,12 @@ def _save_whole(
     save_latest: bool = True,
     **options: Any,
 ) -> Any:
+    """Save a checkpoint; every rank must call this. Its folder, and the pointer to it, are in place
+    only when all ranks have written, and every file is listed with its checksum.
+
+    Raises:
+        LayerWiseError: on every rank, if any rank cannot write its part.
+    """
     optimizer = engine.optimizer
     writer = engine.checkpoint_engine
     with comm.errors_on_all_ranks(None):
@@ -424,6 +430,7 @@ def commit_decoupled(engine: DeepSpeedEngine) -> None:
 
 
 def _destroy(original: Method, engine: DeepSpeedEngine) -> Any:
+    """End a background save, then destroy the engine."""
     commit_decoupled(engine)
     return original()
 
