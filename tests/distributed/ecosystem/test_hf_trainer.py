@@ -31,6 +31,7 @@ from tests.support.huggingface import (
     VOCAB,
     WIDTH,
     Batches,
+    Tokens,
     config,
     gpt2,
     make_trainer,
@@ -379,6 +380,21 @@ class TestArgumentsBeforeTheModel(DistributedTest):
             steps[model] = steps_of(trainer)
         del alive
         assert len(steps[cut]) == 3 and steps[cut] == steps[model]
+
+
+class TestEvaluatedBeforeItIsTrained(DistributedTest):
+    def test_a_new_trainer_takes_the_model_over(self, tmp_path):
+        make = lambda model: make_trainer(tmp_path, config(stage=3), model=model, max_steps=3)  # noqa: E731
+        whole_one, model = gpt2(), gpt2()
+        loss = plain_loss(whole_one, Tokens(8, first=10**6))
+        for _ in range(2):  # an engine without an optimizer after another
+            assert make(model).evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        for _ in range(2):  # and engines that train after both
+            runs = [make(each) for each in (model, whole_one)]
+            for trainer in runs:
+                trainer.train()
+            assert len(steps_of(runs[0])) == 3 and steps_of(runs[0]) == steps_of(runs[1])
+            assert runs[0].evaluate()["eval_loss"] == runs[1].evaluate()["eval_loss"] != loss
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
