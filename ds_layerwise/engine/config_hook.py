@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import deepspeed.comm as dist
+import torch
 from deepspeed.runtime import config as ds_config_module
 
 from ds_layerwise.config.config_file import config_of
@@ -73,6 +75,11 @@ def _initialize_params(original: Method, _: ds_config_module.DeepSpeedConfig, gi
 
 def _configure_train_batch_size(original: Method, config: ds_config_module.DeepSpeedConfig) -> Any:
     if is_for_us(config._param_dict):
+        if torch.distributed.is_initialized() and not dist.is_initialized():
+            # zero.Init reads its config first, and connects deepspeed.comm afterwards. On a CPU a
+            # Trainer has connected torch alone by then, and DeepSpeed would count one rank.
+            dist.init_distributed()
+            config.global_rank, config.world_size = dist.get_rank(), dist.get_world_size()
         config._param_dict = with_plain_numbers(config._param_dict)
         for key in (
             "train_batch_size",

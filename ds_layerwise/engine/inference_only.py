@@ -12,9 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, ref
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from torch import nn
 
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine.contract.only_ours import Method
@@ -25,8 +28,27 @@ from ds_layerwise.parallel import pipeline
 #: The keys of a config that only concern training.
 _OF_TRAINING = ("optimizer", "layerwise")
 
+#: The object that fetches the parameters of a model for an engine without an optimizer, at ZeRO
+#: stage 3.
+_fetchers: WeakKeyDictionary[nn.Module, ref[DeepSpeedZeRoOffload]] = WeakKeyDictionary()
+
 
 def _init(
+    original: Method, engine: DeepSpeedEngine, args: Any, model: Any, *rest: Any, **kwargs: Any
+) -> None:
+    """Build the engine, which takes over a model that another engine has for inference: the hooks
+    of two on one model would count its modules twice.
+    """
+    earlier = _fetchers.pop(model, None)
+    fetcher = None if earlier is None else earlier()
+    if fetcher is not None:
+        fetcher.destroy()
+    _build(original, engine, args, model, *rest, **kwargs)
+    if isinstance(engine.optimizer, DeepSpeedZeRoOffload):
+        _fetchers[model] = ref(engine.optimizer)
+
+
+def _build(
     original: Method,
     engine: DeepSpeedEngine,
     args: Any,
@@ -35,7 +57,7 @@ def _init(
     model_parameters: Any = None,
     *rest: Any,
     **kwargs: Any,
-) -> Any:
+) -> None:
     config = kwargs.get("config_class")
     if (
         config is None
@@ -44,7 +66,8 @@ def _init(
         or pipeline.is_pipeline(model)
         or not _is_for_asking(config._param_dict)
     ):
-        return original(args, model, optimizer, model_parameters, *rest, **kwargs)
+        original(args, model, optimizer, model_parameters, *rest, **kwargs)
+        return
     kept = {}
     for key, value in config._param_dict.items():
         if key not in _OF_TRAINING:
@@ -62,7 +85,6 @@ def _init(
             "(it is for inference, such as with a reference model); to train, pass "
             "model_parameters, and set stage to 1, 2 or 3"
         )
-    return None
 
 
 def _is_for_asking(given: dict[str, Any]) -> bool:

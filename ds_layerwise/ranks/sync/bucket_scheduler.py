@@ -272,7 +272,8 @@ class BucketScheduler(ABC):
             raise StepError(
                 "averaged gradients exist only between the backward pass at the boundary of "
                 "gradient accumulation (at stage 2, any backward pass) and engine.step(); read or "
-                "write them there"
+                "write them there; Accelerate and a Trainer call engine.step() inside their "
+                "backward, so that layerwise.norm_groups and torch's hooks alone see them"
             )
         self.by_hand |= to_write
         return 1.0

@@ -18,6 +18,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback, TrainingArguments
 
+import ds_layerwise
 from ds_layerwise.errors import StepError
 from tests.support import internals
 from tests.support.checkpoints import on_rank_0
@@ -27,8 +28,10 @@ from tests.support.harness import DistributedTest, OwnDistributedTest
 from tests.support.huggingface import (
     FINE_TUNE,
     GPT2_MATRICES,
+    VOCAB,
     WIDTH,
     Batches,
+    Tokens,
     config,
     gpt2,
     make_trainer,
@@ -352,6 +355,46 @@ class TestStage3(DistributedTest):
                     param.data.copy_(torch.randn(param.shape, generator=g) / 8)
         else:
             param.data.copy_(torch.randn(param.shape, generator=g) / 8)
+
+
+class TestArgumentsBeforeTheModel(DistributedTest):
+    init_distributed = False
+
+    def test_a_model_that_from_pretrained_cuts_trains_as_one_that_was_there_before(self, tmp_path):
+        ds_config = config(stage=3)
+        ds_config["zero_optimization"]["memory_efficient_linear"] = False
+        base, steps = tmp_path / f"base of rank {os.environ['RANK']}", {}
+        gpt2().save_pretrained(base)
+        ds_layerwise.register()
+        # It connects torch on a CPU, and not deepspeed.comm.
+        alive = TrainingArguments(str(tmp_path), deepspeed=copy.deepcopy(ds_config), use_cpu=True,
+                                  per_device_train_batch_size=2, gradient_accumulation_steps=2)
+        assert torch.distributed.is_initialized() and not dist.is_initialized()
+        cut = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        cut.loss_type = "ForCausalLM"
+        assert cut.lm_head.weight.ds_shape == (VOCAB, WIDTH) and cut.lm_head.weight.ds_numel == VOCAB * WIDTH
+        assert cut.lm_head.weight.ds_tensor.numel() == VOCAB * WIDTH // 2
+        for model in (cut, gpt2()):
+            trainer = make_trainer(tmp_path, ds_config, model=model, max_steps=3)
+            trainer.train()
+            steps[model] = steps_of(trainer)
+        del alive
+        assert len(steps[cut]) == 3 and steps[cut] == steps[model]
+
+
+class TestEvaluatedBeforeItIsTrained(DistributedTest):
+    def test_a_new_trainer_takes_the_model_over(self, tmp_path):
+        make = lambda model: make_trainer(tmp_path, config(stage=3), model=model, max_steps=3)  # noqa: E731
+        whole_one, model = gpt2(), gpt2()
+        loss = plain_loss(whole_one, Tokens(8, first=10**6))
+        for _ in range(2):  # an engine without an optimizer after another
+            assert make(model).evaluate()["eval_loss"] == pytest.approx(loss, rel=1e-5)
+        for _ in range(2):  # and engines that train after both
+            runs = [make(each) for each in (model, whole_one)]
+            for trainer in runs:
+                trainer.train()
+            assert len(steps_of(runs[0])) == 3 and steps_of(runs[0]) == steps_of(runs[1])
+            assert runs[0].evaluate()["eval_loss"] == runs[1].evaluate()["eval_loss"] != loss
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
