@@ -555,6 +555,7 @@ def test_the_site_is_built_without_a_warning_and_has_every_page(tmp_path):
         assert key in text, key
     # Nothing is fetched from elsewhere.
     for page in tmp_path.glob("*.html"):
+        assert not re.findall(r'<script[^>]*src="(?:https?:)?//[^"]+', page.read_text()), page
         assert not re.findall(r'(?:src|href)="(https?:)?//[^"]+\.(?:js|css|woff2?)"', page.read_text()), page
 
 

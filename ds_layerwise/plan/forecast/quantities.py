@@ -31,5 +31,7 @@ def time_text(nanoseconds: float) -> str:
 
 
 def work_text(flops: float) -> str:
-    """Return floating-point operations in GFLOP."""
+    """Return floating-point operations in GFLOP, from a thousand on in TFLOP."""
+    if flops >= 1e12:
+        return f"{flops / 1e12:,.1f}{GLUE}TFLOP"
     return f"{flops / 1e9:,.3g}{GLUE}GFLOP"

@@ -108,7 +108,7 @@ def test_a_page_has_the_tables_lines_and_numbers_of_the_text(command, tmp_path):
         else:
             assert shown == rows_of(out)
         told = " ".join(" ".join(map(" ".join, page.rows)).split()) + " ".join(page.paragraphs)
-        numbers = re.findall(r"\d[\d,.]*(?: (?:M|MiB|GiB|us|ms|s|%|GFLOP|TFLOP/s)\b)?", " ".join(out.split()))
+        numbers = re.findall(r"\d[\d,.]*(?: (?:M|MiB|GiB|us|ms|s|%|GFLOP|TFLOP/s|TFLOP)\b)?", " ".join(out.split()))
         assert len(numbers) > 50 and all(number in told for number in numbers)
         # Titles and lines are the same, in the same order; the page ends with a line of its own.
         lines = [line for line in out.splitlines() if line[:1] not in "┏┃┡│├└┌"]
@@ -192,7 +192,7 @@ def test_a_page_is_replaced_only_if_asked(command, tmp_path):
     assert_refused("No such file or directory", *command("2", "--html", tmp_path / "nowhere" / "plan.html"))
 
 
-NUMBER = re.compile(r"(?<![\w.])\d[\d,.]*\d(?: (?:M|MiB|GiB|us|ms|s|%|GFLOP)\b)?(?![\w.])")
+NUMBER = re.compile(r"(?<![\w.])\d[\d,.]*\d(?: (?:M|MiB|GiB|us|ms|s|%|GFLOP|TFLOP)\b)?(?![\w.])")
 
 
 @pytest.mark.parametrize("more", [("8",), ("8,64", "--memory", "8"), ("8", "--fit", "40")])
@@ -248,6 +248,7 @@ def test_a_list_folds_too(command, monkeypatch):
     (size_text(10 * 2**30), "10.0 GiB"), (size_text(10 * 2**30 - 2**20), "10,239.0 MiB"), (size_text(0), "0.0 MiB"),
     (size_text(2**40), "1,024.0 GiB"), (count_text(32_149_504), "32.1 M"), (count_text(99_999), "99,999"),
     (count_text(100_000), "0.1 M"), (count_text(1_000_000_000), "1,000.0 M"), (time_text(999_900), "999.9 us"),
-    (time_text(2.5e6), "2.5 ms"), (time_text(1234e9), "1,234.00 s"), (work_text(163.4e9), "163 GFLOP")])
+    (time_text(2.5e6), "2.5 ms"), (time_text(1234e9), "1,234.00 s"), (work_text(163.4e9), "163 GFLOP"),
+    (work_text(6.32e13), "63.2 TFLOP")])
 def test_numbers_have_one_form(text, expected):
     assert text.replace(GLUE, " ") == expected
