@@ -411,8 +411,9 @@ class TestFineTuning(DistributedTest):
         trainer.train()
         params = trainable(model)
         matrices = {name: (1, *p.shape) for name, p in params.items()} if make is lora else GPT2_MATRICES
-        # AdamW's root mean square, 0.2, instead of the oracle's own scale; decay as AdamW has it.
-        scale = {name: 0.2 * math.sqrt(max(rows, cols)) / math.sqrt(max(1, rows / cols))
+        # AdamW's root mean square, 0.2, times the config's factor, instead of the oracle's own scale; decay as AdamW has
+        # it.
+        scale = {name: 5 * 0.2 * math.sqrt(max(rows, cols)) / math.sqrt(max(1, rows / cols))
                  for name, (_, rows, cols) in matrices.items()}
         expected = train_plainly(make(), batches.of_all_ranks(), Recipe(
             matrices=matrices, clip=1.0, adam_lr=rate, betas=(0.9, 0.999), eps=1e-7, weight_decay=decay,

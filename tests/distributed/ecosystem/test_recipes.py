@@ -18,7 +18,7 @@ NEEDS = {"trainer_ner": None, "accelerate": None, "accelerate_own": None, "train
          "trainer_translation": None, "trainer_lm": None, "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl",
          "trl_reward": "trl", "lora": "trl", "dora": "trl", "lightning": "lightning", "timm": "timm",
          "diffusers": "diffusers", "sentence_transformers": "sentence_transformers"}
-ALWAYS = {"trainer_ner", "accelerate_own"}
+ALWAYS = {"trainer_ner"}
 
 
 @pytest.mark.parametrize("name", [
