@@ -411,8 +411,7 @@ class TestFineTuning(DistributedTest):
         trainer.train()
         params = trainable(model)
         matrices = {name: (1, *p.shape) for name, p in params.items()} if make is lora else GPT2_MATRICES
-        # AdamW's root mean square, 0.2, times the config's factor, instead of the oracle's own scale; decay as AdamW has
-        # it.
+        # AdamW's root mean square, 0.2, times the config's factor of 5, instead of the oracle's own scale.
         scale = {name: 5 * 0.2 * math.sqrt(max(rows, cols)) / math.sqrt(max(1, rows / cols))
                  for name, (_, rows, cols) in matrices.items()}
         expected = train_plainly(make(), batches.of_all_ranks(), Recipe(
