@@ -17,7 +17,9 @@ def size_text(num_bytes: float) -> str:
 def count_text(numel: int) -> str:
     """Return a number of elements in millions; written out if there are less than 100,000."""
     if numel >= 100_000:
-        return f"{numel / 1e6:,.1f}{GLUE}M"
+        # A bucket size of a config may be too large for a float.
+        millions, tenths = divmod((numel + 50_000) // 100_000, 10)
+        return f"{millions:,}.{tenths}{GLUE}M"
     return f"{numel:,}"
 
 
