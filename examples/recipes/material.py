@@ -24,6 +24,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
+    Trainer,
 )
 
 CONTEXT = 64
@@ -139,6 +140,17 @@ class Rows(Dataset):
 def write_losses(folder: str, losses: list[float]) -> None:
     """Write ``losses``, one a step, to ``folder``/losses.json, where run.py looks for them."""
     Path(folder, "losses.json").write_text(json.dumps(losses))
+
+
+def end(trainer: Trainer) -> None:
+    """Save the model of a Trainer that has trained, and its losses, and leave the other ranks."""
+    trainer.save_model()
+    if trainer.is_world_process_zero():
+        history = trainer.state.log_history
+        write_losses(
+            trainer.args.output_dir, [entry["loss"] for entry in history if "loss" in entry]
+        )
+    torch.distributed.destroy_process_group()
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import torch
 from datasets import Dataset
 from sentence_transformers import (
     SentenceTransformer,
@@ -38,13 +37,7 @@ def main() -> None:
         loss=losses.MultipleNegativesRankingLoss(model),
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model(args.output_dir)
-    if trainer.is_world_process_zero():
-        history = trainer.state.log_history
-        material.write_losses(
-            args.output_dir, [entry["loss"] for entry in history if "loss" in entry]
-        )
-    torch.distributed.destroy_process_group()
+    material.end(trainer)
 
 
 if __name__ == "__main__":

@@ -95,13 +95,7 @@ def main() -> None:
     model, rows = TASKS[known.task]()
     trainer = Trainer(model=model, args=args, train_dataset=material.Rows(rows))
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    trainer.save_model()
-    if trainer.is_world_process_zero():
-        history = trainer.state.log_history
-        material.write_losses(
-            args.output_dir, [entry["loss"] for entry in history if "loss" in entry]
-        )
-    torch.distributed.destroy_process_group()
+    material.end(trainer)
 
 
 if __name__ == "__main__":
