@@ -384,7 +384,6 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
 _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.overlap_param_gather": False,
     "tensor_parallel.autotp_size": 1,
-    "sequence_parallel_size": 1,
 }
 
 

@@ -381,11 +381,12 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
                 f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
                 "stage 3; take it out of the model, or set zero_optimization.stage to 2"
             )
-    if engine.has_moe_layers or engine.mpu is not None or pipeline.is_pipeline(engine.module):
+    is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
+    if engine.has_moe_layers or is_cut or pipeline.is_pipeline(engine.module):
         raise ConfigError(
-            "zero_optimization.stage is 3, and experts, pipelines, tensor or sequence parallelism "
-            "spread the model over ranks as well, which this backend supports only at stages 1 and "
-            "2; set zero_optimization.stage to 2"
+            "zero_optimization.stage is 3, and experts, pipelines or tensor parallelism spread the "
+            "model over ranks as well, which this backend supports only at stages 1 and 2; set "
+            "zero_optimization.stage to 2"
         )
 
 

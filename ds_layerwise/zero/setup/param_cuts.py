@@ -6,7 +6,7 @@ DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -42,7 +42,8 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
         dp_process_group=group,
         offload_param_config=engine.zero_offload_param(),
-        mpu=engine.mpu,
+        # DeepSpeed would cut over the data parallel group of an mpu; sequence groups share cuts.
+        mpu=None,
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
@@ -124,23 +125,24 @@ class ParamCuts:
         self._fetched: Tensor | None = None
         """The checksum of what stays whole, as it was fetched; None where that is not known."""
         self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
-        apart = {}
+        apart: dict[str, list[tuple[Slot, int]]] = {}
         for bucket in layout.buckets:
             if bucket.whole:
-                apart[bucket.index] = self._move_apart(bucket)
+                slots = [(slot, bucket.cut_of(slot)) for slot in bucket.slots]
+                apart.setdefault(bucket.dtype, []).extend(slots)
             else:
                 self._move_in(bucket, values.shard(bucket, rank))
-        self.tensors = apart
-        """The memory of cuts that are no shards, by bucket."""
+        self.tensors = [self._move_apart(slots) for slots in apart.values()]
+        """The memory of cuts that are no shards, one tensor per dtype."""
 
-    def _move_apart(self, bucket: Bucket) -> Tensor:
-        sizes = [bucket.cut_of(slot) for slot in bucket.slots]
-        like = self.of(bucket.slots[0].name)
+    def _move_apart(self, slots: Sequence[tuple[Slot, int]]) -> Tensor:
+        sizes = [size for _, size in slots]
+        like = self.of(slots[0][0].name)
         if like.device == self._device:
             memory = like.new_zeros(sum(sizes))
         else:
             memory = host_memory(sum(sizes), like.dtype, pin_memory=like.is_pinned()).zero_()
-        for slot, place in zip(bucket.slots, memory.split_with_sizes(sizes), strict=True):
+        for (slot, _), place in zip(slots, memory.split_with_sizes(sizes), strict=True):
             self._move(slot, place)
         return memory
 

@@ -92,7 +92,7 @@ class TestAgainstTheWholeSequence(DistributedTest):
         how = "config" if how == "mesh" and dist.get_world_size() == 2 else how
         expected = train(lambda: tiny_gpt(tied=True), token_batch, token_loss, recipe(), STEPS)
         assert expected.steps[0].clip_factor > 2
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             # Every rank starts from other weights, and has to get rank 0's.
             module = PartOfASequence(seed=dist.get_rank())
             engine = start(module, config(how, stage=stage), **sequence_groups(how))
@@ -118,7 +118,7 @@ class TestTheScaleOfAGradient(DistributedTest):
     def test_it_is_the_sum_over_a_sequence_and_the_mean_over_sequences(self, how):
         """Whole numbers add up exactly; Muon and Adam would forget a factor."""
         world_size = dist.get_world_size()
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             module = Net(tied=True)
             engine = start(module, ds_config(stage=stage, clip=5.0), **sequence_groups(how))
             loss = engine((0, 0, dist.get_rank()))
@@ -221,9 +221,10 @@ class TestCheckpoints(DistributedTest):
         assert torch.equal(weights(resumed.module), later_weights)
 
     @pytest.mark.world_size(2)
-    def test_resume_on_fewer_sequences(self, run_of_4):
+    @pytest.mark.parametrize("stage", [2, 3])
+    def test_resume_on_fewer_sequences(self, stage, run_of_4):
         """The two ranks stand in for four: each of their micro-batches is the mean of those that the four had."""
-        engine = loaded(start(PartOfASequence(), config(stage=2), **sequence_groups("mpu")), run_of_4)
+        engine = loaded(start(PartOfASequence(), config(stage=stage), **sequence_groups("mpu")), run_of_4)
         saved = whole_states(engine)
         for micro in range(GAS):
             losses = [engine((3, micro, dist.get_rank() + SP * sequence)) for sequence in range(2)]

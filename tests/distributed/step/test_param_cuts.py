@@ -564,8 +564,8 @@ class TestRefused(DistributedTest):
     world_size = 2
 
     def test_what_the_model_is_besides(self):
-        config = config_of(3, sequence_parallel_size=2)
-        with pytest.raises(ConfigError, match="^sequence_parallel_size is 2, which is not supported at ZeRO"):
+        config = config_of(3, tensor_parallel={"autotp_size": 2})
+        with pytest.raises(ConfigError, match="^tensor_parallel.autotp_size is 2, which is not supported at ZeRO"):
             start(Net(), config)
 
     def test_parameters_without_elements(self):
