@@ -139,7 +139,7 @@ class RunState:
         """The memory of trained parameters; at ZeRO stage 3 of what is owned, and of cuts."""
         tensors = list(self.values.tensors)
         if self._cuts is not None:
-            tensors += self._cuts.tensors.values()
+            tensors += self._cuts.tensors
         return tensors
 
     def follow_cuts(self, name: str | None = None) -> None:

@@ -6,8 +6,10 @@ at hand has.
 
 Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels
 where a run would take them; collectives, which a device does by itself, are stubs, and so is what
-packs and divides. What is left is the launching: the hook of every gradient, every bucket reduced
-and gathered once, and one exchange each way where buckets travel in cuts. Medians.
+packs, divides and, at stage 3, looks for writes (13 launches for 4 M elements of a rank's cuts,
+twice a step). What is left is the launching: the hook of every gradient, every bucket reduced
+and gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the rounds
+that send the cuts of updated matrices in place of the gathers. Medians.
 """
 
 from __future__ import annotations
@@ -33,9 +35,10 @@ from ds_layerwise.plan.network.reduction import Reduction
 from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
-from ds_layerwise.ranks.sync import exchange
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
+from ds_layerwise.ranks.sync import cut_sync, exchange
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 
@@ -44,16 +47,33 @@ from tests.support.model_specs import load_model_specs
 
 MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 META = torch.device("meta")
-#: Model, ranks, elements of a bucket, how sums are made, and the bound in milliseconds.
-CASES: tuple[tuple[str, int, int, Reduction, int | None], ...] = (
-    ("llama-3-8b", 64, 50_000_000, "native", None),
-    ("llama-3-70b", 64, 50_000_000, "native", None),
-    ("llama-3-405b", 64, 50_000_000, "native", None),
-    ("llama-3-70b", 1024, 50_000_000, "native", 5),
-    ("llama-3-70b", 1024, 500_000_000, "native", 5),
-    ("llama-3-405b", 16384, 500_000_000, "native", 20),
-    ("llama-3-70b", 1024, 50_000_000, "ordered", None),
-    ("llama-3-405b", 16384, 500_000_000, "ordered", None),
+
+
+class Case(NamedTuple):
+    """A row of the table."""
+
+    model: str
+    ranks: int
+    bucket_numel: int
+    """Elements of a bucket."""
+    reduction: Reduction = "native"
+    """The method of sums."""
+    bound: int | None = None
+    """In milliseconds."""
+    stage: int = 2
+
+
+CASES = (
+    Case("llama-3-8b", 64, 50_000_000),
+    Case("llama-3-70b", 64, 50_000_000),
+    Case("llama-3-405b", 64, 50_000_000),
+    Case("llama-3-70b", 1024, 50_000_000, bound=5),
+    Case("llama-3-70b", 1024, 500_000_000, bound=5),
+    Case("llama-3-405b", 16384, 500_000_000, bound=20),
+    Case("llama-3-70b", 1024, 50_000_000, "ordered"),
+    Case("llama-3-405b", 16384, 500_000_000, "ordered"),
+    Case("llama-3-70b", 512, 50_000_000, stage=3),
+    Case("llama-3-70b", 512, 500_000_000, stage=3),
 )
 
 
@@ -116,6 +136,7 @@ class Stubs:
         exchange.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
         torch.Tensor.div_ = lambda tensor, by: tensor
+        cut_sync.checksum_of = lambda memory: memory.new_empty(2, dtype=torch.int64)
         torch.sum = lambda rows, dim, *, dtype, out: out
 
     def collective(self, *_: object, **__: object) -> Any:
@@ -124,12 +145,46 @@ class Stubs:
         return self.work
 
 
+class Cuts:
+    """The cuts of one rank at stage 3, of a model whose modules hold no whole parameter."""
+
+    def __init__(self, layout: Layout) -> None:
+        slots = [
+            (slot.name, -(-slot.numel // bucket.holders))
+            for bucket in layout.buckets
+            if bucket.whole
+            for slot in bucket.slots
+        ]
+        names, sizes = zip(*slots, strict=True)
+        self.tensors = [torch.empty(sum(sizes), dtype=torch.bfloat16, device=META)]
+        self._of = dict(zip(names, self.tensors[0].split(sizes), strict=True))
+
+    def of(self, name: str) -> torch.Tensor:
+        """Return the cut of a parameter, 1-D."""
+        return self._of[name]
+
+    def release(self) -> None:
+        """Do nothing: no parameter is whole, nor in the next three methods."""
+
+    fetch_persistent = follow_persistent = release
+
+    def persistent(self) -> dict[str, torch.Tensor]:
+        """Return no parameter."""
+        return {}
+
+    def persistent_written(self) -> torch.Tensor:
+        """Return that nobody has written one."""
+        return torch.zeros((), dtype=torch.bool, device=META)
+
+
 class Step:
     """What one rank does between gradients and collectives, of a model in bf16 whose gradients add
     up in bf16.
     """
 
-    def __init__(self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction) -> None:
+    def __init__(
+        self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction, stage: int
+    ) -> None:
         rank, size, per_node = layout.world_size // 2, layout.world_size, NVLINK_IB.ranks_per_node
         rings = in_levels(layout.buckets, wires_of(layout, specs), NVLINK_IB, reduction)
         wires = {
@@ -149,7 +204,7 @@ class Step:
             for slot in bucket.slots
         }
         self._gradients = {name: torch.empty_like(param) for name, param in self._params.items()}
-        values, grads = FlatBuffer(layout, META), FlatBuffer(layout, META)
+        grads = FlatBuffer(layout, META)
         reduced = ShardBuffer(
             layout,
             rank,
@@ -166,7 +221,13 @@ class Step:
             divide_by=float(size),
             wire_dtype=lambda bucket: torch.bfloat16,
         )
-        self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)
+        self._param_sync: ParamSync | CutSync
+        if stage == 3:
+            values, group = OwnShards(layout, rank, META), Ranks(size, rank)
+            self._param_sync = CutSync(layout, rank, values, Cuts(layout), group=group)
+        else:
+            values = FlatBuffer(layout, META)
+            self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)
         self._backwards = range(len(layout.buckets) - 1, -1, -1)
 
     def begin(self) -> None:
@@ -203,36 +264,35 @@ def medians_ms(step: Step, times: int) -> tuple[float, float]:
     return 1000 * statistics.median(reduces), 1000 * statistics.median(gathers)
 
 
-def row(
-    stubs: Stubs,
-    times: int,
-    model: str,
-    ranks: int,
-    bucket_numel: int,
-    reduction: Reduction,
-    bound: int | None,
-) -> str:
+def row(stubs: Stubs, times: int, case: Case) -> str:
     """One case, as a row of the table."""
-    specs = load_model_specs(MODELS / f"{model}.yaml")
-    layout = plan_layout(specs, ranks, bucket_numel=bucket_numel, reduction=reduction)
-    step = Step(specs, layout, reduction)
+    specs = load_model_specs(MODELS / f"{case.model}.yaml")
+    layout = plan_layout(
+        specs,
+        case.ranks,
+        bucket_numel=case.bucket_numel,
+        reduction=case.reduction,
+        stage=case.stage,
+    )
+    step = Step(specs, layout, case.reduction, case.stage)
     reduce, gather = medians_ms(step, times)
     stubs.calls = 0
     step.begin(), step.reduce(), step.gather()
     ways = Counter(bucket.way for bucket in layout.buckets)
     cells = (
-        model,
-        ranks,
-        f"{bucket_numel:.0e}",
-        reduction,
+        case.model,
+        case.ranks,
+        case.stage,
+        f"{case.bucket_numel:.0e}",
+        case.reduction,
         f"{len(layout.buckets)}: "
-        + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts")),
+        + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts", "by_param")),
         "{}, {}".format(*step.in_levels),
         stubs.calls,
         f"{reduce:.1f}",
         f"{gather:.1f}",
         f"{reduce + gather:.1f}",
-        "" if bound is None else bound,
+        "" if case.bound is None else case.bound,
     )
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -249,14 +309,14 @@ def main() -> None:
         f"CPU time of one thread, medians of {args.times}.\n"
     )
     print(
-        "| model | ranks | bucket | sums | buckets: even, ragged, in cuts | in two levels: "
-        "reductions, gathers | collectives | reduce, ms | gather, ms | both | bound "
-        "|\n|---|---|---|---|---|---|---|---|---|---|---|"
+        "| model | ranks | stage | bucket | sums | buckets: even, ragged, in cuts, cut by "
+        "parameter | in two levels: reductions, gathers | collectives | reduce, ms | gather, ms | "
+        "both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
     # As in a backward pass, and in a step.
     with torch.no_grad():
         for case in CASES:
-            print(row(stubs, args.times, *case), flush=True)
+            print(row(stubs, args.times, case), flush=True)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def is_first_step_due(engine: Any) -> bool:
 
 def param_cuts(engine: Any) -> list[torch.Tensor]:
     """The memory of this rank's cuts of whole parameters at ZeRO stage 3."""
-    return list(param_sync(engine)._all_cuts.tensors.values())
+    return list(param_sync(engine)._all_cuts.tensors)
 
 
 def memory_by_kind(engine: Any) -> dict[Any, int]:

@@ -5,7 +5,7 @@ and of written cuts back to the owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -77,8 +77,8 @@ class Cuts(Protocol):
     """This rank's cuts of parameters. Modules gather the whole parameters while they use them."""
 
     @property
-    def tensors(self) -> Mapping[int, Tensor]:
-        """The memory of the cuts of whole parameters, by bucket."""
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the cuts of whole parameters, one tensor per dtype."""
 
     def of(self, name: str) -> Tensor:
         """Return the cut of a parameter, 1-D."""
@@ -130,7 +130,7 @@ class CutSync:
         self._rounds = rounds_of(layout, rank)
         self._pending: deque[comm.Pending] = deque()
         self._start()
-        self._sent = self._checksums(cuts.tensors)
+        self._sent = self._checksums()
 
     def _start(self) -> None:
         self._launched: set[int] = set()
@@ -216,7 +216,7 @@ class CutSync:
             self._pending.popleft().wait()
         # An interrupted update may have launched only some buckets of a round.
         self._start()
-        self._sent = self._checksums(self._all_cuts.tensors)
+        self._sent = self._checksums()
 
     def leave_pending(self) -> None:
         """Wait: DeepSpeed may fetch any cut from here on."""
@@ -227,44 +227,40 @@ class CutSync:
 
     # --- cuts to owners
 
-    def written(self, indices: Iterable[int] | None = None) -> Tensor:
+    def written(self) -> Tensor:
         """Tell whether somebody has written a cut, or what stays whole, since it was sent: 0-d
         bool; nobody waits for the device.
-
-        Args:
-            indices: of buckets; None for all.
         """
         found = self._all_cuts.persistent_written()
-        for index, now in self._checksums(self._of_whole(indices)).items():
-            found = found | (now != self._sent[index]).any().to(found.device)
+        for sent, now in zip(self._sent, self._checksums(), strict=True):
+            found = found | (now != sent).any().to(found.device)
         return found
 
-    def _of_whole(self, indices: Iterable[int] | None) -> list[int]:
-        whole = self._all_cuts.tensors
-        return list(whole) if indices is None else [index for index in indices if index in whole]
+    def _checksums(self) -> list[Tensor]:
+        return [checksum_of(memory) for memory in self._all_cuts.tensors]
 
-    def _checksums(self, indices: Iterable[int]) -> dict[int, Tensor]:
-        return {index: checksum_of(self._all_cuts.tensors[index]) for index in indices}
-
-    def fetch(self, indices: Iterable[int] | None = None) -> None:
+    def fetch(self, indices: Collection[int] | None = None) -> None:
         """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
         rank must call this at the same point.
         """
-        wanted = self._of_whole(indices)
         for round_ in self._rounds:
-            if not round_.buckets.isdisjoint(wanted):
+            if indices is None or not round_.buckets.isdisjoint(indices):
                 self._ask(round_).wait()
-        self._sent.update(self._checksums(wanted))
+        if indices is None:
+            self._sent = self._checksums()
 
-    def follow_writes(self, indices: Iterable[int] | None = None) -> None:
+    def follow_writes(self, indices: Collection[int] | None = None) -> None:
         """Let owners have what somebody has written into the cuts of the buckets ``indices``, None
         for all, since they were sent. Every rank must call this at the same point.
         """
-        written = self.written(indices)
-        if comm.sum_over_ranks(written.float(), group=self._group):
-            self.take_over(indices)
+        if indices is not None:
+            # To send a few is cheaper than to look for writes.
+            self._all_cuts.follow_persistent()
+            self.fetch(indices)
+        elif comm.sum_over_ranks(self.written().float(), group=self._group):
+            self.take_over()
 
-    def take_over(self, indices: Iterable[int] | None = None) -> None:
+    def take_over(self) -> None:
         """Do what :meth:`follow_writes` does where something was written on any rank.
 
         Raises:
@@ -272,7 +268,7 @@ class CutSync:
         """
         check_same(self._all_cuts.persistent(), {}, self._group)
         self._all_cuts.follow_persistent()
-        self.fetch(indices)
+        self.fetch()
 
     def _ask(self, round_: CutRound) -> comm.Pending:
         sizes = round_.sizes(self._holders)
