@@ -9,7 +9,8 @@ up the memory of every tensor of the process that is alive between two steps and
 model was built, each memory once: exact, whoever made them. *process* is anonymous memory
 (``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it
 includes what the allocator keeps. The peak of gradients comes from the same count of tensors, at
-every moment of a backward pass when a bucket starts, over what lives between two steps.
+every moment of a backward pass when a bucket starts, over what lives between two steps; that of a
+step is counted after every operation, over what was there before it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -39,6 +41,9 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from tests.support.live_memory import LiveMemory
 
 #: How far off a prediction may be, in percent.
 BAR_PERCENT = 2.0
@@ -105,13 +110,17 @@ def build(job: Job) -> nn.Module:
     return built
 
 
+def live_tensors() -> list[Tensor]:
+    """All tensors that are alive."""
+    return [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
+
+
 def tensor_bytes() -> int:
     """The memory of every tensor that is alive, each memory once."""
     held: dict[int, int] = {}
-    for item in gc.get_objects():
-        if type(item) in (Tensor, nn.Parameter):
-            storage = item.untyped_storage()
-            held[storage.data_ptr()] = storage.nbytes()
+    for item in live_tensors():
+        storage = item.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
     return sum(held.values())
 
 
@@ -148,12 +157,13 @@ def start(job: Job) -> tuple[Any, nn.Module]:
     )[0], model
 
 
-def train(engine: Any, job: Job) -> None:
-    """One step of two micro-batches."""
-    for _ in range(2):
+def train(engine: Any, job: Job, update: AbstractContextManager[Any] | None = None) -> None:
+    """One step of two micro-batches, under ``update`` while it updates."""
+    for under in (nullcontext(), update or nullcontext()):
         tokens = torch.randint(256, (1, job.context + 1)).to(engine.device)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
-        engine.step()
+        with under:
+            engine.step()
 
 
 def measure(job: Job, watched: Any) -> None:
@@ -176,6 +186,9 @@ def measure(job: Job, watched: Any) -> None:
     tensors, process = tensor_bytes() - others, anonymous_mb(os.getpid()) - before
     with Peak(optimizer, tensors + others) as peak:
         train(engine, job)
+    update = LiveMemory(live_tensors())
+    before_update = update.now()
+    train(engine, job, update)
     run = RunConfig.from_ds_config(job.ds_config())
     routes = route_model(
         [
@@ -204,6 +217,8 @@ def measure(job: Job, watched: Any) -> None:
                 "process": process * 1e6,
                 "under_way": traffic.total,
                 "peak": peak.most,
+                "update": update.peak - before_update,
+                "update_at_most": plan.in_step[optimizer.rank] + traffic.total,
                 "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
                 "numel": plan.report.numel,
                 "buckets": plan.report.num_buckets,
@@ -216,18 +231,20 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
     """The table."""
     lines = [
         "| run | rank | predicted | tensors | off by | process | gradients kept | under way, "
-        "predicted | one bucket of gradients | peak over what is kept |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "predicted | one bucket of gradients | peak over what is kept | peak of a step over it | "
+        "predicted, at most |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
         mb = {
             key: f"{r[key] / 1e6:.1f}"
-            for key in ("predicted", "tensors", "process", "grads", "under_way", "bucket", "peak")
+            for key in r
+            if key not in ("job", "rank", "numel", "buckets")
         }
         lines.append(
             f"| {r['job']} | {r['rank']} | {mb['predicted']} | {mb['tensors']} | {off_by(r):+.2f} "
             f"% | {mb['process']} | {mb['grads']} | {mb['under_way']} | {mb['bucket']} | "
-            f"{mb['peak']} |"
+            f"{mb['peak']} | {mb['update']} | {mb['update_at_most']} |"
         )
     return lines
 
@@ -271,6 +288,8 @@ def main() -> None:
     print("\n".join(rows(results)))
     if any(abs(off_by(result)) > BAR_PERCENT for result in results):
         sys.exit(f"a prediction is off by more than {BAR_PERCENT:g} %")
+    if any(result["update"] > result["update_at_most"] for result in results):
+        sys.exit("a step takes more than is predicted for it")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from ds_layerwise.plan.forecast.cost import (
     LayoutReport,
     RankMemory,
     RankTraffic,
+    checksum_workspace,
     cut_elements,
     fetched_elements,
     memory_bytes,
@@ -198,6 +199,11 @@ class Forecast:
         for counts in opened:
             for rank, nbytes in counts.items():
                 most_opened[rank] = max(most_opened[rank], nbytes)
+        whole = Whole(0, 0) if fetching is None else fetching.whole(map(_size_of, specs))
+        workspace = workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0)
+        if stage == 3:
+            checked = checksum_workspace(layout, whole.always)
+            workspace = tuple(max(works, checked) for works in workspace)
         return cls(
             layout,
             stage,
@@ -207,11 +213,11 @@ class Forecast:
             LayoutReport.of(layout, specs),
             memory,
             traffic,
-            workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0),
+            workspace,
             in_float32,
             tuple(most_opened),
             max_waiting,
-            Whole(0, 0) if fetching is None else fetching.whole(map(_size_of, specs)),
+            whole,
         )
 
     @property

@@ -12,10 +12,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
+from ds_layerwise.plan.forecast.cost import CHECKED_AT_A_TIME
 from ds_layerwise.ranks.comm import comm
-
-#: The number of elements per summation, which takes about 24 bytes of memory for each.
-_AT_A_TIME = 1 << 22
 
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
 _SPREAD = 0x1E3779B97F4A7C15
@@ -134,12 +132,14 @@ def checksum_of(values: Tensor) -> Tensor:
     dtype = torch.int32 if values.element_size() == 4 else torch.int16
     bits = values.detach().reshape(-1).view(dtype)
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, bits.numel(), _AT_A_TIME):
-        some = bits[start : start + _AT_A_TIME].long()
+    for start in range(0, bits.numel(), CHECKED_AT_A_TIME):
+        some = bits[start : start + CHECKED_AT_A_TIME].long()
         places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
         # Sums of products alone would be the same where values change places symmetrically.
         mixed = places.mul_(_SPREAD).bitwise_xor_(some).mul_(_SPREAD)
         plain = some.sum()
         torch.bitwise_right_shift(mixed, 29, out=some)
         total += torch.stack([plain, some.bitwise_xor_(mixed).sum()])
+        # So that the next ones have their memory.
+        del some, places, mixed
     return total

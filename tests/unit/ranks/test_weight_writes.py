@@ -7,6 +7,7 @@ import torch
 
 from ds_layerwise.ranks.owned import weight_checksums, weight_writes
 from ds_layerwise.ranks.owned.weight_writes import follow_
+from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
 pytestmark = rooms("weight_writes")
@@ -44,7 +45,7 @@ def test_the_sign_of_zero():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
-    monkeypatch.setattr(weight_checksums, "_AT_A_TIME", 3)
+    monkeypatch.setattr(weight_checksums, "CHECKED_AT_A_TIME", 3)
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     seen = {weight_checksums.checksum(values)}
     assert weight_checksums.checksum(values.clone()) in seen
@@ -56,6 +57,16 @@ def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
     assert len(seen) == 5
     assert weight_checksums.checksum(torch.tensor(0.5, dtype=dtype)) == weight_checksums.checksum(torch.tensor([0.5],
                                                                                                        dtype=dtype))
+
+
+@pytest.mark.parametrize("numel", [9, 10, 40])
+def test_a_checksum_takes_what_the_plan_says(numel, monkeypatch):
+    monkeypatch.setattr(weight_checksums, "CHECKED_AT_A_TIME", 10)
+    values = torch.zeros(numel, dtype=torch.bfloat16)
+    with LiveMemory([values]) as memory:
+        weight_checksums.checksum_of(values)
+    # Beside the elements: the total, the two sums, and their stack.
+    assert memory.peak - values.untyped_storage().nbytes() <= 16 * min(numel, 10) + 48
 
 
 def test_values_that_change_places_symmetrically_are_told():
