@@ -31,6 +31,7 @@ RECIPES: dict[str, tuple[str, str]] = {
     "trl_grpo": ("trl/run.sh grpo", "trl/ds.json"),
     "trl_reward": ("trl/run.sh reward", "trl/ds.json"),
     "lora": ("trl/run.sh sft --adapter lora", "trl/ds.json"),
+    "lora_plus": ("trl/run.sh sft --adapter lora", "trl/ds_lora_plus.json"),
     "dora": ("trl/run.sh sft --adapter dora", "trl/ds.json"),
     "accelerate": ("accelerate/run.sh placeholder", "accelerate/ds.json"),
     "accelerate_own": ("accelerate/run.sh own", "accelerate/ds_own.json"),
