@@ -56,8 +56,8 @@ from tests.support.training import MATRICES, VARIANTS, ds_config
 UNITS = 8
 #: The largest difference from the twin, of the norm of a tensor: float32 products in another order, over many steps.
 BOUND = {"fp32": 1e-4, "bf16": 1e-4}
-#: So many steps in a row none is skipped.
-HEALTHY = 11
+#: Of each eleven steps, those that are skipped, and what one element of a gradient is there.
+SICK = {5: float("nan"), 8: float("inf")}
 
 
 #: By rank, what goes wrong there; and what each rank has answered, None for one that is dead.
@@ -73,9 +73,9 @@ class Hang(Exception):
     """A rank does not answer; says where each of them is."""
 
 
-def sick(step: int) -> bool:
-    """Whether a gradient of this step is infinite."""
-    return step % HEALTHY == 5
+def sick(step: int) -> float:
+    """What one element of a gradient of this step is, NaN or infinite; 0 where all are well."""
+    return SICK.get(step % 11, 0.0)
 
 
 class Twin:
@@ -109,7 +109,7 @@ class Twin:
                 name: sum(whole_number_gradients(name, p.shape, number, unit, 0) for unit in range(UNITS))
                 for name, p in self._reference.params.items() if name not in UNUSED}
             if sick(number):
-                grads["flat.weight"].view(-1)[5] = float("inf")
+                grads["flat.weight"].view(-1)[5] = sick(number)
             self._reference.step([[grads]])
             self._note()
         return self._steps[step]
@@ -296,10 +296,13 @@ class Options:
     late_weights: bool
     universal: bool
     writer: str
+    offload: float
+    """Which part of the masters and states is in host memory; at stage 3, where it is all, the weights' cuts, too."""
 
     def __str__(self) -> str:
         more = [name for name, value in (("overlap", self.overlap), ("late weights", self.late_weights),
-                                         ("universal", self.universal)) if value]
+                                         ("universal", self.universal), (f"offload {self.offload:g}", self.offload))
+                if value]
         return ", ".join([f"{self.ranks} ranks, stage {self.stage}, gas {self.gas}",
                           *([f"{self.writer} writer"] if self.writer else []), *more])
 
@@ -361,7 +364,8 @@ class Campaign:
             ranks=ranks, stage=stage, gas=rng.choice([1, 2, 4]), overlap=rng.random() < 0.5,
             bucket_numel=self.bucket_numel if self.on_nodes else rng.choice([600, 600, 10**9]),
             late_weights=stage < 3 and rng.random() < 0.3,
-            universal=stage < 3 and not self.on_nodes and rng.random() < 0.25, writer=writer)
+            universal=stage < 3 and not self.on_nodes and rng.random() < 0.25, writer=writer,
+            offload=rng.choice([0, 0, 0.5, 1]))
 
     @property
     def num_ranks(self) -> int:
@@ -381,6 +385,10 @@ class Campaign:
                            layerwise={"save_universal": options.universal,
                                       "overlap_param_gather": options.late_weights},
                            **({"bf16": {"enabled": True}} if self.precision == "bf16" else {}))
+        if options.offload:
+            config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": options.offload}
+            if options.stage == 3 and options.offload == 1:
+                config["zero_optimization"]["offload_param"] = {"device": "cpu"}
         local_size = self.local_size if self.on_nodes else self.num_ranks
         self.ranks = Ranks(self.num_ranks, local_size, self.limit)
         self.pending = None

@@ -39,13 +39,13 @@ class Chaotic(Net):
     """Sums up the losses of any units of a step, so that a step is the same however many ranks share it."""
 
     def forward(self, place):
-        """The loss of the units of a micro-batch, which may be none; ``sick`` makes a gradient infinite."""
+        """The loss of the units of a micro-batch, which may be none; ``sick``, infinite or NaN, makes a gradient so."""
         step, units, factor, sick = place
         loss = sum((self.get_parameter(name).float() * 0).sum() for name in trainable(self) if name not in UNUSED)
         for unit in units:
             loss = loss + whole_number_loss(self, (step, unit, 0), UNUSED)
         loss = loss * factor
-        return loss + self.flat.weight.flatten()[5].float() * float("inf") if sick else loss
+        return loss + self.flat.weight.flatten()[5].float() * sick if sick else loss
 
 
 class Mine:
@@ -79,7 +79,7 @@ class Rank:
         said: dict[str, Any] = {}
         for each in micro_batches:
             loss = self.engine((each["step"], each["units"][self.rank], each["factor"],
-                                each["sick"] and 0 in each["units"][self.rank]))
+                                each["sick"] if 0 in each["units"][self.rank] else 0.0))
             save = each.get("save", {"at": ""})
             if save["at"] == "after forward":
                 said = self.try_to_save(save["how"])
@@ -132,7 +132,7 @@ class Rank:
         """Run the model as an evaluation does."""
         self.engine.eval()
         with torch.no_grad():
-            assert self.engine((0, [0], 1.0, False)).isfinite()
+            assert self.engine((0, [0], 1.0, 0.0)).isfinite()
         self.engine.train()
 
     def spoil_a_copy(self) -> bool:

@@ -102,6 +102,11 @@ class Run:
             with open(self.options.out / "notes", "ab", buffering=0) as file:
                 file.write(json.dumps(facts).encode() + b"\n")
 
+    def tell(self, name: str, text: str) -> None:
+        """Write a file for which somebody waits; it is whole as soon as it is there."""
+        (self.options.out / "part").write_text(text)
+        (self.options.out / "part").rename(self.options.out / name)
+
     def resume(self) -> None:
         """Go on from the newest checkpoint, if there is one."""
         folder = self.options.checkpoints
@@ -116,7 +121,7 @@ class Run:
                 if digest(whole_states(self.engine)) != before:
                     raise SystemExit("a load that was refused has changed the engine") from error
                 if self.rank == 0:
-                    (self.options.out / "refused").write_text(str(error))
+                    self.tell("refused", str(error))
             path, _ = self.engine.load_checkpoint(folder, tag=wait_for(self.options.out / "brought"))
         if path:
             self.note(loaded=self.engine.global_steps, states=digest(whole_states(self.engine)))
@@ -165,7 +170,7 @@ class Run:
     def stop(self) -> None:
         """Wait to be killed."""
         frame = sys._getframe(2)
-        (self.options.out / "stopped").write_text(f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
+        self.tell("stopped", f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}")
         time.sleep(PATIENCE)
         os._exit(3)
 

@@ -73,12 +73,15 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
     return names
 
 
-def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict[str, Any]:
+def to_state_dict(
+    record: ShardRecord, header: Header, mp_size: int = 1, save_id: str = ""
+) -> dict[str, Any]:
     """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
     record's memory.
 
     Args:
         mp_size: the number of parts of the model; the record is one of them.
+        save_id: the identifier of the save, the same in the files of all ranks.
     """
     pieces = {piece.name: piece for piece in record.pieces}
     step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
@@ -115,6 +118,7 @@ def to_state_dict(record: ShardRecord, header: Header, mp_size: int = 1) -> dict
         PARAM_SLICE_MAPPINGS: fragments,
         KEY: {
             "format": FORMAT,
+            "save_id": save_id,
             "rank": record.rank,
             "world_size": record.world_size,
             "num_parts": mp_size,
@@ -278,7 +282,11 @@ class RegularCheckpoint:
 
     def identity(self) -> list[str]:
         """Return lines that are equal for all ranks that read the same save."""
-        return [f"files of {self.world_size} ranks", f"layout {self.ours['layout_digest']}"]
+        return [
+            f"files of {self.world_size} ranks",
+            f"layout {self.ours['layout_digest']}",
+            f"save {self.ours.get('save_id', '')}",
+        ]
 
     def path(self, rank: int) -> Path:
         """Return the path of the file that ``rank`` saved."""
@@ -294,9 +302,10 @@ class RegularCheckpoint:
 
     def _check(self, rank: int) -> None:
         path = self.path(rank)
-        ours = ours_of(self._dicts[rank], path)
-        expected = {**self.ours, "rank": rank}
-        for key in ("rank", "world_size", "layout_digest", "step"):
+        # Version 0.1 of this package gave saves no identifier.
+        ours = {"save_id": "", **ours_of(self._dicts[rank], path)}
+        expected = {"save_id": "", **self.ours, "rank": rank}
+        for key in ("rank", "world_size", "layout_digest", "step", "save_id"):
             if ours[key] != expected[key]:
                 raise LayerWiseError(
                     f"{path} says {key} {ours[key]}, expected {expected[key]}; the files are not "

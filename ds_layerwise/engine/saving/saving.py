@@ -91,6 +91,7 @@ def _save_whole(
             # removes its files.
             undo.callback(_abandon, save)
         undo.callback(_release, writer)
+        optimizer.checkpointing.save_id = save.disks.save_id
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             state = {} if client_state is None else client_state

@@ -83,6 +83,8 @@ class Checkpointing:
         """
         self.load: Load | None = None
         """The input of the second half of a load, during a load."""
+        self.save_id = ""
+        """The identifier of the save that began last, the same on all ranks."""
         self.save: Save | None = None
         """A save that runs in the background, until it is committed."""
         self._has_warned = False
@@ -145,7 +147,12 @@ class Checkpointing:
             # DeepSpeed's scripts merge pieces by name and position only up to stage 2.
             ZERO_STAGE: min(run.settings.stage, 2),
             DS_VERSION: deepspeed_version,
-            **to_state_dict(run.owned.record(to_save=True), self.header(), run.settings.tp_size),
+            **to_state_dict(
+                run.owned.record(to_save=True),
+                self.header(),
+                run.settings.tp_size,
+                self.save_id,
+            ),
         }
 
     def _check_settled(self) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import disks
@@ -241,6 +242,27 @@ class TestDisksOfNodes(DistributedTest):
         assert len(Manifest.read(tmp_path / "tag").files) == dist.get_world_size() + 1
         other = self.started()
         other.load_checkpoint(tmp_path)
+        assert_equal_states(states(other), states(engine))
+
+    def test_a_file_of_another_save_of_the_same_step(self, tmp_path):
+        """Brought from the other node's disk: the list of this one has no checksum of it."""
+        engine = train_engine(self.started(), 1)
+        for name in ("first", "second"):
+            engine.save_checkpoint(tmp_path / name / f"node {self.node}", tag="tag")
+        there, other = tmp_path / "first" / "node 0", self.started()
+
+        def bring(name):
+            for path in (tmp_path / name / "node 1" / "tag").glob("*_optim_states.pt"):
+                shutil.copy(path, there / "tag")
+
+        on_rank_0(lambda: bring("second"))
+        with pytest.raises(LayerWiseError, match="says save_id [0-9a-f]{16}, expected [0-9a-f]{16}; the files are not"):
+            RegularCheckpoint(there / "tag").state_dict(dist.get_world_size() - 1)
+        with pytest.raises(LayerWiseError, match="differs between ranks: .*save [0-9a-f]{16}"):
+            other.load_checkpoint(there, tag="tag")
+        assert other.global_steps == 0
+        on_rank_0(lambda: bring("first"))
+        other.load_checkpoint(there, tag="tag")
         assert_equal_states(states(other), states(engine))
 
     @pytest.mark.parametrize("victim", [0, 1])
