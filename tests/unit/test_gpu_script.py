@@ -87,7 +87,7 @@ def test_every_section_runs(tmp_path):
     assert "One rank has no links." in sections[9]
 
 
-@pytest.mark.skipif("THOROUGH" not in os.environ, reason="four processes for a minute; THOROUGH=1 runs it")
+@pytest.mark.thorough
 def test_two_nodes_meet(tmp_path):
     """Two of this machine, of two ranks each, started as torchrun starts one process on each node."""
     with socket.socket() as free:
@@ -355,7 +355,7 @@ def says_its_environment(place):
 @pytest.mark.parametrize("spawns", [False, True])
 def test_ranks_return_what_they_found(spawns, gpu, place, tmp_path):
     # A process that starts anew imports the work by its module's name.
-    (tmp_path / "work_of_ranks.py").write_text(inspect.getsource(says_its_environment).replace("def ", "import os\ndef "))
+    (tmp_path / "work_of_ranks.py").write_text("import os\n" + inspect.getsource(says_its_environment))
     sys.path.insert(0, str(tmp_path))
     try:
         work = importlib.import_module("work_of_ranks").says_its_environment
