@@ -565,7 +565,11 @@ def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
         "gradient_accumulation_steps": 2,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0,
-        "optimizer": OPTIMIZERS[OURS],
+        # A dtype that each process measures may be another one in each.
+        "optimizer": {
+            **OPTIMIZERS[OURS],
+            "params": {**OPTIMIZERS[OURS]["params"], "ns_dtype": "bf16"},
+        },
         "layerwise": {"reduction": setup.reduction, **gathers_late},
         "zero_optimization": {
             "stage": setup.stage,
