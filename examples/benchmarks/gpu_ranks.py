@@ -595,7 +595,8 @@ def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
             losses.append(loss.detach())
             engine.backward(loss)
             engine.step()
-    # At stage 3 a rank has the whole of none.
+    # Those of the last step may be pending. At stage 3 a rank has the whole of none.
+    engine.optimizer.wait_for_params()
     for value in (torch.stack(losses), *engine.module.parameters()):
         digest.update(value.detach().float().cpu().numpy().tobytes())
     engine.destroy()
