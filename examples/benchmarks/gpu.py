@@ -1,21 +1,25 @@
 """What no CPU can show: tests over NCCL, speed, streams that race, and memory, on the GPUs of one
 node.
 
-    python examples/benchmarks/gpu.py --out examples/benchmarks/results/YYYY-MM_<hardware>_gpu.md
+    python examples/benchmarks/gpu.py --minutes 20 --out report.md
 
-One command, on one GPU or on all of a node. What is not done in time is given up, so that all of it
-takes less than ten minutes; the report is written after every section, and names what has not run.
-All sides of a table take turns in the same processes; what is printed are medians, of the slowest
-rank. A section that fails says so in the report, the others run all the same, and the exit code is
-1. On a CPU, ``--device cpu --tiny`` goes through everything once, and measures nothing. Nothing is
-compiled by torch, on no side, unless ``--compile`` says so, which takes longer.
+One command, on one GPU or on all of a node; docs/gpu_report.md says what each section shows, how
+to run it on two nodes, and how to bring it to a machine without network. What is not done in time
+is given up, so that all of it takes less than ten minutes, or ``--minutes``; the report is written
+after every section, and names what has not run. All sides of a table take turns in the same
+processes; what is printed are medians, of the slowest rank. A section that fails says so in the
+report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu --tiny`` goes
+through everything once, and measures nothing. Nothing is compiled by torch but a race that is
+named so, on no side, unless ``--compile`` says so, which takes longer.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
 TESTS = "tests/distributed/step/test_on_device.py"
 #: Ranks that the tests come with.
 TEST_RANKS = (1, 2, 4)
+#: Numbers of meetings of ranks of several nodes.
+MEETINGS = itertools.count()
 #: How far what a rank holds may be from what is predicted, and a step's peak over what it is said
 #: to work in.
 MEMORY_BAR_PERCENT = 2.0
@@ -60,9 +66,16 @@ def on_ranks(
     Raises:
         RuntimeError: one failed, with its traceback; or all were not done in time.
     """
-    from measuring import run_ranks
+    from measuring import Meeting, run_ranks
 
+    meeting = None
+    if place.nodes > 1 and ranks is None:
+        host, _, port = place.master.rpartition(":")
+        # Each time another port: all nodes do the same in the same order.
+        where = f"tcp://{host}:{int(port) + next(MEETINGS)}"
+        meeting = Meeting(where, place.node, place.nodes)
     ranks = ranks or place.ranks
+    world = ranks * (place.nodes if meeting else 1)
     with tempfile.TemporaryDirectory() as folder:
         try:
             run_ranks(
@@ -72,17 +85,29 @@ def on_ranks(
                 device=place.device,
                 env=env,
                 limit_s=limit_s,
+                spawns=place.spawns,
+                meeting=meeting,
             )
         except RuntimeError as error:
             said = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
             raise RuntimeError(f"{error}\n{said[0] if said else ''}".strip()) from error
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(ranks)]
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
 def _write(folder: Path, place: Place, work: Callable[[Place], Any], _watched: object) -> None:
-    rank = os.environ["RANK"]
+    from torch import distributed
+
+    rank, world = os.environ["RANK"], int(os.environ["WORLD_SIZE"])
     try:
-        (folder / f"{rank}.json").write_text(json.dumps(work(place)))
+        found = {rank: work(place)}
+        if place.nodes > 1 and distributed.get_world_size() == world > 1:
+            # Of the ranks of other nodes, too.
+            everyone: list[Any] = [None] * world
+            distributed.all_gather_object(everyone, found[rank])
+            found = {str(number): each for number, each in enumerate(everyone)}
+        if os.environ["LOCAL_RANK"] == "0" or len(found) == 1:
+            for number, each in found.items():
+                (folder / f"{number}.json").write_text(json.dumps(each))
     except BaseException:
         (folder / f"{rank}.error").write_text(traceback.format_exc())
         raise
@@ -360,17 +385,18 @@ def compare(
         f"|---|{'---|' * len(first[0])}",
     ]
     for name, everyone in digests.items():
-        wrong = {
-            setup
-            for mine, wanted in zip(everyone, first, strict=True)
-            for setup in wanted
-            if mine[setup] != wanted[setup]
-        }
-        lines.append(
-            f"| {name} | "
-            f"{' | '.join('other bits' if s in wrong else 'same bits' for s in first[0])} |"
-        )
-        problems += [f"{name}: other bits at {setup}" for setup in sorted(wrong)]
+        cells = dict.fromkeys(first[0], "same bits")
+        for mine, wanted in zip(everyone, first, strict=True):
+            for setup in wanted:
+                if ": " in mine[setup]:
+                    cells[setup] = f"failed: {mine[setup]}"
+                elif mine[setup] != wanted[setup] and cells[setup] == "same bits":
+                    cells[setup] = "other bits"
+        said = {setup: cell.partition(":")[0] for setup, cell in cells.items()}
+        lines.append(f"| {name} | {' | '.join(said.values())} |")
+        for setup, cell in sorted(cells.items()):
+            if cell != "same bits":
+                problems.append(f"{name}: {cell.replace('failed: ', 'failed, ')} at {setup}")
     lines += [f"| {name} | {' | '.join(['no result'] * len(first[0]))} |" for name in missing or ()]
     return Found(lines, problems)
 
@@ -407,6 +433,74 @@ def memory(place: Place, limit_s: float) -> Found:
     return Found(lines, problems)
 
 
+def whole_steps(place: Place, limit_s: float) -> Found:
+    """Forward, backward and optimizer, beside stock's, with and without overlap."""
+    from gpu_steps import TORCH, whole_step_times
+
+    everyone = on_ranks(place, whole_step_times, limit_s=limit_s)
+    ms = slowest(everyone)
+    ours = ms["ours, ZeRO-1"]
+    return Found(
+        [
+            f"{everyone[0]['numel'] / 1e9:.3f} B parameters in bf16, one sequence a rank, with "
+            "clipping.",
+            "",
+            "| side | ms | ours, ZeRO-1 over it |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {ours / each:.2f} |" for name, each in ms.items()),
+        ],
+        [] if TORCH in ms else ["this torch has no torch.optim.Muon"],
+    )
+
+
+def rank_of_many(place: Place, limit_s: float) -> Found:
+    """Whole steps as rank 0 of many, on one device, whose network is made of sleeps."""
+    from gpu_steps import rank_times
+
+    (rows,) = on_ranks(place, rank_times, limit_s=limit_s, ranks=1)
+    lines = [
+        "Collectives take what plans say of NVLink and 400 Gbit/s a GPU, on streams of their own. "
+        "computing: the same with a network that takes no time. hidden: of the network's time, how "
+        "much the step does not show. peak: what a step takes at most, with the model.",
+        "",
+        "| ranks | side | ms | network | computing | hidden | collectives | MB held | peak |",
+        "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        # The steps of a tiny run are longer than what a network could hide.
+        shown = (row["ms"] - row["computing_ms"]) / row["network_ms"]
+        hidden = "" if place.tiny else f"{100 * (1 - shown):.0f} %"
+        peak = "" if row["peak"] is None else f"{row['peak'] / 1e6:.0f}"
+        lines.append(
+            f"| {row['ranks']} | {row['side']} | {row['ms']:.2f} | {row['network_ms']:.2f} "
+            f"| {row['computing_ms']:.2f} | {hidden} | {row['collectives']} "
+            f"| {row['held'] / 1e6:.1f} | {peak} |"
+        )
+    return Found(lines)
+
+
+def links(place: Place, limit_s: float) -> Found:
+    """What collectives take, beside plans."""
+    from gpu_steps import link_times
+
+    found = on_ranks(place, link_times, limit_s=limit_s)[0]
+    if not found["rows"]:
+        return Found(["One rank has no links."])
+    lines = [
+        "fitted: by the links that `ds-layerwise links` finds here. assumed: by those that plans "
+        "take without a file.",
+        "",
+        "| what | bytes | ms | over fitted | over assumed |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in [*found["rows"], *found["steps"]]:
+        ratios = [f"{row['ms'] / row[by]:.2f}" if row[by] else "" for by in ("fitted", "assumed")]
+        lines.append(
+            f"| {row['what']} | {row.get('nbytes', '')} | {row['ms']:.3f} | {' | '.join(ratios)} |"
+        )
+    return Found(lines, [found["problem"]] if found["problem"] else [])
+
+
 #: By title: what runs, and after how many seconds it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Tests": (tests, 180),
@@ -414,9 +508,14 @@ SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Step": (step, 90),
     "Batches": (batches, 30),
     "Offload": (offload, 70),
-    "Streams": (streams, 100),
+    "Streams": (streams, 200),
     "Memory": (memory, 60),
+    "Whole steps": (whole_steps, 120),
+    "Rank of many": (rank_of_many, 120),
+    "Links": (links, 90),
 }
+#: Those in which ranks of several nodes take part.
+BETWEEN_NODES = ("Step", "Streams", "Whole steps", "Links")
 
 
 def main() -> None:
@@ -429,11 +528,43 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="everything once, as small as it goes")
     parser.add_argument("--ranks", type=int, help="how many GPUs; all of them by default")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), default=list(SECTIONS))
+    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS))
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=TOTAL_S / 60,
+        help="when all must be over; 9.3 by default, and each section has more time with more",
+    )
+    parser.add_argument("--commit", help="what the report is of, where there is no .git")
+    parser.add_argument(
+        "--nnodes",
+        type=int,
+        default=1,
+        help="how many nodes; start one process on each, by torchrun --nproc_per_node 1, or with "
+        "--node-rank and --master",
+    )
+    parser.add_argument("--node-rank", type=int, default=int(os.environ.get("RANK", "0")))
+    parser.add_argument(
+        "--master",
+        default=f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:"
+        f"{int(os.environ.get('MASTER_PORT', '29500')) + 1}",
+        help="HOST:PORT of node 0, of which some dozens of ports from PORT on are free",
+    )
     parser.add_argument(
         "--compile", action="store_true", help="let stock compile what it does by default"
     )
     args = parser.parse_args()
+    if args.sections is None:
+        args.sections = list(SECTIONS if args.nnodes == 1 else BETWEEN_NODES)
+    if args.nnodes > 1 and (alone := set(args.sections) - set(BETWEEN_NODES)):
+        parser.error(
+            f"--sections {', '.join(sorted(alone))} are of one node; with --nnodes name some of "
+            f"{', '.join(BETWEEN_NODES)}"
+        )
+    if not 0 <= args.node_rank < args.nnodes:
+        parser.error(f"--node-rank must be from 0 to --nnodes - 1, got {args.node_rank}")
+    # Ranks meet by themselves, and not in the store of a launcher.
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     if args.device == "cpu" and not args.tiny:
         parser.error("--device cpu takes --tiny: the sizes are those of a GPU")
     if not args.compile:
@@ -460,11 +591,12 @@ def main() -> None:
         )
     from gpu_ranks import Place, describe
 
-    if torch.cuda.is_initialized():
-        parser.error(
-            "an import, perhaps of deepspeed, has begun to use the GPU, which ranks, forks of this "
-            "process, then cannot; pip install deepspeed==0.19.8, whose import does not"
-        )
+    # An import may have begun to use the GPU; so does counting without NVML. Forks then cannot.
+    spawns = torch.cuda.is_initialized() or (
+        args.device == "cuda" and torch.cuda._device_count_nvml() < 0
+    )
+    if args.node_rank:
+        args.out = args.out.with_name(f"{args.out.name}.node{args.node_rank}")
     try:
         args.out.open("a").close()
     except OSError as error:
@@ -472,19 +604,24 @@ def main() -> None:
             f"--out {args.out} cannot be written: {error.strerror}; make its folder, or name "
             "another file"
         )
-    place = Place(args.device, ranks, args.tiny)
+    place = Place(
+        args.device, ranks, args.tiny, 0, spawns, args.nnodes, args.node_rank, args.master
+    )
     found = on_ranks(place, describe, limit_s=60, ranks=1)[0]
-    place = Place(args.device, ranks, args.tiny, found["memory"])
-    head = header(place, found)
+    place = dataclasses.replace(place, memory_bytes=found["memory"])
+    head = header(place, found, args.commit)
 
     def write(lines: Sequence[str]) -> None:
         args.out.write_text("\n".join([*head, *lines]))
 
     write(not_yet(args.sections))
+    # With more time for all, each has more.
+    more = max(1.0, 60 * args.minutes / TOTAL_S)
+    chosen = {title: SECTIONS[title] for title in args.sections}
     whole = run(
         place,
-        {title: SECTIONS[title] for title in args.sections},
-        until=begun + TOTAL_S,
+        {title: (section, more * limit_s) for title, (section, limit_s) in chosen.items()},
+        until=begun + 60 * args.minutes,
         write=write,
     )
     print(

@@ -13,15 +13,17 @@ import random
 import sys
 import time
 import unittest.mock
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
+from deepspeed.moe.layer import MoE
 from deepspeed.runtime.zero.muon import original_muon
 from measuring import in_turns
 from memory import Job, start, tensor_bytes, train
@@ -31,12 +33,15 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.plan.network.transport import InLevels
+from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.exchange import Exchange
 from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
+from ds_layerwise.zero import run_state
 from ds_layerwise.zero.setup import run_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -65,6 +70,12 @@ class Place:
     tiny: bool
     memory_bytes: int = 0
     """Of one device; 0 where it is a CPU."""
+    spawns: bool = False
+    """Whether ranks are no forks, as this process may have used the device."""
+    nodes: int = 1
+    node: int = 0
+    master: str = ""
+    """The host of node 0 and the first of the ports on which ranks meet, if there are several."""
 
     @property
     def repetitions(self) -> int:
@@ -380,29 +391,40 @@ def offload_times(place: Place) -> dict[str, Any]:
 
 # --- streams
 
-#: What names end with whose every other bucket travels in cuts; one rank cuts nothing.
-IN_CUTS = ", in cuts"
-#: By name, the sections that a race is run with.
-SETUPS: dict[str, dict[str, Any]] = {
-    "stage 1, native": {"zero_optimization": {"stage": 1}, "layerwise": {"reduction": "native"}},
-    f"stage 1, ordered{IN_CUTS}": {
-        "zero_optimization": {"stage": 1},
-        "layerwise": {"reduction": "ordered"},
-    },
-    "stage 2, ordered, on the host": {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True},
-        },
-        "layerwise": {"reduction": "ordered"},
-    },
-}
+
+@dataclass(frozen=True)
+class Setup:
+    """What a race is run with."""
+
+    stage: int = 1
+    reduction: str = "native"
+    zero: Mapping[str, Any] = field(default_factory=dict)
+    precision: Mapping[str, Any] = field(default_factory=lambda: {"bf16": {"enabled": True}})
+    around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+    """While its engine is made."""
+    prepare: Callable[[Place, Any], object] | None = None
+    """Of its engine."""
+    has_experts: bool = False
+    least_ranks: int = 1
+
+
+class Experts(nn.Module):
+    """Four of them, of which each token takes one; on every other rank are others."""
+
+    def __init__(self, width: int, ep_size: int) -> None:
+        super().__init__()
+        self.moe = MoE(width, nn.Linear(width, width), 4, ep_size, k=1, use_rts=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Without the loss that balances them."""
+        result: Tensor = x + self.moe(x)[0]
+        return result
 
 
 class Mlp(nn.Module):
     """Layers whose gradients are made in one order of sums, whatever runs beside."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, *, has_experts: bool = False) -> None:
         super().__init__()
         torch.manual_seed(5)
         self.layers = nn.Sequential(
@@ -411,6 +433,9 @@ class Mlp(nn.Module):
                 for _ in range(layers)
             )
         )
+        if has_experts:
+            ep_size = 2 - dist.get_world_size() % 2
+            self.layers.append(Experts(width, ep_size))
 
     def forward(self, x: Tensor) -> Tensor:
         """The mean square of the last layer's output."""
@@ -454,51 +479,128 @@ def every_other_in_cuts() -> AbstractContextManager[object]:
     )
 
 
+def two_nodes() -> AbstractContextManager[object]:
+    """Let engines that are made in it take the ranks for those of two nodes, and send every bucket
+    in two levels.
+    """
+    half, stack = dist.get_world_size() // 2, contextlib.ExitStack()
+    every = InLevels(frozenset(range(10**4)), frozenset(range(10**4)))
+    for owner, name, value in (
+        (nodes, "node_of_each_rank", lambda: [0] * half + [1] * half),
+        (run_state, "in_levels", lambda *args: every),
+    ):
+        stack.enter_context(unittest.mock.patch.object(owner, name, value))
+    return stack
+
+
+def compiled(place: Place, engine: Any) -> None:
+    """Compile the whole model; a CPU has no compiler, so graphs run as they are."""
+    torch._dynamo.config.disable = False
+    engine.compile(backend="eager" if place.device == "cpu" else "inductor")
+
+
+def captured(place: Place, engine: Any) -> None:
+    """Replay every layer as a graph; without CUDA, replace what it calls, as graphs do."""
+    engine.optimizer.wait_for_params()
+    for number, layer in enumerate(engine.module.layers):
+        if place.device == "cpu":
+            layer.forward = functools.partial(type(layer).forward, layer)
+            continue
+        width = layer[0].in_features
+        sample = torch.zeros(
+            BATCH, width, dtype=torch.bfloat16, device=engine.device, requires_grad=number > 0
+        )
+        # It takes no module that has hooks.
+        hooks, layer._forward_pre_hooks = layer._forward_pre_hooks, OrderedDict()
+        torch.cuda.make_graphed_callables(layer, (sample,))
+        layer._forward_pre_hooks = hooks
+
+
+#: Samples of a micro-batch of a race.
+BATCH = 4
+#: By name. What is compiled comes last: from then on no engine of the process leaves parameters
+#: pending.
+SETUPS = {
+    "stage 1, native": Setup(),
+    # One rank cuts nothing.
+    "stage 1, ordered, in cuts": Setup(reduction="ordered", around=every_other_in_cuts),
+    "stage 2, ordered, on the host": Setup(
+        2,
+        "ordered",
+        {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}},
+    ),
+    "stage 3": Setup(3),
+    "two levels": Setup(2, around=two_nodes, least_ranks=4),
+    "fp16": Setup(precision={"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    "experts": Setup(has_experts=True),
+    "captured": Setup(2, prepare=captured),
+    "compiled": Setup(prepare=compiled),
+}
+
+
 def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
-    """By setup, a digest of losses and weights after some steps."""
+    """By setup, a digest of losses and weights after some steps, or why there is none."""
     if seed is not None:
         disturb(place, seed)
-    width, layers, found = (16, 3, {}) if place.tiny else (1024, 24, {})
-    setups = dict(list(SETUPS.items())[1:]) if place.tiny else SETUPS
-    for name, sections in setups.items():
-        config = {
-            "train_micro_batch_size_per_gpu": 4,
-            "gradient_accumulation_steps": 2,
-            "steps_per_print": 10**9,
-            "bf16": {"enabled": True},
-            "gradient_clipping": 1.0,
-            "optimizer": OPTIMIZERS[OURS],
-            "layerwise": {**sections["layerwise"], "overlap_param_gather": overlap},
-            "zero_optimization": {
-                **sections["zero_optimization"],
-                "overlap_comm": overlap,
-                "reduce_bucket_size": 2 * width**2,
-            },
-        }
-        model = Mlp(width, layers)
-        if dist.get_world_size() == 1:
-            name = name.removesuffix(IN_CUTS)
-        with every_other_in_cuts() if name.endswith(IN_CUTS) else contextlib.nullcontext():
-            engine = ds_layerwise.initialize(
-                model=model, model_parameters=model.parameters(), config=config
-            )[0]
-        digest, losses = hashlib.sha256(), []
-        for step in range(2 if place.tiny else 8):
-            for micro in range(2):
-                generator = torch.Generator().manual_seed(
-                    1000 * step + 100 * micro + dist.get_rank()
-                )
-                loss = engine(
-                    torch.randn(4, width, generator=generator).to(engine.device, torch.bfloat16)
-                )
-                losses.append(loss.detach())
-                engine.backward(loss)
-                engine.step()
-        for value in (torch.stack(losses), *engine.module.parameters()):
-            digest.update(value.detach().float().cpu().numpy().tobytes())
-        found[name] = digest.hexdigest()[:16]
-        engine.destroy()
+    if place.device == "cpu":
+        # DeepSpeed refuses it as too slow.
+        type(get_accelerator()).is_fp16_supported = lambda self: True
+    found = {}
+    for name, setup in SETUPS.items():
+        if dist.get_world_size() < setup.least_ranks:
+            continue
+        try:
+            found[name] = _digest(place, setup, overlap=overlap)
+        except Exception as error:
+            # One that fails on all ranks leaves the others.
+            found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
+    width, layers = (16, 3) if place.tiny else (1024, 24)
+    gathers_late = {} if setup.stage == 3 else {"overlap_param_gather": overlap}
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 10**9,
+        "gradient_clipping": 1.0,
+        # A dtype that each process measures may be another one in each.
+        "optimizer": {
+            **OPTIMIZERS[OURS],
+            "params": {**OPTIMIZERS[OURS]["params"], "ns_dtype": "bf16"},
+        },
+        "layerwise": {"reduction": setup.reduction, **gathers_late},
+        "zero_optimization": {
+            "stage": setup.stage,
+            "overlap_comm": overlap,
+            "reduce_bucket_size": 2 * width**2,
+            **setup.zero,
+        },
+        **setup.precision,
+    }
+    model = Mlp(width, layers, has_experts=setup.has_experts)
+    with setup.around():
+        engine = ds_layerwise.initialize(
+            model=model, model_parameters=model.parameters(), config=config
+        )[0]
+    if setup.prepare is not None:
+        setup.prepare(place, engine)
+    dtype = torch.float16 if "fp16" in setup.precision else torch.bfloat16
+    digest, losses = hashlib.sha256(), []
+    for step in range(2 if place.tiny else 8):
+        for micro in range(2):
+            generator = torch.Generator().manual_seed(1000 * step + 100 * micro + dist.get_rank())
+            loss = engine(torch.randn(BATCH, width, generator=generator).to(engine.device, dtype))
+            losses.append(loss.detach())
+            engine.backward(loss)
+            engine.step()
+    # Those of the last step may be pending. At stage 3 a rank has the whole of none.
+    engine.optimizer.wait_for_params()
+    for value in (torch.stack(losses), *engine.module.parameters()):
+        digest.update(value.detach().float().cpu().numpy().tobytes())
+    engine.destroy()
+    return digest.hexdigest()[:16]
 
 
 # --- memory

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -73,8 +74,8 @@ def not_yet(titles: Sequence[str]) -> list[str]:
     )
 
 
-def header(place: Place, found: Mapping[str, Any]) -> list[str]:
-    """The command, the machine and the commit."""
+def header(place: Place, found: Mapping[str, Any], commit: str | None = None) -> list[str]:
+    """The command, the machine and the commit, which may be told."""
     import deepspeed
     import torch
 
@@ -89,17 +90,17 @@ def header(place: Place, found: Mapping[str, Any]) -> list[str]:
 
     changed, number = (
         " with changes" if git("status", "--porcelain") else "",
-        git("rev-parse", "--short", "HEAD"),
+        commit or git("rev-parse", "--short", "HEAD"),
     )
-    command = " ".join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
+    command = shlex.join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
     compiles_nowhere = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
+    devices = f"{place.nodes} x " * (place.nodes > 1) + f"{place.ranks} x {found['name']}"
     return [
-        f"# {place.ranks} x {found['name']}: tests, speed, streams and memory",
+        f"# {devices}: tests, speed, streams and memory",
         "",
         f"`{command}`",
         "",
-        f"{place.ranks} x "
-        f"{found['name']}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
+        f"{devices}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
         f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
         f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python "
         f"{platform.python_version()}; "

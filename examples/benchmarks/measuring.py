@@ -48,6 +48,15 @@ class Event:
     timed: bool
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where ranks meet, as torch's init_method, and which of the nodes this is."""
+
+    where: str
+    node: int = 0
+    nodes: int = 1
+
+
 class Clock:
     """Measures operations that all ranks do together."""
 
@@ -131,6 +140,8 @@ def run_ranks(
     device: str = "cpu",
     env: Mapping[str, str] | None = None,
     limit_s: float = float("inf"),
+    spawns: bool = False,
+    meeting: Meeting | None = None,
 ) -> Samples:
     """Do ``work`` on ``size`` ranks, forks of this process that meet in ``folder``.
 
@@ -140,14 +151,21 @@ def run_ranks(
         device: "cpu", over gloo; or "cuda", over NCCL, each rank on the device of its number. This
             process must not have used them.
         env: what each rank has in its environment, too, before it uses a device.
+        spawns: True for processes that import all of it themselves, where this one may have used
+            devices.
+        meeting: where they meet those of other nodes, each of which has as many.
 
     Raises:
         RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed
             then.
     """
-    watched = FORK.Event()
+    processes: Any = multiprocessing.get_context("spawn") if spawns else FORK
+    watched = processes.Event()
+    meeting = meeting or Meeting(f"file://{folder}/store-{size}")
     ranks = [
-        FORK.Process(target=_rank, args=(rank, size, folder, watched, work, device, env or {}))
+        processes.Process(
+            target=_rank, args=(rank, size, meeting, watched, work, device, env or {})
+        )
         for rank in range(size)
     ]
     for process in ranks:
@@ -156,18 +174,19 @@ def run_ranks(
 
 
 def _rank(
-    rank: int,
+    local: int,
     size: int,
-    folder: str,
+    meeting: Meeting,
     watched: Any,
     work: Callable[[Any], None],
     device: str,
     env: Mapping[str, str],
 ) -> None:
+    rank, world = meeting.node * size + local, meeting.nodes * size
     os.environ.update(
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(local),
+        WORLD_SIZE=str(world),
         LOCAL_SIZE=str(size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
@@ -178,15 +197,15 @@ def _rank(
     # all runs' together.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "cuda":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(local)
     dist.init_distributed(
         "gloo" if device == "cpu" else "nccl",
         auto_mpi_discovery=False,
         verbose=False,
         timeout=timedelta(seconds=600),
-        init_method=f"file://{folder}/store-{size}",
+        init_method=meeting.where,
         rank=rank,
-        world_size=size,
+        world_size=world,
     )
     work(watched)
     dist.barrier()

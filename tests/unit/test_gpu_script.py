@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
+import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -58,24 +61,48 @@ def main(gpu, monkeypatch):
 
 def test_every_section_runs(tmp_path):
     out = tmp_path / "report.md"
-    done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out)],
-                          capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--minutes", "30", "--commit",
+                           "told", "--out", str(out)], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     report = out.read_text()
     head, *sections = report.split("\n## ")
-    assert f"`python examples/benchmarks/gpu.py --device cpu --tiny --out {out}`" in head and "commit" in head
+    assert "`python examples/benchmarks/gpu.py --device cpu --tiny --minutes 30 --commit told --out" in head
+    assert "; commit told" in head
     assert [section.split("\n")[0] for section in sections] == [
-        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory"]
+        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory", "Whole steps", "Rank of many",
+        "Links"]
     assert "1 passed, 0 failed, 0 skipped." in sections[0]
     rows = [{row.strip("|").split("|")[column].strip() for row in section.splitlines() if row.startswith("| ")}
-            for section, column in zip(sections[1:], (2, 0, 0, 0, 0, 0), strict=True)]
+            for section, column in zip(sections[1:9], (2, 0, 0, 0, 0, 0, 0, 1), strict=True)]
     assert rows[0] >= {"ours gram", "stock gram", "ours standard", "stock standard", "torch"}
     assert rows[1] >= {"LayerWiseMuon", "stock Muon", "torch AdamW, fused"}
     assert rows[2] >= {"one by one", "batches over buckets", "one bucket"}
     assert "a bucket has 1 matrix." in sections[3]
     assert rows[3] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
     assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[5]
+    assert "| stage 3 | fp16 | experts | captured | compiled |" in sections[5] and "failed" not in sections[5]
     assert "stage-1-bf16" in rows[5]
+    steps = importlib.import_module("gpu_steps")
+    assert rows[6] >= {*steps.SIDES, steps.TORCH} and rows[7] >= {*steps.AS_ONE_OF_MANY}
+    assert "One rank has no links." in sections[9]
+
+
+@pytest.mark.thorough
+def test_two_nodes_meet(tmp_path):
+    """Two of this machine, of two ranks each, started as torchrun starts one process on each node."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    nodes = [subprocess.Popen(
+        [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--minutes", "30", "--ranks", "2", "--nnodes", "2",
+         "--sections", "Links", "--out", str(tmp_path / "report.md")], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        for node in range(2)]
+    assert [(node.communicate(timeout=900)[0], node.returncode) for node in nodes] == [
+        (f"{tmp_path / name}: nothing is wrong\n", 0) for name in ("report.md", "report.md.node1")]
+    report = (tmp_path / "report.md").read_text()
+    assert report.startswith("# 2 x 2 x CPU")
+    assert "ring inside, 2 ranks" in report and "all_to_all everywhere, 4 ranks" in report
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path):
@@ -140,11 +167,21 @@ def test_without_git_the_commit_is_unknown(gpu, main, tmp_path, monkeypatch):
     assert "unknown commit; torch.compile" in report and "all is well" in report
 
 
-def test_an_import_that_has_used_the_gpu_is_told_before_any_fork(gpu, main, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: pytest.fail("forked"))
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert main("--out", tmp_path / "report.md") == 2
-    assert "pip install deepspeed==0.19.8" in capsys.readouterr().err
+@pytest.mark.parametrize("used", [False, True])
+def test_where_an_import_has_used_the_gpu_ranks_are_spawned(used, gpu, main, tmp_path, monkeypatch):
+    found = []
+    monkeypatch.setattr(gpu, "SECTIONS", {"First": (lambda place, limit_s: found.append(place) or gpu.Found(), 1)})
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
+    assert main("--out", tmp_path / "report.md") == 0
+    assert [place.spawns for place in found] == [used]
+
+
+@pytest.mark.parametrize("args, said", [
+    (["--nnodes", "2", "--sections", "Memory"], "--sections Memory are of one node; with --nnodes name some of Step"),
+    (["--nnodes", "2", "--node-rank", "2"], "--node-rank must be from 0 to --nnodes - 1, got 2")])
+def test_what_several_nodes_cannot_do_is_refused(args, said, main, tmp_path, capsys):
+    assert main("--out", tmp_path / "report.md", *args) == 2
+    assert said in capsys.readouterr().err
 
 
 def test_all_sections_share_one_deadline(gpu, place, monkeypatch):
@@ -181,6 +218,29 @@ def test_what_was_chosen_and_is_not_there_is_named(gpu):
                             '<testcase time="1"/></testsuite></testsuites>', ["c", "b", "a[1]", "a[2]", "c"])
     assert found.lines == ["2 passed, 0 failed, 0 skipped."]
     assert found.problems == ["3 not run to the end: a[2], b, c"]
+
+
+def test_what_failed_in_a_race_is_no_other_bits(gpu):
+    of_rank = {"stage 1": "a", "fp16": "ValueError: no such thing"}
+    found = gpu.compare({"overlapped": [of_rank], "again": [of_rank]})
+    assert found.problems == [f"{name}: failed, ValueError: no such thing at fp16" for name in ("overlapped", "again")]
+    assert found.lines[-1] == "| again | same bits | failed |"
+
+
+def test_wheels_come_with_sources_and_the_commit(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    wheels = importlib.import_module("gpu_wheels")
+    ran = []
+    monkeypatch.setattr(wheels.subprocess, "run", lambda command, **kwargs: ran.append(command) or subprocess.
+                        CompletedProcess(command, 0, "abc1234\n"))
+    wheels.main(["--out", str(tmp_path), "--python", "3.12", "--machine", "aarch64"])
+    build, download, sources, _ = ran
+    assert build[-1] == wheels.DEEPSPEED and sources[3:5] == ["archive", "--output"]
+    assert {"--python-version=3.12", "--only-binary=:all:", "--platform=manylinux_2_28_aarch64"} < {*download}
+    # torch is there, with CUDA, and no other may come.
+    assert "torch" not in (tmp_path / "wheels.txt").read_text().splitlines()
+    run = (tmp_path / "run.sh").read_text()
+    assert f"{wheels.DEEPSPEED} -r" in run and '--commit abc1234 "$@"' in run and "${{" not in run
 
 
 def test_other_bits_on_any_rank_are_named(gpu):
@@ -292,9 +352,20 @@ def says_its_environment(place):
     return [os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OF_THE_VARIANT"]]
 
 
-def test_ranks_return_what_they_found_or_why_not(gpu, place):
-    assert gpu.on_ranks(place, says_its_environment, limit_s=60, env={"OF_THE_VARIANT": "1"}) == [
-        ["0", "2", "1"], ["1", "2", "1"]]
+@pytest.mark.parametrize("spawns", [False, True])
+def test_ranks_return_what_they_found(spawns, gpu, place, tmp_path):
+    # A process that starts anew imports the work by its module's name.
+    (tmp_path / "work_of_ranks.py").write_text("import os\n" + inspect.getsource(says_its_environment))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        work = importlib.import_module("work_of_ranks").says_its_environment
+        assert gpu.on_ranks(dataclasses.replace(place, spawns=spawns), work, limit_s=300, env={
+            "OF_THE_VARIANT": "1"}) == [["0", "2", "1"], ["1", "2", "1"]]
+    finally:
+        sys.path.remove(str(tmp_path))
+
+
+def test_ranks_say_why_not(gpu, place):
     with pytest.raises(RuntimeError, match="(?s)a process ended with code.*only here"):
         gpu.on_ranks(place, fails_on_one_rank, limit_s=60)
     start = time.monotonic()

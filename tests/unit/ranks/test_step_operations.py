@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
@@ -25,6 +27,7 @@ from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.step.clip import Decision
+from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net
 
@@ -63,17 +66,21 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def owned(dtype, accumulation, **params):
-    model = Net().to(device=META, dtype=dtype)
+def owned(dtype, accumulation, device=META, **params):
+    model = Net()
+    for module in model.modules():
+        for name, p in module.named_parameters(recurse=False):
+            # Fake ones cannot be swapped.
+            setattr(module, name, nn.Parameter(torch.empty(p.shape, dtype=dtype, device=device)))
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, **params}})
     optimizer = LayerWiseOptimizer(model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups, recipes=config.recipes)
     specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes)
     layout = plan_layout(specs, 2, bucket_numel=600)
-    grads = None if accumulation is None else FlatBuffer(layout, META, {dtype_name(dtype): accumulation})
+    grads = None if accumulation is None else FlatBuffer(layout, device, {dtype_name(dtype): accumulation})
     settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
-    return optimizer, Owned(0, routes, FlatBuffer(layout, META), grads, rules_of(routes, None), settings)
+    return optimizer, Owned(0, routes, FlatBuffer(layout, device), grads, rules_of(routes, None), settings)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -100,6 +107,46 @@ def test_neither_does_weight_decay(matrix, scalar, decay):
         for index in reversed(range(len(mine.layout.buckets))):
             mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
+
+
+class Counts(TorchDispatchMode):
+    """Lets the host read its own numbers, all of which are 1, as counts of steps; and notes who asks the device."""
+
+    def __init__(self):
+        super().__init__()
+        self.asked = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.asked += args[0].device.type != "cpu"
+            return 1.0
+        return func(*args, **(kwargs or {}))
+
+
+class TestADeviceMadeInPython(DistributedTest):
+    """Fake tensors of a device that torch knows nothing of, which refuse any of another device beside them; in a
+    process of its own, as torch takes one such device for good."""
+
+    world_size = 1
+
+    def test_every_rule_stays_on_it(self):
+        _setup_privateuseone_for_python_backend("made")
+        made, asks = torch.device("made:0"), set()
+        for matrix, scalar in [*((name, "lion") for name in names(whole=True)),
+                               *(("muon", name) for name in names(whole=False))]:
+            for dtype in (torch.float32, torch.bfloat16):
+                with torch.no_grad(), FakeTensorMode(), Counts() as counts:
+                    optimizer, mine = owned(dtype, None, made, matrix_optimizer=matrix, scalar_optimizer=scalar)
+                    with mine.updating():
+                        squares = mine.reduced.sum_of_squares()
+                        for index in reversed(range(len(mine.layout.buckets))):
+                            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
+                    assert squares.device == made, (matrix, scalar, dtype)
+                    asks |= {matrix} if counts.asked else set()
+        # torch's eigenvalues wait by themselves.
+        assert asks == {"soap", "kl_soap", "shampoo"}
+        with FakeTensorMode(), pytest.raises(RuntimeError, match="made:0"):
+            torch.ones(3, device=made) + torch.ones(3, device="cpu")
 
 
 def test_the_watch_sees_what_it_is_for():

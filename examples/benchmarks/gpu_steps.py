@@ -1,0 +1,360 @@
+"""What ranks do for gpu.py: whole training steps beside stock ZeRO and torch's Muon, the same as
+rank 0 of many on a network of sleeps, and links beside what plans say of them.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import deepspeed.comm as dist
+import torch
+from deepspeed.accelerator import get_accelerator
+from gpu_ranks import (
+    OURS,
+    STOCK,
+    Place,
+    allocated,
+    backward_of,
+    engine_of,
+    gpt_on,
+    windows,
+)
+from links import predicted
+from measuring import in_turns
+from torch import Tensor, distributed, nn
+
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.plan.network.link_fit import measured_links, missing_keys
+from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Links, group_of
+from ds_layerwise.ranks.comm import nodes
+from ds_layerwise.tools.links import link_timing
+from tests.support.rank_of_many import Network, rank_of_many
+
+TORCH = "torch.optim.Muon, AdamW"
+#: By side of a whole step: the optimizer, its section ``layerwise``, and of ``zero_optimization``.
+SIDES: dict[str, tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]] = {
+    "ours, ZeRO-1": (OURS, {"overlap_param_gather": True}, {}),
+    "ours, ZeRO-1, no overlap": (OURS, {}, {"overlap_comm": False}),
+    "ours, ZeRO-2": (OURS, {"overlap_param_gather": True}, {"stage": 2}),
+    "ours, ZeRO-2, no overlap": (OURS, {}, {"stage": 2, "overlap_comm": False}),
+    "ours, ZeRO-3": (OURS, {}, {"stage": 3}),
+    "stock Muon, ZeRO-1": (STOCK, None, {}),
+    "stock Muon, ZeRO-2": (STOCK, None, {"stage": 2}),
+    # Its Muon refuses the other way.
+    "stock Muon, ZeRO-3": (STOCK, None, {"stage": 3, "reduce_scatter": False}),
+}
+#: Bytes that all of them hold for a parameter on one rank, with some room.
+BYTES_PER_PARAMETER = 160
+
+
+def step_of(engine: Any, config: Any) -> Callable[[], object]:
+    """A forward, a backward pass, and a step."""
+    backward = backward_of(engine, config)
+
+    def step() -> None:
+        backward()
+        engine.step()
+
+    return step
+
+
+def step_of_torch(place: Place, config: Any) -> Callable[[], object]:
+    """The same of a model whose hidden matrices are torch's Muon's, and the rest its AdamW's."""
+    bare = gpt_on(place, config).to(torch.bfloat16)
+    hidden = {
+        id(module.weight)
+        for name, module in bare.named_modules()
+        if isinstance(module, nn.Linear) and "head" not in name
+    }
+    matrices = [p for p in bare.parameters() if id(p) in hidden]
+    others = [p for p in bare.parameters() if id(p) not in hidden]
+    both = torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-3, fused=True)
+    model: nn.Module = bare
+    if dist.get_world_size() > 1:
+        model = nn.parallel.DistributedDataParallel(bare)
+    tokens = windows(config, place.device)
+
+    def step() -> None:
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        nn.utils.clip_grad_norm_(bare.parameters(), 1.0)
+        for optimizer in both:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return step
+
+
+def whole_step_times(place: Place) -> dict[str, Any]:
+    """Milliseconds of one whole step of each side, all of which are there at once."""
+    config = place.gpt(min(1e9, place.memory_bytes / BYTES_PER_PARAMETER))
+    sides = {}
+    numel = 0
+    for name, (optimizer, layerwise, zero) in SIDES.items():
+        model = gpt_on(place, config)
+        numel = sum(p.numel() for p in model.parameters())
+        sides[name] = step_of(engine_of(optimizer, model, layerwise, **zero), config)
+    if hasattr(torch.optim, "Muon"):
+        sides[TORCH] = step_of_torch(place, config)
+    return {"ms": in_turns(sides, place.repetitions, finish=place.finish), "numel": numel}
+
+
+# --- as rank 0 of many
+
+#: How many ranks there seem to be, and how many of them on each node.
+SIZES, PER_NODE = (8, 64, 512), 8
+#: By side, the sections ``layerwise`` and ``zero_optimization``.
+AS_ONE_OF_MANY: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
+    "ZeRO-1": ({"overlap_param_gather": True}, {}),
+    "ZeRO-1, no overlap": ({}, {"overlap_comm": False}),
+    "ZeRO-2": ({"overlap_param_gather": True}, {"stage": 2}),
+    "ZeRO-2, 2 wait at most": (
+        {"overlap_param_gather": True, "max_waiting_buckets": 2},
+        {"stage": 2},
+    ),
+}
+
+
+class Sleep:
+    """A collective that is over at a moment of the host's clock."""
+
+    def __init__(self, until: float) -> None:
+        self._until = until
+
+    def is_completed(self) -> bool:
+        """Whether it is."""
+        return time.perf_counter() >= self._until
+
+    def wait(self) -> None:
+        """Wait for it."""
+        time.sleep(max(0.0, self._until - time.perf_counter()))
+
+
+class OnStream:
+    """A collective on a stream of its own; like NCCL's, it keeps its tensors until waited for."""
+
+    def __init__(self, stream: Any, tensors: Sequence[Tensor]) -> None:
+        self._event, self._tensors = stream.record_event(), tensors
+
+    def is_completed(self) -> bool:
+        """Whether it is over."""
+        return bool(self._event.query())
+
+    def wait(self) -> None:
+        """Let the current stream wait; the host goes on."""
+        torch.cuda.current_stream().wait_event(self._event)
+        self._tensors = ()
+
+
+class Sleeping(Network):
+    """A network that sleeps as long as plans say that a collective takes on ``links``."""
+
+    def __init__(self, place: Place, links: Links) -> None:
+        super().__init__()
+        self._links, self._is_cuda = links, place.device == "cuda"
+        self._streams: dict[Any, Any] = {}
+        self._free_at: dict[Any, float] = {}
+        self.busy_s = 0.0
+        if self._is_cuda:
+            self._cycles_per_s = cycles_per_second()
+
+    def begin(self, kind: str, nbytes: int, group: Any, tensors: Sequence[Tensor]) -> Any:
+        """Sleep after all that its stream, and the current one, have been given."""
+        super().begin(kind, nbytes, group, tensors)
+        ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
+        on = group_of(len(ranks), self._links, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
+        seconds = (on.all_to_all(nbytes) if kind == "all_to_all" else on.ring(nbytes)) / 1e9
+        self.busy_s += seconds
+        key = tuple(ranks[:2]), len(ranks)
+        if not self._is_cuda:
+            begun = max(time.perf_counter(), self._free_at.get(key, 0.0))
+            self._free_at[key] = begun + seconds
+            return Sleep(begun + seconds)
+        stream = self._streams.setdefault(key, torch.cuda.Stream())
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * self._cycles_per_s))
+        return OnStream(stream, tensors)
+
+
+def cycles_per_second() -> float:
+    """How fast the clock is that a sleep on the device counts."""
+    cycles, taken = 100_000_000, []
+    for _ in range(3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        torch.cuda._sleep(cycles)
+        torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return cycles / statistics.median(taken)
+
+
+def rank_times(place: Place) -> list[dict[str, Any]]:
+    """By ranks and side: milliseconds of a whole step of rank 0, those of its network and of a
+    network that takes no time, and bytes.
+    """
+    dist.destroy_process_group()
+    config, rows = place.gpt(min(1e9, place.memory_bytes / 32)), []
+    for size in SIZES[-1:] if place.tiny else SIZES:
+        for name, (layerwise, zero) in AS_ONE_OF_MANY.items():
+            network = Sleeping(place, NVLINK_IB)
+            with rank_of_many(size, PER_NODE, network):
+                rows.append(
+                    {
+                        "ranks": size,
+                        "side": name,
+                        **_of_one_rank(place, config, network, layerwise, zero),
+                    }
+                )
+            gc.collect()
+    # What ends a rank asks for a group.
+    get_accelerator().synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_distributed(
+            "gloo" if place.device == "cpu" else "nccl",
+            verbose=False,
+            auto_mpi_discovery=False,
+            init_method=f"file://{folder}/store",
+            rank=0,
+            world_size=1,
+        )
+    return rows
+
+
+def _of_one_rank(
+    place: Place,
+    config: Any,
+    network: Sleeping,
+    layerwise: Mapping[str, Any],
+    zero: Mapping[str, Any],
+) -> dict[str, Any]:
+    before = allocated(place)
+    engine = engine_of(
+        OURS,
+        gpt_on(place, config),
+        {"reduction": "native", "links": "nvlink-ib", **layerwise},
+        **zero,
+    )
+    whole = step_of(engine, config)
+    whole()
+    network.begun.clear()
+    network.busy_s = 0.0
+    whole()
+    collectives, busy_ms = len(network.begun), 1000 * network.busy_s
+    held, peak = allocated(place) - before, None
+    if place.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    ms = in_turns({"": whole}, place.repetitions, finish=place.finish)[""]
+    if place.device == "cuda":
+        peak = torch.cuda.max_memory_allocated() - before
+    links, network._links = network._links, at_no_cost(network._links)
+    computing = in_turns({"": whole}, place.repetitions, finish=place.finish)[""]
+    network._links = links
+    engine.destroy()
+    return {
+        "ms": ms,
+        "network_ms": busy_ms,
+        "computing_ms": computing,
+        "collectives": collectives,
+        "held": held,
+        "peak": peak,
+    }
+
+
+def at_no_cost(links: Links) -> Links:
+    """The same, so fast that nothing takes any time."""
+    fast = {name: 1e9 for name in type(links).model_fields if name.endswith("gb_s")}
+    none = {name: 0.0 for name in type(links).model_fields if name.endswith("_us")}
+    return links.model_copy(update={**fast, **none})
+
+
+# --- links
+
+
+def link_times(place: Place) -> dict[str, Any]:
+    """What collectives take, beside links that were fitted to it and those that plans assume; and
+    the reduction and the gather of a step, beside what plans say of both.
+    """
+    if dist.get_world_size() == 1:
+        return {"rows": [], "steps": []}
+    device = torch.device(get_accelerator().current_device_name())
+    where = nodes.node_of_each_rank()
+    shape = link_timing.shape_of(where)
+    assumed = (TCP if place.device == "cpu" else NVLINK_IB).model_copy(
+        update={"ranks_per_node": shape.ranks_per_node}
+    )
+    if place.tiny:
+        link_timing._LONGEST_ON_HOST, link_timing._PATIENCE_S = 2**20, 2.0
+        link_timing._REPETITIONS = 2
+    times = link_timing.measure(where, device)
+    missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
+    found, problem = assumed, None
+    try:
+        found = measured_links(
+            times.timings,
+            ranks_per_node=shape.ranks_per_node,
+            num_nodes=shape.num_nodes,
+            memory_gb_s=times.memory_gb_s,
+            tflops=times.tflops,
+            on_host=place.device == "cpu",
+            like=assumed if missing else None,
+            like_name="plans' own",
+        ).links
+    except LayerWiseError as error:
+        problem = str(error)
+    rows = []
+    for timing in times.timings:
+        stride = 1 if timing.where in ("inside", "everywhere") else shape.ranks_per_node
+
+        def ms_by(links: Links, timing: Any = timing, stride: int = stride) -> float:
+            group = group_of(timing.size, links, stride)
+            ask = group.ring if timing.kind == "ring" else group.all_to_all
+            return ask(timing.nbytes) / 1e6
+
+        rows.append(
+            {
+                "what": f"{timing.kind} {timing.where}, {timing.size} ranks",
+                "nbytes": timing.nbytes,
+                "ms": 1000 * timing.seconds,
+                "fitted": ms_by(found),
+                "assumed": ms_by(assumed),
+            }
+        )
+    return {"rows": rows, "problem": problem, "steps": _step_on(place, found, assumed)}
+
+
+def _step_on(place: Place, found: Links, assumed: Links) -> list[dict[str, Any]]:
+    """The reduction and the gather of a model in bf16, one after another, beside predictions."""
+    config = place.gpt(1e9)
+    engine = engine_of(OURS, gpt_on(place, config))
+    run, layout = engine.optimizer._run, engine.optimizer.layout
+
+    def reduce() -> None:
+        for name, param in run.params.items():
+            param.grad = torch.zeros_like(param)
+            run.grad_sync.accumulate(name, launch=False)
+        run.grad_sync.reduce()
+        run.grad_sync.finish()
+        run.grad_sync.reset()
+
+    def gather() -> None:
+        run.param_sync.send(range(len(layout.buckets) - 1, -1, -1))
+
+    ms = in_turns({"reduce": reduce, "gather": gather}, place.repetitions, finish=place.finish)
+
+    def said(links: Links) -> dict[str, float]:
+        wire = predicted(layout, "bfloat16", links, run.planned.reduction)
+        return {
+            "reduce": (wire.reduce + wire.sums) / 1e6,
+            "gather": (wire.params + wire.gather) / 1e6,
+        }
+
+    fitted, by_default = said(found), said(assumed)
+    return [
+        {"what": name, "ms": each, "fitted": fitted[name], "assumed": by_default[name]}
+        for name, each in ms.items()
+    ]

@@ -1,0 +1,128 @@
+"""A device whose streams have clocks: how long its network is idle, and how much memory waits for it.
+
+:mod:`.races` finds what is in no order; this finds what is in order, and late. An operation begins when its stream is
+free, the host queues it in no time, and its duration is what :class:`Clocks` is told. Values do not matter, so that
+tensors may be on torch's meta device.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class Line:
+    """A stream: ``now`` is when all that is queued on it is over."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def wait_stream(self, other: Line) -> None:
+        """Begin nothing more before all that ``other`` has been given so far is over."""
+        self.wait_event(other.now)
+
+    def record_event(self) -> float:
+        """When all that is queued here is over."""
+        return self.now
+
+    def wait_event(self, event: float) -> None:
+        """Begin nothing more before ``event``."""
+        self.now = max(self.now, event)
+
+
+class Work:
+    """A collective that is over at ``end``; nobody may ask from the host."""
+
+    def __init__(self, device: Clocks, end: float) -> None:
+        self._device, self._end = device, end
+
+    def wait(self) -> None:
+        """Let the current stream wait."""
+        self._device.current.wait_event(self._end)
+
+
+class Clocks(TorchDispatchMode):
+    """An accelerator that counts time; use as a context.
+
+    Args:
+        takes: how long a collective takes, from the tensors that it reads.
+        copies: how long a copy takes, from what it reads and writes. Other operations take no time.
+    """
+
+    def __init__(self, takes: Callable[[Sequence[Tensor]], float], copies: Callable[[int], float]) -> None:
+        super().__init__()
+        self._takes, self._copies = takes, copies
+        self.current = Line()
+        self.network = Line()
+        self.busy: list[tuple[float, float]] = []
+        """When each collective began and ended."""
+        self._told_of: dict[int, set[Line]] = {}
+        self._held: list[tuple[float, int]] = []
+
+    def Stream(self) -> Line:
+        """Another stream."""
+        return Line()
+
+    def is_synchronized_device(self) -> bool:
+        """It has streams."""
+        return False
+
+    def current_stream(self) -> Line:
+        """On which operations are queued now."""
+        return self.current
+
+    @contextmanager
+    def stream(self, stream: Line) -> Iterator[None]:
+        """Queue there."""
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def record_stream(self, tensor: Tensor, stream: Line) -> None:
+        """Let nobody have the memory of ``tensor`` before what ``stream`` was given until it is let go of is over."""
+        self._told_of.setdefault(id(tensor), set()).add(stream)
+
+    def collective(self, reads: Sequence[Tensor]) -> Work:
+        """Begin one when the current stream and the network are free."""
+        begun = max(self.current.now, self.network.now)
+        self.network.now = begun + self._takes(reads)
+        self.busy.append((begun, self.network.now))
+        return Work(self, self.network.now)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation on the current stream."""
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "copy_":
+            self.current.now += self._copies(args[0].nbytes + args[1].nbytes)
+        return out
+
+    def watch(self, tensor: Tensor) -> Tensor:
+        """Count the memory of ``tensor``, there from now on, until its allocator may hand it out again."""
+        home, nbytes = self.current, tensor.nbytes
+        self._held.append((home.now, nbytes))
+
+        def let_go(key: int = id(tensor)) -> None:
+            until = max(line.now for line in (home, *self._told_of.pop(key, ())))
+            self._held.append((until, -nbytes))
+
+        weakref.finalize(tensor, let_go)
+        return tensor
+
+    def most_held(self) -> int:
+        """The most bytes of watched tensors at a time."""
+        most = held = 0
+        for _, nbytes in sorted(self._held):
+            held += nbytes
+            most = max(most, held)
+        return most
+
+    def idle(self) -> float:
+        """How long the network stood still between its first collective and the end of its last."""
+        return self.busy[-1][1] - self.busy[0][0] - sum(end - begun for begun, end in self.busy)

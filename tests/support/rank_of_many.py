@@ -1,0 +1,112 @@
+"""Be rank 0 of many in one process: real engines on groups of torch's ``fake`` backend.
+
+The collectives of buckets are a :class:`Network`'s; all others, such as those of an engine's start, answer at once,
+as if all ranks said the same. So values of other ranks' shards are wrong, and their norms missing: what counts is what
+this rank does, and when.
+"""
+
+from __future__ import annotations
+
+import unittest.mock
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import deepspeed.comm
+import deepspeed.comm.comm as deepspeed_comm
+import deepspeed.ops
+import torch
+from deepspeed.comm.torch import TorchBackend
+from deepspeed.utils import groups as deepspeed_groups
+from torch import Tensor, distributed
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from ds_layerwise.ranks.comm import comm, nodes, object_gather
+
+
+class Over:
+    """A collective that was over at once."""
+
+    def is_completed(self) -> bool:
+        """It is."""
+        return True
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+class Network:
+    """:mod:`deepspeed.comm`, but for the collectives of buckets, which are noted. Sums are those of ranks with equal
+    gradients; an exchange brings zeros."""
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[str, int, int]] = []
+        """By collective its kind, the bytes of all that this rank reads of or writes to others, and the ranks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(deepspeed.comm, name)
+
+    def begin(self, kind: str, nbytes: int, group: Any, tensors: Sequence[Tensor]) -> Any:
+        """Begin a collective, and return what is waited for."""
+        self.begun.append((kind, nbytes, comm.size_of(group)))
+        return Over()
+
+    def reduce_scatter_tensor(self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool) -> Any:
+        """Sum equal gradients, in their dtype."""
+        first = comm.rank_of(group) * out.numel()
+        torch.mul(sent[first : first + out.numel()], comm.size_of(group), out=out)
+        return self.begin("reduce_scatter", sent.nbytes, group, [out, sent])
+
+    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], *, group: Any, async_op: bool) -> Any:
+        """Sum equal gradients of parts of any length."""
+        torch.mul(parts[comm.rank_of(group)], comm.size_of(group), out=out)
+        return self.begin("reduce_scatter", sum(part.nbytes for part in parts), group, [out, *parts])
+
+    def all_to_all_single(self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool, **splits: Any) -> Any:
+        """Bring zeros."""
+        out.zero_()
+        return self.begin("all_to_all", max(out.nbytes, sent.nbytes), group, [out, sent])
+
+    def all_gather_into_tensor(self, out: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
+        """Leave what arrives as it is."""
+        return self.begin("all_gather", out.nbytes, group, [out, own])
+
+    def all_gather(self, parts: Sequence[Tensor], own: Tensor, *, group: Any, async_op: bool) -> Any:
+        """Leave what arrives as it is."""
+        return self.begin("all_gather", sum(part.nbytes for part in parts), group, [*parts, own])
+
+
+class Count:
+    """Of a function, how often it was called."""
+
+    def __init__(self, function: Any) -> None:
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Count, and call it."""
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+@contextmanager
+def rank_of_many(size: int, per_node: int, network: Network) -> Iterator[tuple[Count, Count]]:
+    """Be rank 0 of ``size``, of which ``per_node`` are on each node; no process group may be there.
+
+    Returns:
+        The gathers of objects, and the groups made.
+    """
+    where = [rank // per_node for rank in range(size)]
+    gathers, groups = Count(object_gather.gather), Count(distributed.new_group)
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (nodes, "node_of_each_rank", lambda: where), (object_gather, "gather", gathers),
+            (distributed, "new_group", groups), (comm, "dist", network), (deepspeed_comm, "cdb", None)):
+            stack.enter_context(unittest.mock.patch.object(owner, name, value))
+        # Only inference uses this operator, and building it takes a minute.
+        stack.enter_context(unittest.mock.patch.dict(deepspeed.ops.__compatible_ops__, deepspeed_shm_comm=False))
+        # DeepSpeed remembers groups for good.
+        stack.enter_context(unittest.mock.patch.dict(vars(deepspeed_groups)))
+        distributed.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+        stack.callback(distributed.destroy_process_group)
+        deepspeed_comm.cdb = TorchBackend("fake", None, None)
+        yield gathers, groups
