@@ -13,8 +13,8 @@ from tests.support.rooms import rooms
 pytestmark = rooms("outside")
 
 
-def test_every_environment_ran_and_what_failed_has_a_reason():
-    assert {each.name for each in ENVIRONMENTS} == set(matrix.read())
+def test_what_failed_has_a_reason():
+    assert matrix.read().keys() <= {each.name for each in ENVIRONMENTS}
     assert not matrix.unknown(matrix.read())
 
 
@@ -83,6 +83,9 @@ def test_what_is_not_known(monkeypatch):
     passing = {"date": "2026-01-01", "files": {"f.py": {"passed": 2, "skipped": 0, "failed": {}}}}
     assert matrix.unknown({one: failing, other: passing}) == {}
     assert matrix.unknown({one: passing, other: failing}) == {f"{other} f.py::t": "known"}
-    assert matrix.unknown({one: failing}) == {f"{other} f.py": "did not run"}
-    assert "| f.py | 1 fail (1) | pass |\n\n## Why tests fail\n\n**1.** Why.\n\n* `f.py::t`\n" in matrix.page(
-        {one: failing, other: passing})
+    monkeypatch.setattr(matrix, "files_of", lambda patterns: ["f.py"])
+    told = matrix.page({one: failing, other: {"date": "2026-01-02", "files": {"g.py": passing["files"]["f.py"]}}})
+    assert "| 1 | 1 | 1 | 2026-01-01 |\n" in told and "| 2 | 0 | 1 | 2026-01-02 |\n" in told
+    assert ("| file | a | b |\n| --- | --- | --- |\n| f.py | 1 fail (1) | not run |\n| g.py | not run | pass |\n\n"
+            "## Why tests fail\n\n**1.** Why.\n\n* `f.py::t`\n") in told
+    assert "| 0 | 0 | 1 | not yet |\n" in matrix.page({one: failing})
