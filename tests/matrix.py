@@ -177,10 +177,7 @@ def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout
 def outcomes(lines: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
     """By file, what a run has told line by line."""
     found: dict[str, dict[str, Any]] = {}
-    last: dict[str, dict[str, str]] = {}
-    for line in lines:
-        if "test" in line and last.get(line["test"], {}).get("outcome") != "failed":
-            last[line["test"]] = line
+    last = {line["test"]: line for line in lines if "test" in line}  # passed, and then failed where it ended
     for test, line in last.items():
         of_file = found.setdefault(test.partition("::")[0], {"passed": 0, "skipped": 0, "failed": {}})
         if line["outcome"] == "failed":
