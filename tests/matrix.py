@@ -1,0 +1,328 @@
+"""Run the tests with other versions of Python, torch and DeepSpeed: ``python -m tests.matrix [--whole] [NAME ...]``.
+
+Each NAME is an environment of ``ENVIRONMENTS``; without one, all of them. An environment is made in a folder, with
+examples/venv.sh, and deleted when its run is over. In it the files of ``SELECTION`` run, or with ``--whole`` all files:
+unit tests in one process, each other file in its own, killed after ``--timeout`` seconds. What came out is added to
+docs/versions.json after each, and docs/versions.md is made of that; ``--write`` makes it without a run. Interpreters
+are those on PATH, or pyenv's. The exit code is 1 if a test failed for which ``REASONS`` has no reason.
+
+A selection takes about ten minutes on two cores, beside the download of torch, which may be 3 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "docs" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+QUICKSTART = "examples/quickstart.sh"
+
+#: By environment, the date of its last run, and by file how it ended.
+Results = dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Versions that are installed together."""
+
+    python: str
+    torch: str
+    deepspeed: str
+
+    @property
+    def name(self) -> str:
+        """As the command line and docs/versions.json have it."""
+        return f"py{self.python}-torch{self.torch}-ds{self.deepspeed}"
+
+    def variables(self, folder: Path) -> dict[str, str]:
+        """What examples/venv.sh reads."""
+        return {**os.environ, "VENV": str(folder), "PYTHON": interpreter(self.python), "DS_ACCELERATOR": "cpu",
+                "TORCH_SPEC": f"torch=={self.torch}", "DEEPSPEED_SPEC": f"deepspeed=={self.deepspeed}",
+                "TORCHDYNAMO_DISABLE": "1", "LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+#: Every version once at least, and the ends together.
+ENVIRONMENTS = (
+    Environment("3.10", "2.6.0", "0.18.9"),
+    Environment("3.11", "2.13.0", "0.18.9"),
+    Environment("3.11", "2.13.0", "0.19.0"),
+    Environment("3.11", "2.13.0", "0.19.4"),
+    Environment("3.12", "2.9.1", "0.19.4"),
+    Environment("3.11", "2.13.0", "0.19.8"),
+    Environment("3.11", "2.14.1", "0.19.8"),
+    Environment("3.13", "2.14.1", "0.19.8"),
+)
+
+#: Files that touch torch or DeepSpeed most, as patterns, and the job of the quickstart.
+SELECTION = (
+    "tests/unit/checkpoint/test_*.py",
+    "tests/unit/config/test_*.py",
+    "tests/unit/engine/test_*.py",
+    "tests/unit/optimizers/test_*.py",
+    "tests/unit/ranks/test_*.py",
+    "tests/unit/zero/test_*.py",
+    "tests/distributed/checkpoint/test_checkpoint.py",
+    "tests/distributed/checkpoint/test_stage3_interop.py",
+    "tests/distributed/checkpoint/test_universal.py",
+    "tests/distributed/ecosystem/test_contract.py",
+    "tests/distributed/step/test_host.py",
+    "tests/distributed/step/test_offload.py",
+    "tests/distributed/step/test_precision.py",
+    "tests/distributed/step/test_state_access.py",
+    "tests/distributed/step/test_training.py",
+)
+
+#: Why tests fail with some versions: a pattern of the versions, one of the test and its error, and the reason.
+REASONS: tuple[tuple[str, str, str], ...] = ()
+
+
+def files_of(patterns: tuple[str, ...]) -> list[str]:
+    """The test files that patterns name, and the quickstart."""
+    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))] + [QUICKSTART]
+
+
+def interpreter(python: str) -> str:
+    """The path of a Python of this release.
+
+    Raises:
+        SystemExit: there is none.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    found = [*sorted(map(str, pyenv.glob(f"{python}.*/bin/python"))), shutil.which(f"python{python}")]
+    if not found[0]:
+        raise SystemExit(f"no Python {python}: neither python{python} on PATH nor {python}.* under {pyenv}")
+    return found[0]
+
+
+# --- in the process that runs a file: this module is a plugin of pytest there ----------------------------------------
+
+
+def _tell(**what: object) -> None:
+    if (path := os.environ.get("MATRIX_REPORT")):
+        with open(path, "a") as file:
+            file.write(json.dumps(what) + "\n")
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _tell(started=nodeid)
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "call" or not report.passed:
+        _tell(test=report.nodeid, outcome=report.outcome, error=error_of(report.longreprtext) if report.failed else "")
+
+
+def pytest_collectreport(report: Any) -> None:
+    if report.failed:
+        _tell(test=report.nodeid, outcome="failed", error=error_of(report.longreprtext))
+
+
+def error_of(text: str) -> str:
+    """The line of a traceback that says what is wrong, ours of several ranks or pytest's."""
+    lines = text.splitlines()
+    errors = [line for line in lines
+              if re.match(r"E  +\S|[\w.]*(Error|Exception|Warning|Failed|Exit)\b|ranks .* still ran", line)]
+    return (errors or lines or [""])[0].removeprefix("E ").strip()[:300]
+
+
+# --- the runs ---------------------------------------------------------------------------------------------------------
+
+
+def batches(files: list[str]) -> list[list[str]]:
+    """Files that one process runs: those of unit tests together, which saves importing torch for each."""
+    unit = [file for file in files if file.startswith("tests/unit/")]
+    return [each for each in (unit, *([file] for file in files if file not in unit)) if each]
+
+
+def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
+    """Run files in the environment in ``folder``; returns for each the numbers of tests by outcome, and what failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        log, report = Path(scratch, "log"), Path(scratch, "report")
+        report.touch()
+        command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "tests.matrix", "-p", "no:cacheprovider"]
+        if files == [QUICKSTART]:
+            command, files = ["bash", QUICKSTART, "--steps", "20", "--out", f"{scratch}/out"], []
+        with open(log, "w") as out:
+            job = subprocess.Popen([*command, *files], cwd=ROOT, stdout=out, stderr=out, start_new_session=True,
+                                   env={**variables, "MATRIX_REPORT": str(report)})
+            try:
+                code: int | None = job.wait(timeout)
+            except subprocess.TimeoutExpired:
+                code = None
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        lines = [json.loads(line) for line in report.read_text().splitlines()]
+        ending = (log.read_text().strip().splitlines() or ["without a word"])[-1][:300]
+    if code is None:
+        at = ([line["started"] for line in lines if "started" in line] or files or [QUICKSTART])[-1]
+        lines.append({"test": at, "outcome": "failed", "error": f"still ran {timeout:g} s after the first test"})
+    elif not files or code not in (0, 1):
+        error = f"ended with {code}: {ending}"
+        lines.append({"test": (files or [QUICKSTART])[-1], "outcome": "failed" if code else "passed", "error": error})
+    return outcomes(lines)
+
+
+def outcomes(lines: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
+    """By file, what a run has told line by line."""
+    found: dict[str, dict[str, Any]] = {}
+    last = {line["test"]: line for line in lines if "test" in line}  # passed, and then failed where it ended
+    for test, line in last.items():
+        of_file = found.setdefault(test.partition("::")[0], {"passed": 0, "skipped": 0, "failed": {}})
+        if line["outcome"] == "failed":
+            of_file["failed"][test] = line["error"]
+        else:
+            of_file[line["outcome"]] += 1
+    return found
+
+
+def run(environment: Environment, folder: Path, files: list[str], timeout: float) -> None:
+    """Make an environment in ``folder``, unless it is there, and add to docs/versions.json how each file ends in it."""
+    variables = {**environment.variables(folder), "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
+                 "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
+    subprocess.run(["bash", "-euc", ". examples/venv.sh; make_venv test,plots,hf"], cwd=ROOT, env=variables, check=True)
+    for batch in batches(files):
+        began = time.monotonic()
+        found = run_batch(batch, folder, variables, timeout)
+        results = read()
+        there = results.get(environment.name, {"files": {}})["files"]
+        there = {file: result for file, result in {**there, **found}.items() if (ROOT / file).exists()}
+        results[environment.name] = {"date": time.strftime("%Y-%m-%d"), "files": there}
+        RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
+        PAGE.write_text(page(results))
+        for file, result in found.items():
+            print(f"{environment.name} {file}: {result['passed']} passed, {len(result['failed'])} failed",
+                  *(f"  {name}: {error}" for name, error in result["failed"].items()), sep="\n")
+        print(f"{time.monotonic() - began:.0f} s", flush=True)
+
+
+def read() -> Results:
+    """What runs have added to docs/versions.json."""
+    found: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+INTRODUCTION = """\
+# Versions
+
+`python -m tests.matrix` makes an environment for each line of this table, runs tests there, and writes this page. What
+README says of versions are its ends:
+
+**{sentence}**
+
+A line that is not run yet is a claim that nothing has shown so far. Releases in between were not tried; none is
+refused. Every test runs with Python 3.11, torch 2.13.0 and DeepSpeed 0.19.8 before a change is taken.
+
+{environments}
+
+The files are those that touch torch and DeepSpeed most, and the job of the quickstart, on processes of a CPU, without
+`THOROUGH=1`; `--whole` runs all there are. A number in brackets refers to the reason below. A test that is skipped
+counts neither as passed nor as failed.
+"""
+
+
+def reason_of(environment: Environment, test: str, error: str) -> str | None:
+    """Why a test fails there, of ``REASONS``; None if nobody knows."""
+    return next((reason for versions, failure, reason in REASONS
+                 if re.search(versions, environment.name) and re.search(failure, f"{test}: {error}")), None)
+
+
+def unknown(results: Results) -> dict[str, str]:
+    """Failures without a reason: by environment and test, the error."""
+    return {f"{each.name} {test}": error for each in ENVIRONMENTS if each.name in results
+            for file in results[each.name]["files"].values() for test, error in file["failed"].items()
+            if reason_of(each, test, error) is None}
+
+
+def ends(what: str) -> tuple[str, str]:
+    """The oldest and the newest version of ``python``, ``torch`` or ``deepspeed``."""
+    versions = sorted({getattr(each, what) for each in ENVIRONMENTS}, key=lambda text: [*map(int, text.split("."))])
+    return versions[0], versions[-1]
+
+
+def sentence() -> str:
+    """What README.md and docs/index.md say of versions."""
+    names = {"python": "Python", "torch": "torch", "deepspeed": "DeepSpeed"}
+    return ", ".join(f"{name} {' to '.join(ends(what))}" for what, name in names.items())
+
+
+def page(results: Results) -> str:
+    """docs/versions.md."""
+    files = sorted({*files_of(SELECTION), *(file for each in results.values() for file in each["files"])})
+    reasons: dict[str, list[str]] = {}
+    environments = ["| | Python | torch | DeepSpeed | tests pass | fail | files not run | last run |",
+                    "|---|---|---|---|---:|---:|---:|---|"]
+    columns = []
+    for letter, each in zip("abcdefghijklm", ENVIRONMENTS):
+        there = results.get(each.name, {"date": "", "files": {}})
+        passed, failed = (sum(counts) for counts in zip(
+            (0, 0), *((file["passed"], len(file["failed"])) for file in there["files"].values())))
+        environments.append(f"| {letter} | {each.python} | {each.torch} | {each.deepspeed} | {passed:,} | {failed} | "
+                            f"{len(files) - len(there['files'])} | {there['date'] or 'not yet'} |")
+        if there["files"]:
+            columns.append([letter, "---", *(cell(each, there["files"].get(file), reasons) for file in files)])
+    rows = zip(["file", "---", *files], *columns)
+    lines = [INTRODUCTION.format(sentence=sentence(), environments="\n".join(environments)),
+             *("| " + " | ".join(row) + " |" for row in rows)]
+    lines += ["", "## Why tests fail"] if reasons else []
+    for number, (reason, tests) in enumerate(reasons.items(), 1):
+        lines += ["", f"**{number}.** {reason}", "", *(f"* `{test}`" for test in dict.fromkeys(tests))]
+    return "\n".join(lines) + "\n"
+
+
+def cell(environment: Environment, result: dict[str, Any] | None, reasons: dict[str, list[str]]) -> str:
+    """How a file ended; ``reasons`` gets those that it refers to, each with its tests."""
+    if result is None:
+        return "not run"
+    if not result["failed"]:
+        return "pass"
+    used = set()
+    for test, error in result["failed"].items():
+        reason = reason_of(environment, test, error) or f"Not understood yet: `{error}`"
+        reasons.setdefault(reason, []).append(test.partition("[")[0].removeprefix("tests/"))
+        used.add(list(reasons).index(reason) + 1)
+    return f"{len(result['failed'])} fail ({', '.join(map(str, sorted(used)))})"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(each.name for each in ENVIRONMENTS))
+    parser.add_argument("--whole", action="store_true", help="all files, not the selection")
+    parser.add_argument("--files", nargs="+", metavar="FILE", help="these alone, to run again what was mended")
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "ds_layerwise_matrix",
+                        help="where environments are made; default: %(default)s")
+    parser.add_argument("--keep", action="store_true", help="leave them there, for the next run")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds a process; default: %(default)g")
+    parser.add_argument("--write", action="store_true", help="make docs/versions.md of what there is, and run nothing")
+    args = parser.parse_args()
+    known = {each.name: each for each in ENVIRONMENTS}
+    if not set(args.names) <= known.keys():
+        parser.error(f"{min(set(args.names) - known.keys())} is no environment; there are {', '.join(known)}")
+    files = args.files or files_of(("tests/**/test_*.py",) if args.whole else SELECTION)
+    names = [] if args.write else args.names or known
+    for name in names:
+        folder = args.folder.resolve() / name
+        run(known[name], folder, files, args.timeout)
+        if not args.keep:
+            shutil.rmtree(folder)
+    PAGE.write_text(page(read()))
+    failed = {test: error for test, error in unknown(read()).items() if test.split()[0] in names}
+    print(*(f"{test}: {error}" for test, error in failed.items()), sep="\n")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
