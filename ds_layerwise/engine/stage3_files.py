@@ -52,7 +52,7 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[N
         yield
         return
     engine.optimizer.checkpoint_event_prologue()
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         shared = engine._get_shared_params()
         named = _named(engine)
     whole = _gathered(engine) if with_frozen else {}
@@ -125,7 +125,7 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
             # The others are on their way to the next one.
             error = caught
         param.partition()
-    comm.raise_on_all_ranks(error, group=None)
+    comm.raise_on_all_ranks(error)
     return found
 
 

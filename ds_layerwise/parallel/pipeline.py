@@ -100,7 +100,7 @@ def elsewhere(
     tables, linears = tables_and_linears(model, leave_out=tied)
     params = {name: param for name, param in model.named_parameters() if param.numel()}
     trained = {name: param for name, param in params.items() if param.requires_grad}
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         facts = facts_of(model, trained, overrides)
         used = matched(chain.from_iterable(facts.values()), overrides)
     names: Counter[str] = sum(comm.gather_objects(head_names(model), group=group), Counter())
@@ -225,7 +225,7 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
     Raises:
         StepError: on every rank, if a copy is trained on any.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if used := copies & set(trained):
             raise StepError(
                 f"{min(used)} got a gradient on a later stage of the pipeline than its first, and "

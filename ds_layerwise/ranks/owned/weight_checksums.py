@@ -100,10 +100,10 @@ def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: 
     Raises:
         StepError: ranks have different values for a name, of which most would be lost.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         mine = {name: checksum(value) for name, value in params.items()}
     everyone = comm.gather_objects(mine, group=group)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         for name in params:
             _compare(name, [sums[name] for sums in everyone], ep_size.get(name, 1))
 

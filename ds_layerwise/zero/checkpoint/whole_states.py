@@ -272,7 +272,7 @@ def save_one_file(
     for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
         tensors[name] = (first[name].dtype, first[name].shape)
     brought = _bring(tensors, parts, named, device)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         with (attempt := Attempt()):
             if comm.rank_of(None) == 0:
                 beside = write_beside(header, scaler, _all_sums(parts))

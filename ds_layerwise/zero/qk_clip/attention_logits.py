@@ -54,7 +54,7 @@ class AttentionLogits(StepObserver):
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         if not self.measures:
             return
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             self._attentions = attentions_of(
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
@@ -73,7 +73,7 @@ class AttentionLogits(StepObserver):
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
             self._find_outputs(self.clip)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False

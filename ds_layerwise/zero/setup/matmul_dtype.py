@@ -39,7 +39,7 @@ class Products:
             LayerWiseError: on every rank, if any rank cannot multiply at all.
         """
         mine = None
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(device):
+        with comm.errors_on_all_ranks(), numerics_context.set_aside(device):
             if any(map(_is_open, recipes)):
                 mine = fast_dtypes(device)
         return cls(tuple(comm.gather_objects(mine, group=None)))

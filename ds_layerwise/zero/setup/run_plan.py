@@ -101,7 +101,7 @@ def plan(
     elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
         routes = route_parameters(
@@ -150,7 +150,7 @@ def plan(
     _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
     if settings.tensor_group is not None:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
     norm_groups = _norm_groups(model, trained, names, config, settings)
     counted_elsewhere = set()
@@ -219,13 +219,13 @@ def _norm_groups(
     groups = config.norm_groups
     if not groups:
         return {}
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         facts = facts_of(model, trained, groups.values(), tp_size=settings.tp_size, experts=names)
         mine = grouped(facts, groups)
     stages = [{name: mine.get(name) for name in trained}]
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         members: set[Any] = set()
         for stage in stages:
             members.update(stage.values())
@@ -327,5 +327,5 @@ def _compare(
         # collectives match.
         compared.append(("the layout of tensor-parallel parts", settings.tensor_group))
     for what, group in compared:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(what, digest, described, group=group)

@@ -242,7 +242,7 @@ class FirstStep(StepObserver):
                 # The other ranks go on to the next parameter.
                 with failed:
                     self._compute(name, grad, held, weights, step, groups)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
