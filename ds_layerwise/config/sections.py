@@ -341,7 +341,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     # A recipe for everything replaces another one, whose settings may stay in the config.
     others = (scalar,) if matrix.whole else recipes_of_settings()
     kinds = (*others, matrix)
-    fields: dict[str, Any] = {}
+    fields = {}
     for kind in kinds:
         fields.update(fields_of(kind, kind.model_fields))
     fields.update(fields_of(OptimizerConfig, _FOR_THE_RUN))

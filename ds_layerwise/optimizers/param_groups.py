@@ -114,7 +114,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = []
         self.own_keys: list[frozenset[str]] = []
         """The keys that the script has set in each group."""
-        loose: list[Tensor] = []
+        loose = []
         for item in params:
             if isinstance(item, dict):
                 groups.append(_with_ratios(f"param_groups[{len(groups)}]", item, config))

@@ -59,7 +59,7 @@ def rules_of(
         fast_dtypes: see :func:`.devices.fast_dtypes`.
     """
     rules = {}
-    on_device: dict[Recipe, UpdateRule] = {}
+    on_device = {}
     for name, route in routes.items():
         if route.recipe not in on_device:
             on_device[route.recipe] = rule_of(route.recipe).on_device(fast_dtypes)

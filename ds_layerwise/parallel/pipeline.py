@@ -93,7 +93,7 @@ def elsewhere(
     """
     if not isinstance(model, PipelineModule):
         return None
-    tied: set[Tensor] = set()
+    tied = set()
     for key, attributes in model.tied_weight_attrs.items():
         for attribute in attributes:
             tied.add(model._recursive_getattr(model.tied_modules[key], attribute))
@@ -171,7 +171,7 @@ def routes_of_all_stages(
         values = param_groups[route.group].items()
         hyper = {key: value for key, value in values if key in HYPER_KEYS}
         described[route.name] = f"{route.described()}, group of {hyper}"
-    every: dict[str, Route] = {}
+    every = {}
     said = []
     for theirs, texts in comm.gather_objects((dict(routes), described), group=group):
         every.update(theirs)

@@ -167,7 +167,7 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
         if isinstance(getattr(child, "weight", None), Tensor):
             layers.add(name)
     heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
-    where: dict[str, Any] | None = None
+    where = None
     why = "the number of its heads is not told"
     if heads is not None:
         where = _latents(module, layers) or _pair(module, layers, heads)

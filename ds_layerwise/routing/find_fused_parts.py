@@ -250,7 +250,7 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     with_heads = []
     for _, part in parts.each:
         with_heads.append(part.heads is not None)
-    here: Parts | None = None
+    here = None
     whole = all(with_heads)
     if runs == (parts.length,) and parts.groups % tensor.size == 0:
         here = Parts(parts.axis, parts.each, parts.groups // tensor.size)

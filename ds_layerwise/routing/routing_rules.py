@@ -153,7 +153,7 @@ def route_parameters(
         overrides,
         elsewhere=elsewhere.matched if elsewhere else (),
     )
-    routes: dict[str, Route] = {}
+    routes = {}
     for name, param in trained.items():
         home = homes[name]
         changes = merged[name].values
@@ -193,7 +193,7 @@ def _groups_of(
     names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
 ) -> dict[str, int]:
     """Return the index of each parameter's group, by name."""
-    groups: dict[str, int] = {}
+    groups = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
             if param not in names:

@@ -99,7 +99,7 @@ class Offloading:
             kind.optim_states: (*states, *owned.scales),
         }
         first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
-        memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
+        memory = {}
         for key, candidates in tensors.items():
             memory[key] = [t for t in candidates if first.setdefault(_storage(t), key) is key]
         return memory

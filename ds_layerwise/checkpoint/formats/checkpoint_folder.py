@@ -268,7 +268,7 @@ def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[s
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """Read the weights of experts; DeepSpeed writes one file per expert."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
         found.update(load(path))
     return found

@@ -334,7 +334,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     """Return frozen parameters and buffers by their first name in the module's ``state_dict``."""
     known = {id(param) for param in engine.optimizer._params.values()}
-    rest: dict[str, Tensor] = {}
+    rest = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in known:
             rest[name] = value

@@ -146,7 +146,7 @@ def recipes_of(
     """
     path = path_of(client)
     function = _function_for(client, make)
-    by_settings: dict[Any, ClientTorch] = {}
+    by_settings = {}
     found = []
     for index, group in enumerate(client.param_groups):
         where = f"param_groups[{index}]"

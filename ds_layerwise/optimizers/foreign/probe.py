@@ -232,8 +232,8 @@ def _observed(
         known: the 0-d tensors found by a probe with memory. Only such a probe shows which of them
             count.
     """
-    states: list[Any] = []
-    groups: list[dict[str, Any]] = []
+    states = []
+    groups = []
     with aside(), FlopCounterMode(display=False) as counter:
         param = draw(shape).to(device)
         optimizer = make(recipe, param)

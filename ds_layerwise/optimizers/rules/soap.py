@@ -143,7 +143,7 @@ class Soap(Kronecker):
     def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
         factor = state[key]
         basis = state[f"Q_{key}"]
-        values: Tensor | None = None
+        values = None
         if first:
             values, vectors = eigh(factor)
         else:

@@ -73,8 +73,8 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
     """Count the elements that each rank sends for all buckets, or only for those with an index in
     ``only``.
     """
-    sent: dict[int, NDArray[np.int64]] = {}
-    in_cuts: dict[int, list[Bucket]] = defaultdict(list)
+    sent = {}
+    in_cuts = defaultdict(list)
     for bucket in layout.buckets:
         if only is not None and bucket.index not in only:
             continue

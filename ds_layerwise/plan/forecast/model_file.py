@@ -171,7 +171,7 @@ def read_model(path: str | PathLike[str]) -> Model:
         raise ConfigError(f"{where} is no YAML: {e}") from e
     file = build(_File, where, content)
     params = list(_expand(_parsed(f"{where}.params", file.params), {}))
-    names: set[str] = set()
+    names = set()
     for param in params:
         if param.optimizer == "matrix" and len(param.shape) != 2:
             raise ConfigError(
@@ -224,7 +224,7 @@ def route_model(
     merged = overrides_by_name(
         {p.name: [Facts(name=p.name, shape=p.shape)] for p in params}, overrides
     )
-    routes: dict[str, Route] = {}
+    routes = {}
     for param in params:
         mine = merged[param.name].values
         wanted = mine.get("optimizer", param.optimizer)

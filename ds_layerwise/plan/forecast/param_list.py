@@ -22,7 +22,7 @@ def listed(
         groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio``
             and ``scalar_lr_ratio``.
     """
-    owner: dict[str, int] = {}
+    owner = {}
     for bucket in layout.buckets:
         for slot in bucket.slots if bucket.whole else ():
             owner[slot.name] = bucket.owner(slot)

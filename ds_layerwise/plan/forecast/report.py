@@ -73,7 +73,7 @@ def plan_table(
         write: makes a text of tables and lines, and of the width that they need.
     """
     head = _head(routes, specs, optimizer, (), without_effect, {})
-    below: list[Table | str] = []
+    below = []
     if predictions:
         if predictions[0].memory_bytes is not None:
             below += _fitting(forecasts, predictions, predictions[0].memory_bytes)

@@ -83,8 +83,8 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
     """Return the owners of the parameters of ``buckets`` by position. Each bucket has one
     ``ep_size``.
     """
-    by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
-    by_kind: dict[_Kind, list[Item]] = defaultdict(list)
+    by_ep_size = defaultdict(list)
+    by_kind = defaultdict(list)
     for bucket in buckets:
         by_ep_size[bucket[0].ep_size].append(bucket)
         for item in bucket:
@@ -209,7 +209,7 @@ def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
     """Swap parameters between shards while that lowers the maximum of work, then of elements,
     without raising the other maximum.
     """
-    by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
+    by_ep_size = defaultdict(list)
     for kind in sorted(placed.shards):
         by_ep_size[kind.ep_size].append(kind)
     swaps = []
@@ -349,7 +349,7 @@ def spread(
             quotas[item.numel, item.work][owners[item.position]] += 1
             left[owners[item.position]] += item.numel
     takers = {size: _Takers(quota, left) for size, quota in quotas.items()}
-    spread: dict[int, int] = {}
+    spread = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
@@ -419,7 +419,7 @@ class _Takers:
         removed from the heap.
         """
         found: list[int] = []
-        passed: list[int] = []
+        passed = []
         while self._heap and len(found) < num:
             entry = heapq.heappop(self._heap)
             rank = entry[2]

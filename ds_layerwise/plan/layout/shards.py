@@ -63,7 +63,7 @@ class Numels(Sequence[int]):
         """
         size = 0
         filled: list[int] = []
-        lengths: list[int] = []
+        lengths = []
         for count, numel in runs:
             if type(count) is not int or type(numel) is not int or count < 1 or numel < 0:
                 raise LayoutError(

@@ -82,8 +82,8 @@ def deal(
             of its parameters.
         takes_part: tells whether a bucket has shards in the rounds.
     """
-    deals: list[Deal] = []
-    kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
+    deals = []
+    kinds = defaultdict(list)
     for bucket in buckets:
         if takes_part(bucket):
             kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)

@@ -95,7 +95,7 @@ def fit(timings: Sequence[Timing], ranks_per_node: int) -> Fit:
     terms = [timing.terms(ranks_per_node) for timing in timings]
     free = sorted(set().union(*terms))
     measured = 1e9 * np.array([timing.seconds for timing in timings])
-    clamped: list[str] = []
+    clamped = []
     while True:
         rows = np.zeros((len(terms), len(free)))
         for i, factors in enumerate(terms):

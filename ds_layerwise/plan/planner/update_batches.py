@@ -81,7 +81,7 @@ def _take_along(
                 return False
         return True
 
-    taken: list[Matrices] = []
+    taken = []
     while fitting := [queue for queue in queues if queue and fits(queue[0][1])]:
         # Those with the next turn.
         matrices = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]

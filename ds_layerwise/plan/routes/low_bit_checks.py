@@ -34,7 +34,7 @@ def check_kept(
         ConfigError: names the key, its value and the way out.
     """
     _check_masters(specs, config, host_ratio)
-    kept: dict[str, dict[str, str]] = {}
+    kept = {}
     for spec in specs:
         own = routes[spec.name].states(1)
         kept[spec.name] = {key: state.kept_as for key, state in own.items() if state.kept_as}

@@ -271,8 +271,8 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
             f"{route.name}: layerwise.overrides sets split to {changes['split']!r} and num_heads "
             f"to {changes['num_heads']}; count the heads of each part in split, or narrow a pattern"
         )
-    own: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    own = {}
+    settings = {}
     for key, value in changes.items():
         if key in _OF_ROUTES:
             own[key] = value

@@ -49,7 +49,7 @@ def update_sets(
         most: the largest number of elements in a batch of matrices of one shape on the device.
         tp_size: the number of tensor-parallel parts of a matrix.
     """
-    bucket_of: dict[str, int] = {}
+    bucket_of = {}
     matrices: list[list[Matrices]] = []
     for index, own in enumerate(pieces):
         together_up_to = most

@@ -141,7 +141,7 @@ def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
     """Return the first of ``sections`` that has each key, by key."""
-    merged: dict[str, type[Section]] = {}
+    merged = {}
     for section in reversed(sections):
         merged.update(dict.fromkeys(section.keys(), section))
     return merged

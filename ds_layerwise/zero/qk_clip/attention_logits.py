@@ -91,9 +91,9 @@ class AttentionLogits(StepObserver):
         parts = [(clipped, matched(self._run.model, self.clip))]
         if self._run.settings.model_group is not None:
             parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)
-        everywhere: dict[str, None] = {}
+        everywhere = {}
         self._never: set[str] = set()
-        used: set[int] = set()
+        used = set()
         for theirs, entries in parts:
             everywhere.update(dict.fromkeys(theirs))
             self._never.update(filter(theirs.get, theirs))
@@ -241,7 +241,7 @@ class AttentionLogits(StepObserver):
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        factors: dict[str, Factors] = {}
+        factors = {}
         left = []
         for attention, place in self._places.values():
             if max(by_unit[place]) <= threshold:
@@ -331,8 +331,8 @@ def _indices(
     columns, and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
-    units: list[int] = []
-    powers: list[float] = []
+    units = []
+    powers = []
     for role, head, width in scaled.outputs.heads():
         if role == "other":
             head = 0

@@ -141,7 +141,7 @@ def plan(
             reduction=reduction,
             stage=settings.stage,
         )
-    routes_elsewhere: dict[str, Route] = {}
+    routes_elsewhere = {}
     if elsewhere is not None:
         routes_elsewhere = pipeline.routes_of_all_stages(
             routes, optimizer.param_groups, settings.model_group
@@ -281,7 +281,7 @@ def _ep_sizes(
     """Return the number of consecutive ranks that hold different experts under the name of a
     trained parameter, by name.
     """
-    given: set[nn.Parameter] = set()
+    given = set()
     for param_group in optimizer.param_groups:
         given.update(param_group["params"])
     sizes = {}

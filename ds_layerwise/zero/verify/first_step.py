@@ -336,7 +336,7 @@ class FirstStep(StepObserver):
         run = self._run
         plain = self._plain[name]
         piece = run.pieces.get(name)
-        held: State = {}
+        held = {}
         for key, state in plain.states.items():
             if not run.planned.routes[name].whole and plain.is_like_the_parameter(key):
                 held[key] = run.whole(name, partial(self._owned.value, key=key))
