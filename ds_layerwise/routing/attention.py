@@ -34,7 +34,7 @@ class _Unfit(RoutingError):
     """A module does not match its entry, or any known kind."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scaled:
     """A parameter that makes queries or keys."""
 
@@ -44,7 +44,7 @@ class Scaled:
     """The axis of its shape with the outputs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
     """An attention module."""
 

@@ -43,7 +43,7 @@ _WRAPPERS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """Facts about the other stages of a pipeline, so that decisions are those for the whole
     model.

@@ -88,7 +88,7 @@ _CUTS = ("num_heads", "split")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Home:
     """The model's facts about a parameter: the modules that hold it, and its kind."""
 

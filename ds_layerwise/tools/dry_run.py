@@ -34,7 +34,7 @@ from ds_layerwise.plan.routes.tensor_parallel_routes import Cutter, cut
 from ds_layerwise.tools.hf_model import HfShapes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DryRun:
     """The content of the start-up tables for each number of ranks."""
 

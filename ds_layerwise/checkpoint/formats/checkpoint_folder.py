@@ -167,7 +167,7 @@ def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool)
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFile:
     """The parameters and buffers in DeepSpeed's model file. Tensors are mapped from it."""
 

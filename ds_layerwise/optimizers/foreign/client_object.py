@@ -51,7 +51,7 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 Make = Callable[[Any], object]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Prototype:
     """Makes optimizers like one group of an object."""
 

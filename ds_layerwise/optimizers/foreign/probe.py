@@ -60,7 +60,7 @@ class UnableError(ConfigError):
     """The class cannot be constructed for the tensors of a probe, or cannot step on them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Leaf:
     """A tensor, or a number that changes, in the states of a class."""
 
@@ -73,7 +73,7 @@ class Leaf:
     """The difference of a counter to the number of steps; None for others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kept:
     """The states that a class keeps for a parameter of one shape."""
 

@@ -21,7 +21,7 @@ from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Parameters, or zero tensors for their moves, that make one step together."""
 

@@ -60,7 +60,7 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
     return longer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """``k`` matrices of equal shape that are updated together, as views of their tensors."""
 
@@ -86,7 +86,7 @@ class Batch:
         return followed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Orthogonalized(UpdateRule):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 

@@ -57,7 +57,7 @@ def max_over_mean(loads: Sequence[int]) -> float:
     return 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WireElements:
     """The number of elements that each rank sends in one step, by rank; see the note."""
 
@@ -150,7 +150,7 @@ def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return np.array(bucket.shards.filled, np.int64), np.array(bucket.shards.lengths, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMemory:
     """The bytes that one rank holds on its device between two steps, and on the host."""
 
@@ -341,7 +341,7 @@ def _with_host(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankTraffic:
     """The most bytes that one rank holds for pending buckets and their exchange."""
 
@@ -489,7 +489,7 @@ def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
     by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayoutReport:
     """The balance and padding of a layout. Tuples are by rank."""
 

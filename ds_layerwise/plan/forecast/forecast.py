@@ -108,7 +108,7 @@ class Sent(NamedTuple):
     """The bytes in a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """A layout and its costs. Tuples are by rank, mappings by dtype of the layout."""
 

@@ -84,7 +84,7 @@ class _Block(Section):
     params: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelParam:
     """A parameter of a model file."""
 
@@ -105,7 +105,7 @@ class ModelParam:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """The content of a model file."""
 

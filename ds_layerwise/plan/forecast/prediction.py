@@ -29,7 +29,7 @@ BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)
 _AS_FAST_PERCENT = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketSize:
     """A bucket size, and the resulting step."""
 
@@ -47,7 +47,7 @@ class BucketSize:
         return self.left is None or self.left >= 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """The predicted time of one plan's step, in nanoseconds."""
 

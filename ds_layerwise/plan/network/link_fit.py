@@ -30,7 +30,7 @@ _ROUNDS = 30
 _FAR = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timing:
     """The time of one collective: the median over repetitions, each until the last rank has
     finished.
@@ -67,7 +67,7 @@ class Timing:
         return {self.where: moved, first: 1e3 * (others if self.where == "inside" else self.size)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fit:
     """The unknowns that explain the timings best."""
 
@@ -138,7 +138,7 @@ def _least(rows: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[
     return solved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
     """The links of a cluster, and the source of each value."""
 

@@ -54,7 +54,7 @@ class InLevels(NamedTuple):
     gather: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """The sizes that the time of a bucket depends on."""
 

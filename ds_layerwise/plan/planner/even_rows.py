@@ -22,7 +22,7 @@ from ds_layerwise.plan.layout.owners import Item
 _PART_OF_MODEL = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """The parts of a stream: the rows, and the rest."""
 

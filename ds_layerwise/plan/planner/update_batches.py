@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Matrices:
     """The matrices of one parameter: one, a batch of them, or parts of different shapes."""
 

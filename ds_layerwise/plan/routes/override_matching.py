@@ -15,7 +15,7 @@ from ds_layerwise.recipes.targets.overrides import Override
 _EXCLUSIVE = ("lr", "lr_scale")
 
 
-@dataclass(slots=True)
+@dataclass
 class Changes:
     """The changes to one parameter, by key. Their order does not matter."""
 

@@ -24,7 +24,7 @@ from ds_layerwise.recipes.targets.fused_parts import Parts, Split
 Axis = Literal[-2, -1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """The route of one parameter.
 

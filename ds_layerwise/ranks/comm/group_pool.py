@@ -19,7 +19,7 @@ from torch import distributed
 from ds_layerwise.ranks.comm import comm
 
 
-@dataclass(slots=True)
+@dataclass
 class _Seat:
     """A group and its user. torch owns the group."""
 

@@ -41,7 +41,7 @@ Opened = Mapping[tuple[str, str], Tensor]
 NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnedSettings:
     """The settings of an :class:`Owned`."""
 

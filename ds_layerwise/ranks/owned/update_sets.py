@@ -13,7 +13,7 @@ from ds_layerwise.plan.planner.update_batches import Matrices, together
 from ds_layerwise.plan.routes.routes import Route
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateSet:
     """Parameters that one rule updates with the same hyper-parameters."""
 

@@ -35,7 +35,7 @@ class Run(NamedTuple):
         return cut[self.first : self.first + self.numel]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """An all-to-all of an :class:`Exchange`, from the view of one rank."""
 

@@ -111,7 +111,7 @@ class Place(NamedTuple):
         return self.sizes == self.shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """The parts of every matrix in a parameter; see the note on their order."""
 

@@ -27,7 +27,7 @@ from ds_layerwise.recipes.base.fields import Count, OrNull, Positive, Section, b
 Role = Literal["query", "rotated", "key", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """Consecutive outputs of one kind: ``heads`` times ``width``."""
 
@@ -36,7 +36,7 @@ class Run:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outputs:
     """The outputs of a layer in order: ``groups`` times ``runs``."""
 

@@ -56,7 +56,7 @@ class Shape(NamedTuple):
     ranks_per_node: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Times:
     """The measurements, and the dtype of products."""
 

@@ -36,7 +36,7 @@ _WAY_OUT = (
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Disks:
     """The disks that the ranks of a save write to."""
 

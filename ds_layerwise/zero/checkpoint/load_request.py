@@ -23,7 +23,7 @@ from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.zero.checkpoint.whole_states import tied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """A checkpoint that is complete and fits. Nothing of it has been loaded yet."""
 
@@ -63,7 +63,7 @@ class Found:
         return lines
 
 
-@dataclass(slots=True)
+@dataclass
 class Load:
     """The state that the first half of an engine's load passes to the second.
 

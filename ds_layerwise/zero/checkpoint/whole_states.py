@@ -109,7 +109,7 @@ def held_of(value: Tensor) -> tuple[Tensor, int]:
     return value, 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Part:
     """The elements of a tensor of the file that one rank has."""
 

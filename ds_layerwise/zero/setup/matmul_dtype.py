@@ -24,7 +24,7 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.zero.setup import numerics_context
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Products:
     """The dtypes in which the devices multiply much faster than in float32, by rank."""
 

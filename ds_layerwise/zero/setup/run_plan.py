@@ -37,7 +37,7 @@ from ds_layerwise.zero.setup.run_settings import Settings
 _FEW = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """The plan of a model that the ranks have agreed on."""
 

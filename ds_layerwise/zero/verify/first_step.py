@@ -48,7 +48,7 @@ _SPREAD = 4.0
 _Difference = tuple[int, str]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Local:
     """The gradients that the backward passes of a step have left on one parameter of this rank."""
 
