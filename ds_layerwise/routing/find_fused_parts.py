@@ -108,13 +108,11 @@ def split_known(
                     f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
                     "tensor-parallel rank"
                 )
-        elif LOOKS_FUSED.fullmatch(leaf) or leaf == "in_proj" and _has_convolution(module):
+        elif LOOKS_FUSED.fullmatch(leaf) or (
+            leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv"))
+        ):
             split[name] = route.because("fused, not split")
     return split
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return hasattr(module, "conv1d") or hasattr(module, "conv")
 
 
 def _known_parts(

@@ -545,10 +545,7 @@ class Checkpointing:
     @torch.no_grad()
     def weights_from_masters(self) -> None:
         """Set the model's weights from the masters, on every rank."""
-        for bucket in self._run.planned.layout.buckets:
-            self._run.owned.masters_to_values(bucket.index)
-        self._send_all()
-
-    def _send_all(self) -> None:
-        """Send the owners' weights to all ranks."""
-        self._run.param_sync.send(bucket.index for bucket in self._run.planned.layout.buckets)
+        indices = range(len(self._run.planned.layout.buckets))
+        for index in indices:
+            self._run.owned.masters_to_values(index)
+        self._run.param_sync.send(indices)
