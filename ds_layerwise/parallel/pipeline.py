@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.plan.routes.override_matching import matched
-from ds_layerwise.plan.routes.routes import Route, require_a_matrix
+from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes, require_a_matrix
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.output_heads import (
@@ -158,7 +158,7 @@ def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int
 
 
 def routes_of_all_stages(
-    routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]], group: comm.Group
+    routes: Routes, param_groups: ParamGroups, group: comm.Group
 ) -> dict[str, Route]:
     """Return the routes of the parameters of all stages, if they agree.
 

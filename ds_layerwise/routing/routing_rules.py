@@ -50,6 +50,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector, own_name
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
 from ds_layerwise.plan.routes.routes import (
+    ParamGroups,
     Route,
     forced_matrix_shape,
     recipe_named,
@@ -106,7 +107,7 @@ class _Home:
 
 def route_parameters(
     model: nn.Module,
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: ParamGroups,
     *,
     overrides: Sequence[Override] = (),
     per_head: bool = False,
@@ -189,9 +190,7 @@ def route_parameters(
     return routes
 
 
-def _groups_of(
-    names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
-) -> dict[str, int]:
+def _groups_of(names: Mapping[nn.Parameter, str], param_groups: ParamGroups) -> dict[str, int]:
     """Return the index of each parameter's group, by name."""
     groups = {}
     for index, group in enumerate(param_groups):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.planner.update_batches import Matrices, together
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class UpdateSet:
 
 def update_sets(
     pieces: Sequence[Sequence[Piece]],
-    routes: Mapping[str, Route],
+    routes: Routes,
     rules: Mapping[str, UpdateRule],
     *,
     batch_matrices: bool,

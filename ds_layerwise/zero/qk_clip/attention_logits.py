@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.recipes.targets.qk_clip_settings import QkClip, power_of
@@ -300,7 +300,7 @@ class AttentionLogits(StepObserver):
         )
 
 
-def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -> None:
+def _check_hooks(attentions: Sequence[Attention], routes: Routes) -> None:
     """Refuse a rule that restores the norm of weights, which undoes the scaling.
 
     Raises:

@@ -25,7 +25,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
 from ds_layerwise.plan.routes.override_matching import grouped, require_members
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.recipes.base.recipe import Recipe
@@ -185,7 +185,7 @@ def _wants_training(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _specs(
     trained: Mapping[str, nn.Parameter],
-    routes: Mapping[str, Route],
+    routes: Routes,
     ep_size: Mapping[str, int],
     settings: Settings,
 ) -> list[ParamSpec]:
@@ -294,7 +294,7 @@ def _ep_sizes(
 
 
 def _compare(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     layout: Layout,
     optimizer: LayerWiseOptimizer,
