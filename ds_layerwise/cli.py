@@ -439,7 +439,7 @@ def _verify(options: argparse.Namespace) -> int:
     if len(reports) < 2:
         return 0
     first, second = (report.contents for report in reports)
-    lines: list[str] = []
+    lines = []
     if len(first) != len(second):
         lines.append(f"the models are cut into {len(first)} and {len(second)} parts")
     else:

@@ -21,8 +21,8 @@ def new_names(
         LayerWiseError: two names become one, or, with ``use_all``, a glob matches nothing.
     """
     patterns = {glob: re.compile(re.escape(glob).replace(r"\*", "(.*)")) for glob in rename}
-    used: set[str] = set()
-    renamed: dict[str, str] = {}
+    used = set()
+    renamed = {}
     for name in names:
         renamed[name] = name
         for glob, pattern in patterns.items():

@@ -19,7 +19,7 @@ from ds_layerwise.recipes.rules.any_torch_recipe import are_one_family, family_a
 WITHIN_STEP = "within a step"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PieceRecord:
     """The part of one parameter that one rank, or one file, holds. Tensors may be views into live
     memory or into a file.
@@ -68,7 +68,7 @@ def joined(what: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> Tenso
     return whole.view(shape)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RuleRecord:
     """The properties of a parameter's optimizer that a checkpoint stores.
 
@@ -97,7 +97,7 @@ class RuleRecord:
 ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Header:
     """The part of a checkpoint that is not tensors, equal in the files of all ranks."""
 
@@ -133,7 +133,7 @@ class Header:
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ShardRecord:
     """Everything that ``rank`` of ``world_size`` owns, in memory order, with its layout."""
 

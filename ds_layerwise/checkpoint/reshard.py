@@ -24,7 +24,7 @@ _WEIGHTS_ALONE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadPlan:
     """The copies that load a checkpoint into this rank's memory. Making a plan writes nothing."""
 

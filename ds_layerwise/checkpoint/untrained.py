@@ -39,7 +39,7 @@ def find_others(
         LayerWiseError: something is missing, or has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
-    others: dict[str, Tensor] = {}
+    others = {}
     params = dict(model.named_parameters(remove_duplicate=False))
     # A hook of the module may have copied parameters.
     held = {

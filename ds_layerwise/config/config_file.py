@@ -76,7 +76,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    found = {}
     for key, value in pairs:
         if key in found:
             raise ConfigError(

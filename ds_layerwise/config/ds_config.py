@@ -214,7 +214,7 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
     ``layerwise.links`` is not one of them: the file of the links may have another path on each
     node.
     """
-    lines: list[str] = []
+    lines = []
 
     def add(path: str, value: Any) -> None:
         if isinstance(value, Mapping):
@@ -483,7 +483,7 @@ def retell(error: Exception) -> None:
 
 def _fields(model: str, path: Sequence[int | str]) -> list[str]:
     """Return the keys at ``path`` in a section that DeepSpeed checks, given by its class name."""
-    kinds: list[Any] = [BaseModel]
+    kinds = [BaseModel]
     for kind in kinds:
         kinds += kind.__subclasses__()
     found = [kind for kind in kinds if kind.__name__ == model]

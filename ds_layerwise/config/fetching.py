@@ -24,7 +24,7 @@ class Whole(NamedTuple):
     """The most bytes during a forward or backward pass, with the persistent ones."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fetching:
     """The limits of DeepSpeed's fetching, in elements."""
 

@@ -44,7 +44,7 @@ for _short, _name in _DTYPES.items():
 _Ratio = Annotated[float, Field(ge=0, le=1, json_schema_extra={"expects": "a number in [0, 1]"})]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The settings of a run, from the single reading of a DeepSpeed config, for training and for
     plans.

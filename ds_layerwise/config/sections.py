@@ -16,11 +16,11 @@ from pydantic import Field, create_model
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.recipes.base.dtypes import MasterDtype
 from ds_layerwise.recipes.base.fields import (
-    OR_NULL,
     Betas,
     Count,
     Decay,
     NonNegative,
+    OrNull,
     Positive,
     Section,
     build,
@@ -181,9 +181,9 @@ class OptimizerConfig(Hyper):
     """Orthogonalise each attention head of the query, key and value projections separately."""
     decay_vectors: bool = False
     """Also apply weight decay to parameters with fewer than two axes: norms, biases, gains."""
-    scalar_weight_decay: Annotated[NonNegative | None, OR_NULL] = None
+    scalar_weight_decay: OrNull[NonNegative] = None
     """The weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
-    preset: Annotated[Literal[tuple(PRESETS)] | None, OR_NULL] = None  # type: ignore[valid-type]
+    preset: OrNull[Literal[tuple(PRESETS)]] = None  # type: ignore[valid-type]
     """The published recipe that sets the values missing in the config; see
     :mod:`.recipes.presets`.
     """
@@ -341,7 +341,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     # A recipe for everything replaces another one, whose settings may stay in the config.
     others = (scalar,) if matrix.whole else recipes_of_settings()
     kinds = (*others, matrix)
-    fields: dict[str, Any] = {}
+    fields = {}
     for kind in kinds:
         fields.update(fields_of(kind, kind.model_fields))
     fields.update(fields_of(OptimizerConfig, _FOR_THE_RUN))
@@ -404,15 +404,15 @@ class LayerWiseConfig(Section):
     """
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""
-    max_skipped_steps: Annotated[Count | None, OR_NULL] = 100
+    max_skipped_steps: OrNull[Count] = 100
     """Raise an error after this many consecutive skipped steps, skipped because a gradient was not
     finite or the norm exceeded ``grad_norm_skip_threshold``; None to never stop.
     """
-    grad_norm_skip_threshold: Annotated[Positive | None, OR_NULL] = None
+    grad_norm_skip_threshold: OrNull[Positive] = None
     """Skip a step whose gradients have a larger norm than this; Megatron-LM's key. None for no
     bound.
     """
-    max_waiting_buckets: Annotated[Count | None, OR_NULL] = None
+    max_waiting_buckets: OrNull[Count] = None
     """At ZeRO stage 2, let the backward pass wait while more buckets than this are complete and not
     started; None for no bound.
     """
@@ -460,11 +460,11 @@ class LayerWiseConfig(Section):
     """The settings for an optimizer that the script passes to ``initialize``; see
     :mod:`.recipes.rules.client_recipe`.
     """
-    decoupled_lr: Annotated[NonNegative | None, OR_NULL] = None
+    decoupled_lr: OrNull[NonNegative] = None
     """The learning rate of embeddings and output heads, like an override's ``lr``; Megatron-LM's
     key. None for that of the run.
     """
-    decoupled_min_lr: Annotated[NonNegative | None, OR_NULL] = None
+    decoupled_min_lr: OrNull[NonNegative] = None
     """The lowest learning rate of embeddings and output heads under any scheduler; None for no
     bound.
     """
@@ -472,11 +472,11 @@ class LayerWiseConfig(Section):
     """Apply weight decay to the vectors of norms over queries and keys, even if other vectors have
     none; Megatron-LM's key.
     """
-    mup: Annotated[Mup | None, OR_NULL] = None
+    mup: OrNull[Mup] = None
     """The narrower model for which learning rates and eps were chosen; see
     :mod:`.recipes.targets.mup`. None if they are for this model.
     """
-    qk_clip: Annotated[QkClip | None, OR_NULL] = None
+    qk_clip: OrNull[QkClip] = None
     """Scale queries and keys down if attention logits are too large; see
     :mod:`.recipes.targets.qk_clip_settings`. None for never.
     """
@@ -484,7 +484,7 @@ class LayerWiseConfig(Section):
     """Measure and report the largest attention logits, as ``qk_clip`` always does; Megatron-LM's
     key.
     """
-    dump_param_map: Annotated[Name | None, OR_NULL] = None
+    dump_param_map: OrNull[Name] = None
     """A file that rank 0 writes at start, with the output of ``ds-layerwise plan --list --json``;
     None for none.
     """

@@ -147,7 +147,7 @@ def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
 def _on_all_ranks() -> AbstractContextManager[None]:
     """Raise errors of one rank on all ranks. DeepSpeed can also run without a process group."""
     if dist.is_initialized():
-        return comm.errors_on_all_ranks(None)
+        return comm.errors_on_all_ranks()
     return nullcontext()
 
 
@@ -240,7 +240,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
             group = engine.seq_data_parallel_group
         else:
             group = None
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()

@@ -30,7 +30,7 @@ def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer:
 def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
     original()
     if engine.client_lr_scheduler:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             _check_client(engine, engine.lr_scheduler)
 
 

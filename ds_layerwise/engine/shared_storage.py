@@ -129,6 +129,6 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
 
 def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
     """Refuse shared memory when the engine gets its model, before it casts or moves it."""
-    with comm.errors_on_all_ranks(None) if dist.is_initialized() else nullcontext():
+    with comm.errors_on_all_ranks() if dist.is_initialized() else nullcontext():
         refuse_shared_memory(model)
     return original(model)

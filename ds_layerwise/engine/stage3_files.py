@@ -52,11 +52,11 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[N
         yield
         return
     engine.optimizer.checkpoint_event_prologue()
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         shared = engine._get_shared_params()
         named = _named(engine)
     whole = _gathered(engine) if with_frozen else {}
-    rest: dict[str, Any] = {}
+    rest = {}
     trained = {id(param) for param in engine.optimizer._params.values()}
     for name, (value, param) in named.items():
         if id(param) not in trained:
@@ -125,7 +125,7 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
             # The others are on their way to the next one.
             error = caught
         param.partition()
-    comm.raise_on_all_ranks(error, group=None)
+    comm.raise_on_all_ranks(error)
     return found
 
 
@@ -133,8 +133,8 @@ def untrained_in(model_file: Path) -> dict[str, Tensor]:
     """Return the frozen parameters and buffers in a model's file of :func:`saving_the_rest`, each
     once.
     """
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
+    found = {}
+    seen = set()
     for name, value in load_safely(model_file, with_objects=True)["module"].items():
         if isinstance(value, Tensor) and id(value) not in seen:
             found[name] = value

@@ -27,7 +27,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightDecay:
     """A method of weight decay. A rule that knows its directions calls :meth:`gradients`, then
     :meth:`shrink_`.

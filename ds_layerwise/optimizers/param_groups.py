@@ -18,7 +18,7 @@ from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerC
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.group_defaults import OF_OTHER_SCHEDULES
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.plan.routes.schedule_rates import (
     check_floors,
     check_peaks,
@@ -114,7 +114,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         groups: list[dict[str, Any]] = []
         self.own_keys: list[frozenset[str]] = []
         """The keys that the script has set in each group."""
-        loose: list[Tensor] = []
+        loose = []
         for item in params:
             if isinstance(item, dict):
                 groups.append(_with_ratios(f"param_groups[{len(groups)}]", item, config))
@@ -217,7 +217,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         for each in held:
             self.state[each.param] = each.state
 
-    def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
+    def require_chosen_rates(self, routes: Routes) -> None:
         """Refuse a group that has matrices and an ``lr`` of its own without ``muon_lr``, a
         scheduler that would set rates nobody chose, and a bound above its rate.
 
@@ -245,7 +245,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         check_floors(routes, self.groups_now())
         check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
 
-    def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
+    def require_schedule_of_rates(self, schedule: object, routes: Routes) -> None:
         """Refuse a script's scheduler that would set rates nobody chose.
 
         Raises:
@@ -316,7 +316,7 @@ def cannot_load() -> StepError:
     )
 
 
-def _ratios_in(routes: Mapping[str, Route]) -> dict[int, set[str]]:
+def _ratios_in(routes: Routes) -> dict[int, set[str]]:
     """Return which of the two ratios the parameters of each group use, by group index."""
     used: dict[int, set[str]] = {}
     for route in routes.values():

@@ -19,7 +19,7 @@ State = dict[str, Tensor]
 T = TypeVar("T", bound="UpdateRule")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Hyper:
     """The settings of a parameter group at this step. A scheduler may change any of them between
     steps.
@@ -48,7 +48,7 @@ class UpdateError(StepError):
         self.index = index
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class UpdateRule:
     """The mathematics of an optimizer.
 

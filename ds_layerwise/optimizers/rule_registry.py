@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from functools import lru_cache
 from importlib import import_module
 
@@ -11,7 +11,7 @@ import torch
 from ds_layerwise.optimizers.low_bit import torchao_maps
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.orthogonalize.tensor_shards import Peers
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import entry_of
 
@@ -47,7 +47,7 @@ def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None)
 
 
 def rules_of(
-    routes: Mapping[str, Route],
+    routes: Routes,
     peers: Peers | None,
     *,
     fast_dtypes: frozenset[torch.dtype] = frozenset(),
@@ -59,7 +59,7 @@ def rules_of(
         fast_dtypes: see :func:`.devices.fast_dtypes`.
     """
     rules = {}
-    on_device: dict[Recipe, UpdateRule] = {}
+    on_device = {}
     for name, route in routes.items():
         if route.recipe not in on_device:
             on_device[route.recipe] = rule_of(route.recipe).on_device(fast_dtypes)

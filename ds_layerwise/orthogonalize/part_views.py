@@ -63,7 +63,7 @@ def first_state(
     """Return the states that ``init`` makes for each part of ``whole``, with the names of
     :meth:`.recipes.targets.fused_parts.Parts.states`.
     """
-    found: dict[str, Tensor] = {}
+    found = {}
     for name, place in places.items():
         for key, value in init(view_of(whole, place).reshape(place.shape)).items():
             if key not in like:

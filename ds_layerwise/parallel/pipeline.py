@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.plan.routes.override_matching import matched
-from ds_layerwise.plan.routes.routes import Route, require_a_matrix
+from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes, require_a_matrix
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.output_heads import (
@@ -93,14 +93,14 @@ def elsewhere(
     """
     if not isinstance(model, PipelineModule):
         return None
-    tied: set[Tensor] = set()
+    tied = set()
     for key, attributes in model.tied_weight_attrs.items():
         for attribute in attributes:
             tied.add(model._recursive_getattr(model.tied_modules[key], attribute))
     tables, linears = tables_and_linears(model, leave_out=tied)
     params = {name: param for name, param in model.named_parameters() if param.numel()}
     trained = {name: param for name, param in params.items() if param.requires_grad}
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         facts = facts_of(model, trained, overrides)
         used = matched(chain.from_iterable(facts.values()), overrides)
     names: Counter[str] = sum(comm.gather_objects(head_names(model), group=group), Counter())
@@ -158,7 +158,7 @@ def _disagreement(stages: Sequence[Mapping[str, object]]) -> tuple[str, int, int
 
 
 def routes_of_all_stages(
-    routes: Mapping[str, Route], param_groups: Sequence[Mapping[str, Any]], group: comm.Group
+    routes: Routes, param_groups: ParamGroups, group: comm.Group
 ) -> dict[str, Route]:
     """Return the routes of the parameters of all stages, if they agree.
 
@@ -171,7 +171,7 @@ def routes_of_all_stages(
         values = param_groups[route.group].items()
         hyper = {key: value for key, value in values if key in HYPER_KEYS}
         described[route.name] = f"{route.described()}, group of {hyper}"
-    every: dict[str, Route] = {}
+    every = {}
     said = []
     for theirs, texts in comm.gather_objects((dict(routes), described), group=group):
         every.update(theirs)
@@ -225,7 +225,7 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
     Raises:
         StepError: on every rank, if a copy is trained on any.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if used := copies & set(trained):
             raise StepError(
                 f"{min(used)} got a gradient on a later stage of the pipeline than its first, and "

@@ -34,7 +34,7 @@ class _Unfit(RoutingError):
     """A module does not match its entry, or any known kind."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scaled:
     """A parameter that makes queries or keys."""
 
@@ -44,7 +44,7 @@ class Scaled:
     """The axis of its shape with the outputs."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Attention:
     """An attention module."""
 
@@ -167,7 +167,7 @@ def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
         if isinstance(getattr(child, "weight", None), Tensor):
             layers.add(name)
     heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
-    where: dict[str, Any] | None = None
+    where = None
     why = "the number of its heads is not told"
     if heads is not None:
         where = _latents(module, layers) or _pair(module, layers, heads)

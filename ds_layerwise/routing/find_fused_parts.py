@@ -108,13 +108,11 @@ def split_known(
                     f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
                     "tensor-parallel rank"
                 )
-        elif LOOKS_FUSED.fullmatch(leaf) or leaf == "in_proj" and _has_convolution(module):
+        elif LOOKS_FUSED.fullmatch(leaf) or (
+            leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv"))
+        ):
             split[name] = route.because("fused, not split")
     return split
-
-
-def _has_convolution(module: nn.Module) -> bool:
-    return hasattr(module, "conv1d") or hasattr(module, "conv")
 
 
 def _known_parts(
@@ -250,7 +248,7 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     with_heads = []
     for _, part in parts.each:
         with_heads.append(part.heads is not None)
-    here: Parts | None = None
+    here = None
     whole = all(with_heads)
     if runs == (parts.length,) and parts.groups % tensor.size == 0:
         here = Parts(parts.axis, parts.each, parts.groups // tensor.size)

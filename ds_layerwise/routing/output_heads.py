@@ -43,7 +43,7 @@ _WRAPPERS = re.compile(
 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Elsewhere:
     """Facts about the other stages of a pipeline, so that decisions are those for the whole
     model.
@@ -75,7 +75,7 @@ def tables_and_linears(
     """Return the shapes of the embeddings, and the weights of linear layers in order, without those
     in ``leave_out``.
     """
-    tables: set[Shape] = set()
+    tables = set()
     linears = []
     for path, module, _ in modules_of(model):
         for weight in weights_of(module):

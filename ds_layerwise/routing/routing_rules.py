@@ -50,6 +50,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector, own_name
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
 from ds_layerwise.plan.routes.routes import (
+    ParamGroups,
     Route,
     forced_matrix_shape,
     recipe_named,
@@ -88,7 +89,7 @@ _CUTS = ("num_heads", "split")
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Home:
     """The model's facts about a parameter: the modules that hold it, and its kind."""
 
@@ -106,7 +107,7 @@ class _Home:
 
 def route_parameters(
     model: nn.Module,
-    param_groups: Sequence[Mapping[str, Any]],
+    param_groups: ParamGroups,
     *,
     overrides: Sequence[Override] = (),
     per_head: bool = False,
@@ -153,7 +154,7 @@ def route_parameters(
         overrides,
         elsewhere=elsewhere.matched if elsewhere else (),
     )
-    routes: dict[str, Route] = {}
+    routes = {}
     for name, param in trained.items():
         home = homes[name]
         changes = merged[name].values
@@ -189,11 +190,9 @@ def route_parameters(
     return routes
 
 
-def _groups_of(
-    names: Mapping[nn.Parameter, str], param_groups: Sequence[Mapping[str, Any]]
-) -> dict[str, int]:
+def _groups_of(names: Mapping[nn.Parameter, str], param_groups: ParamGroups) -> dict[str, int]:
     """Return the index of each parameter's group, by name."""
-    groups: dict[str, int] = {}
+    groups = {}
     for index, group in enumerate(param_groups):
         for param in group["params"]:
             if param not in names:

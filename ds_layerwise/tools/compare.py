@@ -32,7 +32,7 @@ def differences(one: Contents, other: Contents, *, states: bool, bars: Bars) -> 
     Args:
         states: False to leave the optimizer states out.
     """
-    lines: list[str] = []
+    lines = []
     if one.saved.header.step != other.saved.header.step:
         lines.append(f"step: {one.saved.header.step} and {other.saved.header.step}")
     ours = one.trained.keys() | one.others.keys()

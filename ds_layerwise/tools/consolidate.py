@@ -161,8 +161,8 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
 
 
 def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: Path) -> None:
-    tensors: dict[str, Tensor] = {}
-    storages: set[int] = set()
+    tensors = {}
+    storages = set()
     for name in names:
         value = _cast(name, contents.weight(name), dtype).contiguous()
         # Copy it: it shares a buffer with another name, and safetensors refuses shared memory.

@@ -28,18 +28,18 @@ from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
 from ds_layerwise.plan.routes.override_matching import check_norm_groups
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.plan.routes.schedule_rates import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.routes.tensor_parallel_routes import Cutter, cut
 from ds_layerwise.tools.hf_model import HfShapes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class DryRun:
     """The content of the start-up tables for each number of ranks."""
 
     run: RunConfig
-    routes: Mapping[str, Route]
+    routes: Routes
     specs: Sequence[ParamSpec]
     forecasts: Sequence[Forecast]
     assumed: Sequence[str]
@@ -161,7 +161,7 @@ def _read(given: Mapping[str, Any]) -> RunConfig:
     return run
 
 
-def _checked(run: RunConfig, routes: Mapping[str, Route], scheduler: Any) -> RunConfig:
+def _checked(run: RunConfig, routes: Routes, scheduler: Any) -> RunConfig:
     """Check the settings of ``run`` that depend on ``routes``, and record which of its keys have no
     effect.
     """

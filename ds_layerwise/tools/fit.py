@@ -114,7 +114,7 @@ def find_fits(
     is_fixed = tp_size is not None or max(as_it_is.tp_size, ep_size) > 1
     found = []
     for num_devices in devices:
-        fits: list[Fit] = []
+        fits = []
         for kind in _changes(ep_size, as_it_is.tp_size, fixed=is_fixed):
             for change in kind:
                 fit = _tried(model, given, num_devices, change, memory_bytes, options)

@@ -30,7 +30,7 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import WEIGHTS, Contents
 
 
-@dataclass(slots=True)
+@dataclass
 class Report:
     """The findings about one checkpoint."""
 

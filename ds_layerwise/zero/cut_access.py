@@ -73,21 +73,17 @@ class CutAccess:
                 access.set_full_hp_grad(update(access.get_full_hp_grad(), param))
 
     def get_local_fp32_param(self, param: nn.Parameter, *_: Any) -> None:
-        """Refuse where there is something: see :func:`_no_cuts`."""
+        """Refuse where there is something, for masters, states and gradients are whole."""
         if access := self.by_param.get(param):
-            raise _no_cuts(access.name)
+            raise StepError(
+                f"{access.name}: masters, states and gradients of matrices are whole on one rank, "
+                "so there are no local parts; use safe_get_full_* and safe_set_full_* on all ranks"
+            )
 
     get_local_fp32_grad_for_param = get_local_fp32_param
 
     def set_local_hp_param(self, _: Tensor, param: nn.Parameter, *__: Any) -> None:
-        """Refuse where there is something: see :func:`_no_cuts`."""
+        """Refuse like :meth:`get_local_fp32_param`."""
         self.get_local_fp32_param(param)
 
     set_local_grad_for_param = set_local_hp_param
-
-
-def _no_cuts(name: str) -> StepError:
-    return StepError(
-        f"{name}: masters, states and gradients of matrices are whole on one rank, so there "
-        "are no local parts; use safe_get_full_* and safe_set_full_* on all ranks"
-    )

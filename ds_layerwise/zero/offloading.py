@@ -43,7 +43,7 @@ class Offloading:
                 moved then.
         """
         self._run.param_sync.finish()
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             wanted = {}
             for kind, tensors in self.memory().items():
                 if include is None or kind in include:
@@ -64,7 +64,7 @@ class Offloading:
         Raises:
             LayerWiseError: on every rank, if the device of any rank lacks the memory.
         """
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             self.parking.unpark()
         self._run.put_back()
         while self._hooks:
@@ -99,7 +99,7 @@ class Offloading:
             kind.optim_states: (*states, *owned.scales),
         }
         first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
-        memory: dict[OffloadStateTypeEnum, list[Tensor]] = {}
+        memory = {}
         for key, candidates in tensors.items():
             memory[key] = [t for t in candidates if first.setdefault(_storage(t), key) is key]
         return memory

@@ -112,7 +112,7 @@ class RunState:
         self.products = Products.agree(recipes, self.device)
         if self.settings.stage == 3:
             self._move_in_cuts()
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
+        with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
             if self.settings.stage < 3:
                 self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
             self.grads = self._make_grads()
@@ -126,7 +126,7 @@ class RunState:
     def _move_in_cuts(self) -> None:
         """Allocate this rank's shards, and copy the values that it owns into them."""
         layout = self.planned.layout
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             values = OwnShards(layout, self.rank, self.device)
             fetcher = self.settings.fetcher
             self._cuts = ParamCuts(self.params, layout, self.rank, values, fetcher)
@@ -263,7 +263,7 @@ class RunState:
             make = partial(EagerGradSync, max_waiting=self.config.max_waiting_buckets)
         else:
             make = partial(GradSync, grads=self.grads)
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(self.device):
+        with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
             self.grad_sync = make(
                 self.params,
                 self.owned.reduced,

@@ -93,7 +93,7 @@ def write_param_map(run: RunState) -> None:
     if run.settings.model_group is not None and run.settings.tensor_group is None:
         plans = comm.gather_objects(plans[0], group=run.settings.model_group)
     text = json.dumps(plans) + "\n"
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if comm.rank_of(None) == 0:
             try:
                 write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))

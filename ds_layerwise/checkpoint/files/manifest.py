@@ -43,7 +43,7 @@ _LARGE = 1 << 16
 _READ = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ByteRange:
     """``size`` bytes of a file from offset ``start``, and their CRC-32."""
 
@@ -52,7 +52,7 @@ class ByteRange:
     crc32: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """The files of a checkpoint by path within its folder, each divided into consecutive ranges."""
 

@@ -167,7 +167,7 @@ def check_target(out: Path, source: Path, *, overwrite: bool, replaceable: bool)
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelFile:
     """The parameters and buffers in DeepSpeed's model file. Tensors are mapped from it."""
 
@@ -268,7 +268,7 @@ def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[s
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """Read the weights of experts; DeepSpeed writes one file per expert."""
-    found: dict[str, Tensor] = {}
+    found = {}
     for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
         found.update(load(path))
     return found

@@ -364,7 +364,7 @@ class ShardedCheckpoint:
 
     def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
         """Return the header of a checkpoint of another package."""
-        step: int | None = None
+        step = None
         found = {}
         for name, keys in sorted(self._keys.items()):
             if name not in trained:

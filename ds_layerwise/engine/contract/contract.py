@@ -29,7 +29,7 @@ NEWEST = "0.19.8"
 BELOW = "0.20"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Name:
     """A name of DeepSpeed."""
 

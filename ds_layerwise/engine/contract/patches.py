@@ -37,7 +37,7 @@ if not contract.IN_REGISTRY:
 _NOTHING = object()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Patch:
     """A replaced attribute of a class or module of DeepSpeed."""
 

@@ -138,7 +138,7 @@ def _check_first(
 ) -> None:
     """Check for errors that the engine would find only after it has loaded half of the model."""
     is_stage = pipeline.is_pipeline(engine.module)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if is_stage and not universal:
             check_layers(engine, Path(load_dir, tag), strict=strict)
         if is_stage or universal:
@@ -175,13 +175,13 @@ def _checked(
     """
     own_disks = engine.use_node_local_storage()
     is_first = (engine.local_rank if own_disks else engine.global_rank) == 0
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if is_first:
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
     all_files = states or _has_masters_only(engine, folder)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         is_universal = _check_files(engine, folder, states=states, all_files=all_files)
         if is_universal and custom_load_fn is not None:
             raise LayerWiseError(
@@ -236,7 +236,7 @@ class _Alone:
 
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
         if self._load.alone and (error is None or isinstance(error, Exception)):
-            comm.raise_on_all_ranks(error, group=None)
+            comm.raise_on_all_ranks(error)
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def _agreeing(load: Load | None) -> Iterator[None]:
     """Raise on all ranks if any rank raises in the block, or has failed on its own before it."""
     if load is not None:
         load.alone = False
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         yield
     if load is not None:
         load.alone = True
@@ -286,7 +286,7 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
         LayerWiseError: on all ranks, if they would load different checkpoints, or a pointer names
             no folder.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if tag is None:
             mine = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint())
         else:
@@ -418,7 +418,7 @@ def _load_zero_checkpoint(
     if checkpointing.load is not None:
         # From here on, the ranks communicate.
         checkpointing.load.alone = False
-        comm.raise_on_all_ranks(None, group=None)
+        comm.raise_on_all_ranks(None)
     checkpointing.finish_load()
     return True
 

@@ -64,7 +64,7 @@ def _save_whole(
     """
     optimizer = engine.optimizer
     writer = engine.checkpoint_engine
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
         optimizer.interrupted.check()
@@ -206,7 +206,10 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
 def _abandon(save: Save) -> None:
     """Remove the files of a failed save, which may have filled the disk."""
     if save.disks.is_owner:
-        if not (save.disks.are_many and atomic.save_ids(save.folder)[1] == save.disks.save_id):
+        if not (
+            len(set(save.disks.owners)) > 1
+            and atomic.save_ids(save.folder)[1] == save.disks.save_id
+        ):
             # Otherwise the save is complete here, and may be in place on other disks.
             atomic.abandon(save.folder)
         atomic.abandon(save.save_dir / save.universal_tag)
@@ -231,7 +234,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     folder = atomic.incomplete_folder(save.folder)
     owns = save.disks.is_owner
     here = save.disks.here
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         names = []
         for path in save.written:
             names.append(path.relative_to(folder).as_posix())
@@ -241,13 +244,13 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
             needed.append(Path(engine._get_zero_ckpt_name("", "")).name)
     everyone = comm.gather_objects((written, needed), group=None)
     parts = {rank: everyone[rank][0] for rank in here}
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if owns:
             needs = {rank: everyone[rank][1] for rank in here}
             disks.check_arrived(save.folder, save.disks.save_id, parts, needs)
     if engine.optimizer.config.save_universal:
         _write_universal(engine, save)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
             rest = [path.name for path in folder.iterdir() if path.is_file()]
@@ -267,12 +270,12 @@ def _publish(engine: DeepSpeedEngine, save: Save) -> None:
     """
     owns = save.disks.is_owner
     has_twin = engine.optimizer.config.save_universal and engine.global_rank == 0
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if has_twin:
             atomic.publish(save.save_dir / save.universal_tag)
         if owns:
             atomic.publish(save.folder)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if save.latest and has_twin:
             atomic.point(save.save_dir / universal.LATEST, save.universal_tag)
         if save.latest and owns:
@@ -310,10 +313,10 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     incomplete = atomic.incomplete_folder(folder)
     rank = engine.global_rank
     optimizer = engine.optimizer
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if rank == 0:
             atomic.begin(folder)
-    with comm.errors_on_all_ranks(None), _saying_where(save.save_dir):
+    with comm.errors_on_all_ranks(), _saying_where(save.save_dir):
         saved = optimizer.checkpointing.open_regular(regular)
         share = universal.shares(saved, dist.get_world_size())[rank]
         names = universal.write_parameters(saved, incomplete, share)
@@ -326,7 +329,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             names += universal.write_model(model_file, others, incomplete)
         written = _listed(engine, incomplete, names)
     parts = comm.gather_objects(written, group=None)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         if rank == 0:
             disks.check_seen(incomplete, dict(enumerate(parts)))
             atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
@@ -335,7 +338,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
 def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
     """Return frozen parameters and buffers by their first name in the module's ``state_dict``."""
     known = {id(param) for param in engine.optimizer._params.values()}
-    rest: dict[str, Tensor] = {}
+    rest = {}
     for name, value in engine.module.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor) and id(value) not in known:
             rest[name] = value
@@ -372,7 +375,7 @@ def _saying_where(save_dir: str | Path) -> Iterator[None]:
 def _raised_on_all_ranks(
     original: Method, _: DeepSpeedEngine, save_dir: str, *args: Any, **options: Any
 ) -> Any:
-    with comm.errors_on_all_ranks(None), _saying_where(save_dir):
+    with comm.errors_on_all_ranks(), _saying_where(save_dir):
         return original(save_dir, *args, **options)
 
 
@@ -398,7 +401,7 @@ def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
     with ExitStack() as undo:
         if save is not None:
             undo.callback(_abandon, save)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             _wait_for(writer)
         if save is not None:
             _commit(engine, save)

@@ -19,7 +19,7 @@ from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.recipes.rules import any_torch_recipe as recipes
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AnyTorch(UpdateRule):
     """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
     1-D pieces.

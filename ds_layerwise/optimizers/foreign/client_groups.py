@@ -21,7 +21,7 @@ from ds_layerwise.optimizers.foreign.client_object import (
     recipes_of,
 )
 from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.plan.routes.schedule_rates import check_floors
 from ds_layerwise.recipes.base.fields import normalised
 from ds_layerwise.recipes.rules.client_recipe import ClientSplit
@@ -89,7 +89,7 @@ class ClientOptimizer(LayerWiseOptimizer):
     def check_groups(self) -> None:
         """Do nothing: the class checks the keys of its groups."""
 
-    def require_chosen_rates(self, routes: Mapping[str, Route]) -> None:
+    def require_chosen_rates(self, routes: Routes) -> None:
         """Refuse a bound above its rate. All rates of the object were chosen.
 
         Raises:
@@ -105,7 +105,7 @@ class ClientOptimizer(LayerWiseOptimizer):
                 )
         check_floors(routes, groups)
 
-    def require_schedule_of_rates(self, schedule: object, routes: Mapping[str, Route]) -> None:
+    def require_schedule_of_rates(self, schedule: object, routes: Routes) -> None:
         """Do nothing: no rate of the object follows another one."""
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:

@@ -51,7 +51,7 @@ _OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 Make = Callable[[Any], object]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Prototype:
     """Makes optimizers like one group of an object."""
 
@@ -146,7 +146,7 @@ def recipes_of(
     """
     path = path_of(client)
     function = _function_for(client, make)
-    by_settings: dict[Any, ClientTorch] = {}
+    by_settings = {}
     found = []
     for index, group in enumerate(client.param_groups):
         where = f"param_groups[{index}]"

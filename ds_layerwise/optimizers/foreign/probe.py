@@ -32,7 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
-from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.recipes.base.recipe import Shape, StateSpec
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 from ds_layerwise.recipes.rules.client_recipe import ClientTorch
 
@@ -60,7 +60,7 @@ class UnableError(ConfigError):
     """The class cannot be constructed for the tensors of a probe, or cannot step on them."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Leaf:
     """A tensor, or a number that changes, in the states of a class."""
 
@@ -73,7 +73,7 @@ class Leaf:
     """The difference of a counter to the number of steps; None for others."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Kept:
     """The states that a class keeps for a parameter of one shape."""
 
@@ -157,7 +157,7 @@ def naming(what: str) -> Iterator[None]:
         raise UnableError(f"{what}: {type(e).__name__}: {text}") from e
 
 
-def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: tuple[int, ...]) -> None:
+def step_of(recipe: AnyTorch, optimizer: Optimizer, shape: Shape) -> None:
     """Make one step of a probe.
 
     Raises:
@@ -192,7 +192,7 @@ def rebuilt(value: Any, change: Callable[[Path, Any], Any], path: Path = ()) -> 
 
 
 @lru_cache(maxsize=None)
-def kept_of(recipe: AnyTorch, shape: tuple[int, ...]) -> Kept:
+def kept_of(recipe: AnyTorch, shape: Shape) -> Kept:
     """Return the states that the class of ``recipe`` keeps for a parameter of ``shape``.
 
     Raises:
@@ -223,17 +223,15 @@ def _grown(leaf: Any, sides: Mapping[int, int]) -> Any:
     return replace(leaf, spec=replace(leaf.spec, shape=shape))
 
 
-def _observed(
-    recipe: AnyTorch, shape: tuple[int, ...], device: str, known: Mapping[Path, Leaf]
-) -> Kept:
+def _observed(recipe: AnyTorch, shape: Shape, device: str, known: Mapping[Path, Leaf]) -> Kept:
     """Return the states that the class keeps for a parameter on ``device``.
 
     Args:
         known: the 0-d tensors found by a probe with memory. Only such a probe shows which of them
             count.
     """
-    states: list[Any] = []
-    groups: list[dict[str, Any]] = []
+    states = []
+    groups = []
     with aside(), FlopCounterMode(display=False) as counter:
         param = draw(shape).to(device)
         optimizer = make(recipe, param)
@@ -333,7 +331,7 @@ def _number(value: Any) -> Any:
     return value.item()
 
 
-def draw(shape: tuple[int, ...]) -> Tensor:
+def draw(shape: Shape) -> Tensor:
     """Return random numbers from the generator that :func:`aside` has seeded."""
     return torch.randn(shape, dtype=torch.float32, device="cpu")
 

@@ -30,6 +30,7 @@ from ds_layerwise.optimizers.foreign.probe import (
     step_of,
 )
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
 #: The number of steps of a check. Some effects come late.
@@ -55,7 +56,7 @@ def check(recipe: AnyTorch, new_rule: Callable[[], UpdateRule]) -> None:
             by element, and draws random numbers, the update of an element depends on others, or the
             states of a piece depend on its length.
     """
-    shapes: list[tuple[int, ...]] = [(60,), (24,)]
+    shapes: list[Shape] = [(60,), (24,)]
     if recipe.whole:
         shapes = [(6, 10), (10, 4)]
     together = _together(recipe, shapes)
@@ -114,13 +115,13 @@ def _check_keys_of_pieces(recipe: AnyTorch) -> None:
         )
 
 
-def _values(index: int, shape: tuple[int, ...]) -> list[Tensor]:
+def _values(index: int, shape: Shape) -> list[Tensor]:
     """Return the parameter with this ``index``, and the gradients of all steps."""
     with aside(index):
         return [draw(shape) for _ in range(_STEPS + 1)]
 
 
-def _together(recipe: AnyTorch, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+def _together(recipe: AnyTorch, shapes: Sequence[Shape]) -> list[Tensor]:
     """Return the parameters after steps of one instance that has all of them.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,7 +17,6 @@ from ds_layerwise.recipes.rules import adafactor_recipe as recipes
 TINY = torch.finfo(torch.float32).tiny
 
 
-@dataclass(frozen=True, slots=True)
 class Adafactor(UpdateRule):
     """Adafactor, for whole matrices.
 
@@ -45,7 +43,7 @@ class Adafactor(UpdateRule):
     stays where it is.
     """
 
-    recipe: recipes.Adafactor = recipes.Adafactor()
+    recipe: recipes.Adafactor
 
     def update_(
         self,

@@ -18,11 +18,10 @@ from torch.optim.sgd import sgd
 
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Batch:
     """Parameters, or zero tensors for their moves, that make one step together."""
 
@@ -53,11 +52,8 @@ class Batch:
         yield from alike.items()
 
 
-@dataclass(frozen=True, slots=True)
 class Elementwise(UpdateRule):
     """The base of element-wise rules. Subclasses define how parameters move."""
-
-    recipe: Recipe
 
     def update_(
         self,
@@ -84,7 +80,6 @@ class Elementwise(UpdateRule):
         raise NotImplementedError
 
 
-@dataclass(frozen=True, slots=True)
 class Adam(Elementwise):
     """Adam, with the recipe's method of weight decay: ``AdamW``, or ``Adam`` with L2
     regularisation.
@@ -92,8 +87,6 @@ class Adam(Elementwise):
     State: ``exp_avg``, ``exp_avg_sq``, like the parameter, and ``step``, 0-d float32 on the CPU.
     Reference: :class:`torch.optim.AdamW`, :class:`torch.optim.Adam`
     """
-
-    recipe: Recipe = recipes.AdamW()
 
     def move_(self, batch: Batch) -> None:
         """Make torch's step without its weight decay."""
@@ -116,7 +109,6 @@ class Adam(Elementwise):
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Sgd(Elementwise):
     """SGD with momentum and, by default, L2 regularisation.
 
@@ -125,8 +117,6 @@ class Sgd(Elementwise):
 
     Reference: :class:`torch.optim.SGD`
     """
-
-    recipe: Recipe = recipes.Sgd()
 
     def move_(self, batch: Batch) -> None:
         """Make torch's step without its weight decay."""
@@ -144,7 +134,6 @@ class Sgd(Elementwise):
         )
 
 
-@dataclass(frozen=True, slots=True)
 class Lion(Elementwise):
     """Lion: the sign of a moving average.
 
@@ -153,8 +142,6 @@ class Lion(Elementwise):
 
     Reference: arXiv 2302.06675
     """
-
-    recipe: Recipe = recipes.Lion()
 
     def move_(self, batch: Batch) -> None:
         """Take the sign with the first of ``betas``, then update the average with the second."""
@@ -166,7 +153,6 @@ class Lion(Elementwise):
         torch._foreach_lerp_(averages, batch.grads, 1 - beta2)
 
 
-@dataclass(frozen=True, slots=True)
 class Signum(Elementwise):
     """Signum: the sign of the momentum.
 
@@ -184,7 +170,7 @@ class Signum(Elementwise):
     Reference: arXiv 1802.04434; without ``nesterov`` also pytorch_optimizer 4.1's SignSGD.
     """
 
-    recipe: recipes.Signum = recipes.Signum()
+    recipe: recipes.Signum
 
     def move_(self, batch: Batch) -> None:
         """Update the momentum, then take the sign."""
@@ -203,7 +189,6 @@ class Signum(Elementwise):
             torch._foreach_add_(some.targets, signs, alpha=-some.lr)
 
 
-@dataclass(frozen=True, slots=True)
 class LaProp(Elementwise):
     """LaProp: the momentum of normalised gradients.
 
@@ -221,7 +206,7 @@ class LaProp(Elementwise):
     the learning rate inside m, which is the same while that does not change.
     """
 
-    recipe: recipes.LaProp = recipes.LaProp()
+    recipe: recipes.LaProp
 
     def move_(self, batch: Batch) -> None:
         """Normalise with the second average, then update the first one."""
@@ -236,7 +221,6 @@ class LaProp(Elementwise):
             torch._foreach_add_(some.targets, averages, alpha=-rate)
 
 
-@dataclass(frozen=True, slots=True)
 class AdEMAMix(Elementwise):
     """AdEMAMix: Adam with an additional, slow average of the gradient.
 
@@ -258,7 +242,7 @@ class AdEMAMix(Elementwise):
     AdEMAMix follows; emerging_optimizers 0.5 has its one-average simplification instead.
     """
 
-    recipe: recipes.AdEMAMix = recipes.AdEMAMix()
+    recipe: recipes.AdEMAMix
 
     def move_(self, batch: Batch) -> None:
         """Update the three averages, then subtract both averages of gradients over the root of that

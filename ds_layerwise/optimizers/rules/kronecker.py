@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 _RMS_EPS = 1e-7
 
 
-@dataclass(frozen=True, slots=True)
 class Kronecker(UpdateRule):
     """A rule that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and ``R``
     (cols, cols).

@@ -60,7 +60,7 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
     return longer
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Batch:
     """``k`` matrices of equal shape that are updated together, as views of their tensors."""
 
@@ -86,7 +86,7 @@ class Batch:
         return followed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Orthogonalized(UpdateRule):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
 
@@ -284,7 +284,6 @@ class Orthogonalized(UpdateRule):
         torch._foreach_copy_(params, unstack(mine, params))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scaled(Orthogonalized):
     """Orthogonalised momenta, scaled by the shape of their matrix."""
 
@@ -295,7 +294,6 @@ class Scaled(Orthogonalized):
         return self.recipe.extra_scale_factor * scale_factor(self.recipe.scale_mode, rows, cols)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Muon(Scaled):
     """MomentUm Orthogonalized by Newton-schulz, for whole matrices: the update is the orthogonal
     matrix.
@@ -304,7 +302,6 @@ class Muon(Scaled):
     """
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NorMuon(Scaled):
     """NorMuon: Muon with each row divided by the root of an average of its squares, and with Muon's
     norm.
@@ -338,7 +335,6 @@ class NorMuon(Scaled):
         return update.mul_(norms / self.norms_of(update).clamp_min(TINY))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AdaMuon(Scaled):
     """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
     matrix.
@@ -384,7 +380,6 @@ class AdaMuon(Scaled):
         return orthogonal
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Namo(Scaled):
     """NAMO: Muon scaled by the ratio of the momentum's norm to that of gradients, like Adam's
     steps.
@@ -413,7 +408,6 @@ class Namo(Scaled):
         return orthogonal.mul_(self.norms_of(batch.direction) / roots)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Scion(Orthogonalized):
     """Stochastic conditional gradient with the spectral norm::
 
@@ -433,7 +427,6 @@ class Scion(Orthogonalized):
         return self.recipe.spectral_radius * scale_factor("unit_rms_norm", rows, cols)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class PolarGrad(Orthogonalized):
     """Steepest descent in the spectral norm: the update is <O, d> O, with O the orthogonalised
     direction d.

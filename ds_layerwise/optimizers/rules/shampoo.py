@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,6 @@ from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules import shampoo_recipe as recipes
 
 
-@dataclass(frozen=True, slots=True)
 class Shampoo(Kronecker):
     """Shampoo, for whole matrices G of (rows, cols).
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -13,7 +12,6 @@ from ds_layerwise.optimizers.rules.kronecker import Kronecker, check_finite, eig
 from ds_layerwise.recipes.rules import soap_recipe as recipes
 
 
-@dataclass(frozen=True, slots=True)
 class Soap(Kronecker):
     """SOAP and KL-SOAP, for whole matrices G of (rows, cols).
 
@@ -143,7 +141,7 @@ class Soap(Kronecker):
     def _renew_basis(self, key: str, state: State, *, first: bool) -> None:
         factor = state[key]
         basis = state[f"Q_{key}"]
-        values: Tensor | None = None
+        values = None
         if first:
             values, vectors = eigh(factor)
         else:

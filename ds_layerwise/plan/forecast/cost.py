@@ -23,7 +23,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_layerwise.plan.forecast.host_pieces import (
     STAGING_SLOTS,
@@ -32,7 +31,7 @@ from ds_layerwise.plan.forecast.host_pieces import (
     pieces_on_host,
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.layout.shards import in_own_cuts
+from ds_layerwise.plan.layout.shards import Ints, in_own_cuts
 from ds_layerwise.plan.network.exchange_rounds import (
     begun_backwards,
     cut_bytes,
@@ -44,7 +43,7 @@ from ds_layerwise.plan.network.exchange_rounds import (
 from ds_layerwise.plan.network.links import Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.network.transport import MAX_PENDING, InLevels, in_levels, itemsize
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.recipes.base import dtypes
 from ds_layerwise.recipes.base.dtypes import MasterDtype
 
@@ -57,7 +56,7 @@ def max_over_mean(loads: Sequence[int]) -> float:
     return 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WireElements:
     """The number of elements that each rank sends in one step, by rank; see the note."""
 
@@ -73,8 +72,8 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
     """Count the elements that each rank sends for all buckets, or only for those with an index in
     ``only``.
     """
-    sent: dict[int, NDArray[np.int64]] = {}
-    in_cuts: dict[int, list[Bucket]] = defaultdict(list)
+    sent = {}
+    in_cuts = defaultdict(list)
     for bucket in layout.buckets:
         if only is not None and bucket.index not in only:
             continue
@@ -145,12 +144,12 @@ def fetched_elements(layout: Layout, dtype: str) -> int:
     return cuts * (layout.world_size - 1)
 
 
-def _filled_shards(bucket: Bucket) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _filled_shards(bucket: Bucket) -> tuple[Ints, Ints]:
     """Return the numbers and the lengths of the shards that are not empty."""
     return np.array(bucket.shards.filled, np.int64), np.array(bucket.shards.lengths, np.int64)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankMemory:
     """The bytes that one rank holds on its device between two steps, and on the host."""
 
@@ -174,7 +173,7 @@ class RankMemory:
 
 
 def state_bytes_by(
-    routes: Mapping[str, Route], specs: Sequence[ParamSpec], *, in_float32: bool = False
+    routes: Routes, specs: Sequence[ParamSpec], *, in_float32: bool = False
 ) -> StateBytes:
     """Return :func:`state_bytes_of`, exact to the byte for states stored in blocks.
 
@@ -341,7 +340,7 @@ def _with_host(
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RankTraffic:
     """The most bytes that one rank holds for pending buckets and their exchange."""
 
@@ -434,7 +433,7 @@ def traffic_bytes(
     return tuple(found)
 
 
-def _returned_bytes(layout: Layout, stage: int) -> NDArray[np.int64]:
+def _returned_bytes(layout: Layout, stage: int) -> Ints:
     """Return the most bytes of the rounds in which parameters go back, by rank."""
     if stage == 3:
         return cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
@@ -477,7 +476,7 @@ def _own_bytes(
     return received * (holders if holders > 2 else 1), partial, added
 
 
-def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
+def _raise_to_own(most: Ints, bucket: Bucket, nbytes: int) -> None:
     """Raise ``most``, by rank, to at least ``nbytes`` per element of the rank's own shard
     or cut.
     """
@@ -489,7 +488,7 @@ def _raise_to_own(most: NDArray[np.int64], bucket: Bucket, nbytes: int) -> None:
     by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LayoutReport:
     """The balance and padding of a layout. Tuples are by rank."""
 

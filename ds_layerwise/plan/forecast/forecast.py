@@ -35,15 +35,15 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Axis, Route, whole_shape
+from ds_layerwise.plan.routes.routes import Axis, Route, Routes, whole_shape
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES, MasterDtype
-from ds_layerwise.recipes.base.recipe import Recipe
+from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 
 
 def specs_of(
-    params: Iterable[tuple[str, tuple[int, ...], str]],
-    routes: Mapping[str, Route],
+    params: Iterable[tuple[str, Shape, str]],
+    routes: Routes,
     *,
     ep_size: Mapping[str, int] | None = None,
     wires: Mapping[str, str] | None = None,
@@ -63,7 +63,7 @@ def specs_of(
     """
 
     @cache
-    def work(recipe: Recipe, shape: tuple[int, ...], axis: Axis | None) -> int:
+    def work(recipe: Recipe, shape: Shape, axis: Axis | None) -> int:
         return recipe.work(whole_shape(shape, None if recipe.sees_tensor_shards else axis, tp_size))
 
     specs = []
@@ -108,7 +108,7 @@ class Sent(NamedTuple):
     """The bytes in a step."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Forecast:
     """A layout and its costs. Tuples are by rank, mappings by dtype of the layout."""
 
@@ -142,7 +142,7 @@ class Forecast:
         cls,
         layout: Layout,
         specs: list[ParamSpec],
-        routes: Mapping[str, Route],
+        routes: Routes,
         *,
         stage: int,
         stored_as: Mapping[str, str],
@@ -353,9 +353,7 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
 
-def opened_bytes(
-    bucket: Bucket, routes: Mapping[str, Route], master_dtype: MasterDtype
-) -> Counter[int]:
+def opened_bytes(bucket: Bucket, routes: Routes, master_dtype: MasterDtype) -> Counter[int]:
     """Return, by rank, the float32 bytes of masters and states of a shard of ``bucket`` that are
     stored in fewer bits, while the bucket is updated.
     """
@@ -404,7 +402,7 @@ def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, i
 
 def workspace_bytes(
     layout: Layout,
-    routes: Mapping[str, Route],
+    routes: Routes,
     opened: Sequence[Counter[int]] | None = None,
     *,
     tp_size: int = 1,
@@ -474,7 +472,7 @@ def on_the_wire(specs: Iterable[ParamSpec], run: RunConfig) -> list[ParamSpec]:
 
 def forecast(
     specs: Sequence[ParamSpec],
-    routes: Mapping[str, Route],
+    routes: Routes,
     run: RunConfig,
     num_ranks: int,
     *,

@@ -46,6 +46,7 @@ from ds_layerwise.plan.routes.routes import (
     with_parts,
 )
 from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, build
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.recipes.targets.conditions import Facts
 from ds_layerwise.recipes.targets.fused_parts import Split, as_one_change, checked_split
 from ds_layerwise.recipes.targets.overrides import Override
@@ -84,12 +85,12 @@ class _Block(Section):
     params: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelParam:
     """A parameter of a model file."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     optimizer: Placement
     """The recipe of the run that it gets: matrix or scalar."""
     transposed: bool = False
@@ -105,7 +106,7 @@ class ModelParam:
         return 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Model:
     """The content of a model file."""
 
@@ -171,7 +172,7 @@ def read_model(path: str | PathLike[str]) -> Model:
         raise ConfigError(f"{where} is no YAML: {e}") from e
     file = build(_File, where, content)
     params = list(_expand(_parsed(f"{where}.params", file.params), {}))
-    names: set[str] = set()
+    names = set()
     for param in params:
         if param.optimizer == "matrix" and len(param.shape) != 2:
             raise ConfigError(
@@ -224,7 +225,7 @@ def route_model(
     merged = overrides_by_name(
         {p.name: [Facts(name=p.name, shape=p.shape)] for p in params}, overrides
     )
-    routes: dict[str, Route] = {}
+    routes = {}
     for param in params:
         mine = merged[param.name].values
         wanted = mine.get("optimizer", param.optimizer)
@@ -295,8 +296,8 @@ def _refuse_what_a_file_does_not_say(overrides: Sequence[Override], by_kind: ByK
 
 
 def deal_out_experts(
-    params: Sequence[tuple[str, tuple[int, ...]]], ep_size: int
-) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, int]]:
+    params: Sequence[tuple[str, Shape]], ep_size: int
+) -> tuple[list[tuple[str, Shape]], dict[str, int]]:
     """Return the names and shapes on one rank if ``ep_size`` consecutive ranks share a layer's
     experts.
 
@@ -321,7 +322,7 @@ def deal_out_experts(
             f"ep_size is {ep_size}, and no parameter of the model is an expert with a number in "
             "its name, like mlp.experts.7.up_proj.weight; plan it with ep_size 1"
         )
-    shapes: dict[str, dict[int, dict[str, tuple[int, ...]]]] = {}
+    shapes: dict[str, dict[int, dict[str, Shape]]] = {}
     for name, shape in params:
         if match := matches.get(name):
             experts = shapes.setdefault(match[1], {})
@@ -335,9 +336,7 @@ def deal_out_experts(
     return left, {name: ep_size for name, _ in left if name in matches}
 
 
-def _own_experts(
-    where: str, experts: Mapping[int, Mapping[str, tuple[int, ...]]], ep_size: int
-) -> list[int]:
+def _own_experts(where: str, experts: Mapping[int, Mapping[str, Shape]], ep_size: int) -> list[int]:
     """Return the lowest numbers of ``experts``, as many as each of ``ep_size`` ranks has.
 
     Raises:

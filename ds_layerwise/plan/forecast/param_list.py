@@ -7,14 +7,14 @@ from typing import Any
 
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 
 
 def listed(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     layout: Layout,
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
 ) -> list[dict[str, Any]]:
     """Return the route, owner and settings of each of ``specs``, in their order.
 
@@ -22,7 +22,7 @@ def listed(
         groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio``
             and ``scalar_lr_ratio``.
     """
-    owner: dict[str, int] = {}
+    owner = {}
     for bucket in layout.buckets:
         for slot in bucket.slots if bucket.whole else ():
             owner[slot.name] = bucket.owner(slot)

@@ -19,7 +19,7 @@ from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction
 from ds_layerwise.plan.network.transport import Load, WireTime, time_of_drafts, wire_time
 from ds_layerwise.plan.planner.planner import draft_layout
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 
 #: The bucket sizes, in elements, that a plan compares with its own.
 BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)
@@ -29,7 +29,7 @@ BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)
 _AS_FAST_PERCENT = 5
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BucketSize:
     """A bucket size, and the resulting step."""
 
@@ -47,7 +47,7 @@ class BucketSize:
         return self.left is None or self.left >= 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Prediction:
     """The predicted time of one plan's step, in nanoseconds."""
 
@@ -88,7 +88,7 @@ class Prediction:
 def predict(
     plan: Forecast,
     specs: Sequence[ParamSpec],
-    routes: Mapping[str, Route],
+    routes: Routes,
     run: RunConfig,
     *,
     links: Links | None = None,

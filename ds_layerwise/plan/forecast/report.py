@@ -20,7 +20,7 @@ from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, t
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.presets import PRESETS
 
@@ -32,12 +32,12 @@ _NARROW = 80
 
 
 def start_up_table(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     forecast: Forecast,
     optimizer: OptimizerConfig,
     *,
-    groups: Sequence[Mapping[str, Any]] = (),
+    groups: ParamGroups = (),
     without_effect: Sequence[str] = (),
     products: Mapping[Recipe, str] | None = None,
 ) -> str:
@@ -55,7 +55,7 @@ def start_up_table(
 
 
 def plan_table(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     forecasts: Sequence[Forecast],
     optimizer: OptimizerConfig,
@@ -73,7 +73,7 @@ def plan_table(
         write: makes a text of tables and lines, and of the width that they need.
     """
     head = _head(routes, specs, optimizer, (), without_effect, {})
-    below: list[Table | str] = []
+    below = []
     if predictions:
         if predictions[0].memory_bytes is not None:
             below += _fitting(forecasts, predictions, predictions[0].memory_bytes)
@@ -393,10 +393,10 @@ def _hint(forecast: Forecast) -> list[str]:
 
 
 def _head(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     chosen: OptimizerConfig,
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     without_effect: Sequence[str],
     products: Mapping[Recipe, str],
 ) -> list[Table | str]:
@@ -429,9 +429,7 @@ def _head(
     return head
 
 
-def _hyper(
-    routes: Sequence[Route], groups: Sequence[Mapping[str, Any]], used: Iterable[int], key: str
-) -> str:
+def _hyper(routes: Sequence[Route], groups: ParamGroups, used: Iterable[int], key: str) -> str:
     if key == "eps":
         return _span(route.hyper(groups[route.group])["eps"] for route in routes)
     own = [getattr(route, key) for route in routes]
@@ -462,7 +460,7 @@ def _preset(chosen: OptimizerConfig) -> str:
     return f"{', '.join(taken) or 'nothing'}{left_out}"
 
 
-def _recipes(routes: Mapping[str, Route], specs: Sequence[ParamSpec]) -> list[Recipe]:
+def _recipes(routes: Routes, specs: Sequence[ParamSpec]) -> list[Recipe]:
     """Return the recipes in use: those of whole parameters first, then by name."""
     used = {routes[spec.name].recipe for spec in specs}
     return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
@@ -495,10 +493,10 @@ def _span(values: Iterable[float]) -> str:
 
 
 def _parameters(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     chosen: OptimizerConfig,
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
 ) -> Table:
     place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
     rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}

@@ -89,12 +89,12 @@ def draft_owned(
     """Lay out whole parameters with one owner each. Shards have ``shard`` elements, or any length
     if it is None.
     """
-    by_rank: dict[int, list[Item]] = defaultdict(list)
+    by_rank = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
         by_rank[owner].append(item)
-    in_order: list[Item] = []
-    offsets: list[int] = []
-    lengths: list[int] = []
+    in_order = []
+    offsets = []
+    lengths = []
     end = 0
     for rank in sorted(by_rank):
         if shard is None:

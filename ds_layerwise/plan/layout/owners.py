@@ -31,6 +31,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ds_layerwise.plan.layout.shards import Ints
+
 #: The most that balancing memory as well may cost, in percent of the maximum from balancing work
 #: alone.
 _TOLERANCE_PERCENT = 2
@@ -75,7 +77,7 @@ class _Placed:
 
     shards: dict[_Kind, list[int]]
     """The shard of each parameter of a kind, in the order of placement."""
-    loads: NDArray[np.int64]
+    loads: Ints
     """Work and elements by rank: (2, ranks)."""
 
 
@@ -83,8 +85,8 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
     """Return the owners of the parameters of ``buckets`` by position. Each bucket has one
     ``ep_size``.
     """
-    by_ep_size: dict[int, list[Sequence[Item]]] = defaultdict(list)
-    by_kind: dict[_Kind, list[Item]] = defaultdict(list)
+    by_ep_size = defaultdict(list)
+    by_kind = defaultdict(list)
     for bucket in buckets:
         by_ep_size[bucket[0].ep_size].append(bucket)
         for item in bucket:
@@ -209,7 +211,7 @@ def _swap(placed: _Placed, exact: Mapping[_Kind, tuple[int, int]]) -> None:
     """Swap parameters between shards while that lowers the maximum of work, then of elements,
     without raising the other maximum.
     """
-    by_ep_size: dict[int, list[_Kind]] = defaultdict(list)
+    by_ep_size = defaultdict(list)
     for kind in sorted(placed.shards):
         by_ep_size[kind.ep_size].append(kind)
     swaps = []
@@ -229,7 +231,7 @@ class _Swaps:
     for elements.
     """
 
-    def __init__(self, kinds: Sequence[_Kind], placed: _Placed, sizes: NDArray[np.int64]) -> None:
+    def __init__(self, kinds: Sequence[_Kind], placed: _Placed, sizes: Ints) -> None:
         self._loads = placed.loads.reshape(2, -1, kinds[0].ep_size)
         self._shards = [placed.shards[kind] for kind in kinds]
         # The work and elements of each kind (kinds + 1, 2), and the number of each kind on each
@@ -267,7 +269,7 @@ class _Swaps:
         return bool(self._loads[load].max() < most and self._loads[1 - load].max() <= most_of_other)
 
     def _best(
-        self, load: int, loads: NDArray[np.int64], busiest: int, num: int
+        self, load: int, loads: Ints, busiest: int, num: int
     ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
         """Find the swap that leaves the busier of its two shards with the lowest load. Return the
         other shard, the parameters it gets, and those it gives; None if no swap helps.
@@ -314,13 +316,13 @@ class _Swaps:
             tuple(take[takes[rows[best]]].tolist()),
         )
 
-    def _bundles(self, kinds: Iterable[int], num: int) -> NDArray[np.int64]:
+    def _bundles(self, kinds: Iterable[int], num: int) -> Ints:
         """Return all sets of up to ``num`` parameters of ``kinds``: (bundles, num), padded with the
         empty kind.
         """
         return np.array(list(combinations_with_replacement([*kinds, self._nothing], num)))
 
-    def _has(self, bundles: NDArray[np.int64], shards: NDArray[np.int64]) -> NDArray[np.bool_]:
+    def _has(self, bundles: Ints, shards: Ints) -> NDArray[np.bool_]:
         """Return which of ``shards`` have all parameters of a bundle: (bundles, shards)."""
         needed = (bundles[:, :, None] == bundles[:, None, :]).sum(axis=2)[:, :, None]
         has: NDArray[np.bool_] = np.all(self._held[:, shards][bundles] >= needed, axis=1)
@@ -349,7 +351,7 @@ def spread(
             quotas[item.numel, item.work][owners[item.position]] += 1
             left[owners[item.position]] += item.numel
     takers = {size: _Takers(quota, left) for size, quota in quotas.items()}
-    spread: dict[int, int] = {}
+    spread = {}
     for bucket in buckets:
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
@@ -419,7 +421,7 @@ class _Takers:
         removed from the heap.
         """
         found: list[int] = []
-        passed: list[int] = []
+        passed = []
         while self._heap and len(found) < num:
             entry = heapq.heappop(self._heap)
             rank = entry[2]

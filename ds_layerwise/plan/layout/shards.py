@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
 
+Ints = NDArray[np.int64]
+
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Numels(Sequence[int]):
@@ -63,7 +65,7 @@ class Numels(Sequence[int]):
         """
         size = 0
         filled: list[int] = []
-        lengths: list[int] = []
+        lengths = []
         for count, numel in runs:
             if type(count) is not int or type(numel) is not int or count < 1 or numel < 0:
                 raise LayoutError(
@@ -201,10 +203,10 @@ class InOwnCuts(NamedTuple):
 
     counts: list[int]
     """The number of shards of each bucket in the list."""
-    filled: NDArray[np.int64]
+    filled: Ints
     """The numbers of the shards."""
-    lengths: NDArray[np.int64]
-    stays: NDArray[np.int64]
+    lengths: Ints
+    stays: Ints
     """The number of elements of each shard in its own holder's cut."""
 
 
@@ -224,5 +226,5 @@ def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
     return InOwnCuts(counts, filled, lengths, np.maximum(stays, 0))
 
 
-def _joined(parts: Iterable[Sequence[int]], counts: Sequence[int]) -> NDArray[np.int64]:
+def _joined(parts: Iterable[Sequence[int]], counts: Sequence[int]) -> Ints:
     return np.fromiter(chain.from_iterable(parts), np.int64, sum(counts))

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.plan.layout.shards import Ints
 from ds_layerwise.plan.network.transport import MAX_PENDING, itemsize
 
 
@@ -82,8 +82,8 @@ def deal(
             of its parameters.
         takes_part: tells whether a bucket has shards in the rounds.
     """
-    deals: list[Deal] = []
-    kinds: dict[tuple[int, str], list[Bucket]] = defaultdict(list)
+    deals = []
+    kinds = defaultdict(list)
     for bucket in buckets:
         if takes_part(bucket):
             kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
@@ -122,7 +122,7 @@ def begun_backwards(
 
 def exchange_bytes(
     deals: Iterable[Deal], world_size: int, *, owners_have: str | None = None
-) -> NDArray[np.int64]:
+) -> Ints:
     """Return the most bytes that rounds hold at a time, by rank; see the note.
 
     Args:
@@ -130,7 +130,7 @@ def exchange_bytes(
         owners_have: the dtype of the shards at their owners; None if it is the dtype that is sent.
     """
     most = np.zeros(world_size, np.int64)
-    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_PENDING)
+    under_way: deque[Ints] = deque(maxlen=MAX_PENDING)
     for each in deals:
         under_way.append(
             _held(each, world_size // each.ep_size, in_place=owners_have in (None, each.dtype))
@@ -151,12 +151,12 @@ def cut_sizes(each: Deal) -> dict[int, int]:
     return sizes
 
 
-def cut_bytes(deals: Iterable[Deal], world_size: int) -> NDArray[np.int64]:
+def cut_bytes(deals: Iterable[Deal], world_size: int) -> Ints:
     """Return the most bytes that rounds of parameters to the cuts of ZeRO stage 3 hold at a time,
     by rank: the elements that an owner sends and those that every rank receives.
     """
     most = np.zeros(world_size, np.int64)
-    under_way: deque[NDArray[np.int64]] = deque(maxlen=MAX_PENDING)
+    under_way: deque[Ints] = deque(maxlen=MAX_PENDING)
     for each in deals:
         sizes = cut_sizes(each)
         numel = np.full(world_size, sum(sizes.values()), np.int64)
@@ -167,7 +167,7 @@ def cut_bytes(deals: Iterable[Deal], world_size: int) -> NDArray[np.int64]:
     return most
 
 
-def _held(each: Deal, holders: int, *, in_place: bool) -> NDArray[np.int64]:
+def _held(each: Deal, holders: int, *, in_place: bool) -> Ints:
     numel = np.zeros(holders, np.int64)
     for shard in each.shards:
         cut = shard.bucket.cut_numel

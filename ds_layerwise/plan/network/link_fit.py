@@ -30,7 +30,7 @@ _ROUNDS = 30
 _FAR = 10.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timing:
     """The time of one collective: the median over repetitions, each until the last rank has
     finished.
@@ -67,7 +67,7 @@ class Timing:
         return {self.where: moved, first: 1e3 * (others if self.where == "inside" else self.size)}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Fit:
     """The unknowns that explain the timings best."""
 
@@ -95,7 +95,7 @@ def fit(timings: Sequence[Timing], ranks_per_node: int) -> Fit:
     terms = [timing.terms(ranks_per_node) for timing in timings]
     free = sorted(set().union(*terms))
     measured = 1e9 * np.array([timing.seconds for timing in timings])
-    clamped: list[str] = []
+    clamped = []
     while True:
         rows = np.zeros((len(terms), len(free)))
         for i, factors in enumerate(terms):
@@ -138,7 +138,7 @@ def _least(rows: NDArray[np.float64], measured: NDArray[np.float64]) -> NDArray[
     return solved
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
     """The links of a cluster, and the source of each value."""
 

@@ -54,7 +54,7 @@ class InLevels(NamedTuple):
     gather: frozenset[int] = frozenset()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Load:
     """The sizes that the time of a bucket depends on."""
 
@@ -290,7 +290,7 @@ def _once(of: Callable[[Load, Way], _T]) -> Callable[[Load, Way], _T]:
     """Call ``of`` once for all loads with the same sizes and transport: there may be 50,000 of
     them.
     """
-    known: dict[tuple[tuple[int, ...], Way], _T] = {}
+    known = {}
 
     def looked_up(load: Load, way: Way) -> _T:
         key = load.sizes, way
@@ -418,8 +418,8 @@ def wire_time(
     from cuts, and owners send all whole parameters to cuts.
     """
     gather = last = 0
-    in_cuts: dict[int, list[Load]] = defaultdict(list)
-    from_owners: dict[int, list[Load]] = defaultdict(list)
+    in_cuts = defaultdict(list)
+    from_owners = defaultdict(list)
 
     @_once
     def both(load: Load, way: Way) -> tuple[int, int]:
@@ -497,8 +497,8 @@ def in_levels(
     Args:
         wires: the dtype in which gradients are sent, by bucket.
     """
-    reduce: set[int] = set()
-    gather: set[int] = set()
+    reduce = set()
+    gather = set()
     for bucket in buckets:
         if bucket.way == "ragged":
             continue

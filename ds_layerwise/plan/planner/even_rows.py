@@ -22,7 +22,7 @@ from ds_layerwise.plan.layout.owners import Item
 _PART_OF_MODEL = 16
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """The parts of a stream: the rows, and the rest."""
 
@@ -60,11 +60,11 @@ def take_rows(
         bucket_numel: consecutive complete rows share a bucket until it has this many elements.
         limit: the largest number of elements in a row.
     """
-    by_size: dict[tuple[int, int], list[Item]] = defaultdict(list)
+    by_size = defaultdict(list)
     for item in items:
         by_size[item.numel, item.work].append(item)
-    rows: list[list[Item]] = []
-    new_owners: dict[int, int] = {}
+    rows = []
+    new_owners = {}
     for (numel, _), equal in by_size.items():
         counts = np.bincount([owners[item.position] for item in equal], minlength=holders)
         if numel * holders <= limit:

@@ -106,7 +106,7 @@ def draft_layout(
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
     links = links or NVLINK_IB
-    streams: dict[_Stream, list[Item]] = defaultdict(list)
+    streams = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
         streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
@@ -116,8 +116,8 @@ def draft_layout(
     model_numel = sum(spec.numel for spec in specs)
 
     def made(bucket_numel: int) -> list[Draft]:
-        drafts: list[Draft] = []
-        owned: dict[_Stream, list[Item]] = {}
+        drafts = []
+        owned = {}
         for stream, items in streams.items():
             holders = world_size // stream.ep_size
             if not stream.whole:
@@ -226,7 +226,7 @@ def _check(
     ):
         if choice not in known:
             raise LayoutError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
-    seen: set[str] = set()
+    seen = set()
     for spec in specs:
         if spec.name in seen:
             raise LayoutError(
@@ -242,7 +242,7 @@ def _check(
 
 def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
-    buckets: list[Bucket] = []
+    buckets = []
     for index, draft in enumerate(drafts):
         item = draft.items[0]
         start = ends[item.dtype]
@@ -273,7 +273,7 @@ def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
     fullest.
     """
     heap = [(0, rank) for rank in range(min(world_size, len(items)))]  # sorted, so it is a heap
-    owner_of: dict[int, int] = {}
+    owner_of = {}
     for item in sorted(items, key=lambda item: (-item.numel, item.position)):
         held, rank = heap[0]
         heapq.heapreplace(heap, (held + item.span, rank))
@@ -318,9 +318,9 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
     """
     shelves = _Shelves(items)
     placed: set[int] = set()
-    drafts: list[Draft] = []
-    bucket: list[Item] = []
-    owners: list[int] = []
+    drafts = []
+    bucket = []
+    owners = []
     shard = 0
     for seed in items:
         if seed.position in placed:
@@ -363,7 +363,7 @@ def _balance(
     plain, plain_ns = send(_draft_streams(cut, owners, world_size))
     if not limit:
         return plain
-    drafts: list[Draft] = []
+    drafts = []
     by_holders: dict[int, list[list[Item]]] = defaultdict(list)
     left: dict[int, int] = {}
     for stream, items in streams.items():
@@ -389,7 +389,7 @@ def _balance(
 def _draft_streams(
     cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int], world_size: int
 ) -> list[Draft]:
-    drafts: list[Draft] = []
+    drafts = []
     for stream, buckets in cut.items():
         holders = world_size // stream.ep_size
         for bucket in buckets:

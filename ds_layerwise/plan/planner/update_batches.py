@@ -16,7 +16,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Matrices:
     """The matrices of one parameter: one, a batch of them, or parts of different shapes."""
 
@@ -81,7 +81,7 @@ def _take_along(
                 return False
         return True
 
-    taken: list[Matrices] = []
+    taken = []
     while fitting := [queue for queue in queues if queue and fits(queue[0][1])]:
         # Those with the next turn.
         matrices = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]

@@ -47,7 +47,7 @@ def is_vector(name: str) -> bool:
     return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ByKind:
     """The keys of a config for kinds of parameters."""
 

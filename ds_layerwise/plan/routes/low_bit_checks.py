@@ -4,21 +4,20 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
 from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED
 from ds_layerwise.recipes.base.low_bit_settings import MOST_KEPT
 
 
 def check_kept(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     config: LayerWiseConfig,
     *,
     host_ratio: float,
@@ -34,7 +33,7 @@ def check_kept(
         ConfigError: names the key, its value and the way out.
     """
     _check_masters(specs, config, host_ratio)
-    kept: dict[str, dict[str, str]] = {}
+    kept = {}
     for spec in specs:
         own = routes[spec.name].states(1)
         kept[spec.name] = {key: state.kept_as for key, state in own.items() if state.kept_as}
@@ -56,9 +55,9 @@ def check_kept(
 
 
 def check_accuracy(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     *,
     told: str = "",
 ) -> None:

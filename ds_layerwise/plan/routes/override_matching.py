@@ -15,7 +15,7 @@ from ds_layerwise.recipes.targets.overrides import Override
 _EXCLUSIVE = ("lr", "lr_scale")
 
 
-@dataclass(slots=True)
+@dataclass
 class Changes:
     """The changes to one parameter, by key. Their order does not matter."""
 
@@ -95,9 +95,9 @@ def overrides_by_name(
                 f"{override.label(index)}{told} matches no trainable parameter; is "
                 'the pattern misspelled? With "optional": true it may match none'
             )
-    found: dict[str, Changes] = {}
+    found = {}
     for name, of_each in meant.items():
-        merged: list[Changes] = []
+        merged = []
         for facts, matching in of_each:
             changes = Changes(facts.name)
             for i in matching:
@@ -137,7 +137,7 @@ def grouped(
         RoutingError: a parameter is in two groups, a condition cannot be evaluated, or only some of
             the experts under one name are in a group.
     """
-    found: dict[str, str] = {}
+    found = {}
     for name, called in params.items():
         first = called[0].name
         keys = []

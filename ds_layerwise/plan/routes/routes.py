@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
@@ -15,7 +15,7 @@ from typing import Any, Literal
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.recipes.base.fields import build
-from ds_layerwise.recipes.base.recipe import Recipe, StateSpec
+from ds_layerwise.recipes.base.recipe import Recipe, Shape, StateSpec
 from ds_layerwise.recipes.recipe_registry import REGISTRY, entry_of
 from ds_layerwise.recipes.rules.any_torch_recipe import is_path
 from ds_layerwise.recipes.targets.fused_parts import Parts, Split
@@ -24,7 +24,7 @@ from ds_layerwise.recipes.targets.fused_parts import Parts, Split
 Axis = Literal[-2, -1]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Route:
     """The route of one parameter.
 
@@ -39,7 +39,7 @@ class Route:
     reason: str
     group: int
     """The index into the user's ``param_groups``."""
-    matrix_shape: tuple[int, ...] | None = None
+    matrix_shape: Shape | None = None
     weight_decay: float | None = None
     """Replaces the group's value if it is set; so do the next three."""
     momentum: float | None = None
@@ -103,7 +103,7 @@ class Route:
         """Return this route with ``more`` added to its reason."""
         return replace(self, reason=f"{self.reason}, {more}")
 
-    def seen(self, numel: int) -> dict[str, tuple[int, ...]]:
+    def seen(self, numel: int) -> dict[str, Shape]:
         """Return the shapes in which its rule sees ``numel`` elements, by part; "" without
         parts.
         """
@@ -117,7 +117,7 @@ class Route:
             self.recipe, self.parts, self.matrix_shape, numel if self.matrix_shape is None else 0
         )
 
-    def multiplied(self, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
+    def multiplied(self, shape: Shape, tp_size: int) -> Shape:
         """Return the shape in matrix products of a matrix that its rule sees as ``shape``.
 
         That is the shape of the whole matrix if tensor parallelism has cut it into ``tp_size``
@@ -198,7 +198,7 @@ class Route:
         return self.transposed and self.matrix_shape is not None and len(self.matrix_shape) == 3
 
     @property
-    def stored_shape(self) -> tuple[int, ...] | None:
+    def stored_shape(self) -> Shape | None:
         """``matrix_shape`` with its axes in memory order."""
         if not self.by_columns or self.matrix_shape is None:
             return self.matrix_shape
@@ -206,9 +206,15 @@ class Route:
         return rows, batch, cols
 
 
+#: Routes by name of the parameter.
+Routes = Mapping[str, Route]
+#: The user's parameter groups, or the values in them.
+ParamGroups = Sequence[Mapping[str, Any]]
+
+
 @lru_cache(maxsize=1024)
 def _states(
-    recipe: Recipe, parts: Parts | None, matrix_shape: tuple[int, ...] | None, numel: int
+    recipe: Recipe, parts: Parts | None, matrix_shape: Shape | None, numel: int
 ) -> Mapping[str, StateSpec]:
     """Cached: it is the same for all layers of a model, and a plan needs each several times."""
     if parts is None or matrix_shape is None:
@@ -216,7 +222,7 @@ def _states(
     return MappingProxyType(parts.states(recipe, matrix_shape))
 
 
-def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
+def whole_shape(shape: Shape, axis: Axis | None, size: int) -> Shape:
     """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
     whole = list(shape)
     if axis is not None and len(whole) >= -axis:
@@ -271,8 +277,8 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
             f"{route.name}: layerwise.overrides sets split to {changes['split']!r} and num_heads "
             f"to {changes['num_heads']}; count the heads of each part in split, or narrow a pattern"
         )
-    own: dict[str, Any] = {}
-    settings: dict[str, Any] = {}
+    own = {}
+    settings = {}
     for key, value in changes.items():
         if key in _OF_ROUTES:
             own[key] = value
@@ -356,7 +362,7 @@ def with_effect(
 _OF_ROUTES = ("weight_decay", "lr", "lr_scale", "min_lr", "momentum", "betas", "eps")
 
 
-def forced_matrix_shape(name: str, shape: tuple[int, ...], reason: str) -> tuple[int, ...]:
+def forced_matrix_shape(name: str, shape: Shape, reason: str) -> Shape:
     """Return the matrix shape of a parameter that was sent to the matrix optimizer explicitly.
 
     Raises:

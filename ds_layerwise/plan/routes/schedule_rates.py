@@ -9,7 +9,7 @@ from typing import Any
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 from ds_layerwise.recipes.base.fields import NonNegative, check
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
@@ -27,7 +27,7 @@ PEAKS: dict[str, tuple[str, float | None]] = {
 
 
 def check_taken(
-    config: OptimizerConfig, routes: Mapping[str, Route], groups: Sequence[Collection[str]] = ()
+    config: OptimizerConfig, routes: Routes, groups: Sequence[Collection[str]] = ()
 ) -> None:
     """Refuse hyper-parameters that no optimizer of the run uses, or that a class would need as
     arguments.
@@ -65,7 +65,7 @@ def check_taken(
             )
 
 
-def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]]) -> None:
+def check_floors(routes: Routes, groups: ParamGroups) -> None:
     """Refuse a ``min_lr`` above the rate that it belongs to: no scheduler could change that rate.
 
     Args:
@@ -85,7 +85,7 @@ def check_floors(routes: Mapping[str, Route], groups: Sequence[Mapping[str, Any]
 
 def check_peaks(
     scheduler: object,
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     config: OptimizerConfig,
     *,
     used: Mapping[int, Collection[str]],
@@ -140,7 +140,7 @@ def check_peaks(
 def check_schedule(
     schedule: object,
     lrs: Sequence[float],
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     config: OptimizerConfig,
     *,
     used: Mapping[int, Collection[str]],
@@ -192,7 +192,7 @@ def _parts(schedule: Any) -> list[Any]:
     return parts
 
 
-def _peak_of(schedule: Any, groups: Sequence[Mapping[str, Any]]) -> tuple[str, list[float]] | None:
+def _peak_of(schedule: Any, groups: ParamGroups) -> tuple[str, list[float]] | None:
     """Return the argument with the peak, and its value for each group; None if there is none."""
     kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
     if kind is None:
@@ -228,7 +228,7 @@ def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
 def _refuse_others(
     peaks: Sequence[Any],
     lrs: Sequence[float],
-    groups: Sequence[Mapping[str, Any]],
+    groups: ParamGroups,
     config: OptimizerConfig,
     *,
     used: Mapping[int, Collection[str]],

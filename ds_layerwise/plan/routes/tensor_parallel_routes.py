@@ -9,12 +9,13 @@ output layer shares it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.routes.routes import Route, with_cut
+from ds_layerwise.plan.routes.routes import Route, Routes, with_cut
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.recipes.targets.model_names import (
     CLOSES_BLOCK,
     COPIED,
@@ -28,11 +29,11 @@ Cutter = Literal["megatron", "autotp"]
 
 
 def cut(
-    shapes: Sequence[tuple[str, tuple[int, ...]]],
-    routes: Mapping[str, Route],
+    shapes: Sequence[tuple[str, Shape]],
+    routes: Routes,
     tp_size: int,
     cutter: Cutter,
-) -> tuple[list[tuple[str, tuple[int, ...]]], dict[str, Route]]:
+) -> tuple[list[tuple[str, Shape]], dict[str, Route]]:
     """Return the part of ``shapes`` on one of ``tp_size`` tensor-parallel ranks, and its routes.
 
     Args:
@@ -67,9 +68,7 @@ def cut(
     return parts, cut_routes
 
 
-def _cut_route(
-    route: Route, shape: tuple[int, ...], part: tuple[int, ...], dim: int, tp_size: int
-) -> Route:
+def _cut_route(route: Route, shape: Shape, part: Shape, dim: int, tp_size: int) -> Route:
     if route.matrix_shape is None:
         return with_cut(route, None, tp_size)
     if route.matrix_shape != shape or route.parts is not None:
@@ -89,9 +88,7 @@ def _module_of(name: str) -> str:
     return (["", *name.split(".")])[-2]
 
 
-def _dim_of(
-    name: str, shape: tuple[int, ...], transposed: bool, tied: bool, cutter: Cutter
-) -> int | None:
+def _dim_of(name: str, shape: Shape, transposed: bool, tied: bool, cutter: Cutter) -> int | None:
     """Return the axis that is cut; None if every rank has a copy of the parameter.
 
     Raises:

@@ -319,7 +319,7 @@ class Peers:
         return sum_over_ranks(value, group=self._group)
 
 
-def raise_on_all_ranks(error: Exception | None, *, group: Group) -> None:
+def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise on every rank if any rank has an error: its own error if it has one, else one that
     names the failed rank.
 
@@ -332,7 +332,7 @@ def raise_on_all_ranks(error: Exception | None, *, group: Group) -> None:
     """
     message = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        messages = gather_objects(message, group=group)
+        messages = gather_objects(message, group=None)
     except LayerWiseError as missed:
         raise error or missed
     if error is not None:
@@ -351,7 +351,7 @@ def is_agreed(error: BaseException) -> bool:
 
 
 @contextmanager
-def errors_on_all_ranks(group: Group) -> Iterator[None]:
+def errors_on_all_ranks() -> Iterator[None]:
     """Raise on every rank if any rank leaves the block with an error; see
     :func:`raise_on_all_ranks`.
 
@@ -360,7 +360,7 @@ def errors_on_all_ranks(group: Group) -> Iterator[None]:
     """
     with (attempt := Attempt()):
         yield
-    raise_on_all_ranks(attempt.error, group=group)
+    raise_on_all_ranks(attempt.error)
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:

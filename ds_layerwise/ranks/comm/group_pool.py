@@ -19,7 +19,7 @@ from torch import distributed
 from ds_layerwise.ranks.comm import comm
 
 
-@dataclass(slots=True)
+@dataclass
 class _Seat:
     """A group and its user. torch owns the group."""
 
@@ -43,13 +43,13 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
     """
     if device.type != "cpu":
         return groups
-    mine: dict[tuple[int, ...], list[_Seat]] = {}
+    mine = {}
     for group in groups.values():
         if comm.size_of(group) > 1:
             original = group or distributed.group.WORLD
             first = [_Seat(weakref.ref(original))]
             mine[tuple(comm.ranks_of(group))] = _seats.setdefault(original, first)
-    taken: dict[tuple[int, ...], list[bool]] = {}
+    taken = {}
     for ranks, seats in mine.items():
         taken[ranks] = [seat.is_taken for seat in seats]
     if any(comm.gather_objects(any(map(any, taken.values())), group=None)):

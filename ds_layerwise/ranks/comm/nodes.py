@@ -94,7 +94,7 @@ def make_levels(
     Args:
         wants: False if this rank does not need the groups; the result is then empty.
     """
-    wanted: dict[int, list[tuple[int, ...]]] = {}
+    wanted = {}
     for key, group in groups.items():
         ranks = tuple(comm.ranks_of(group))
         per_node = ranks_per_node(ranks, nodes)
@@ -113,7 +113,7 @@ def send_both_ways(groups: Iterable[comm.Group], nodes: Sequence[int]) -> None:
 
     Every rank of the world must call this at the same point.
     """
-    wanted: dict[tuple[int, ...], comm.Group] = {}
+    wanted = {}
     for group in groups:
         ranks = tuple(comm.ranks_of(group))
         if len(counts_on_nodes(ranks, nodes)) > 1 and comm.opposite_of(group) is None:

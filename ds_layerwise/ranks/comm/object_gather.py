@@ -141,7 +141,7 @@ def _of_some(value: Any, ranks: list[int], hosts: Any) -> list[Any]:
         return everyone
     everyone = [value]
     for other in ranks[1:]:
-        received: list[Any] = [None]
+        received = [None]
         distributed.recv_object_list(received, src=other, **through)
         everyone += received
     for other in ranks[1:]:

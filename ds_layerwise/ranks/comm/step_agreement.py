@@ -70,7 +70,7 @@ class Agreement:
         self.sum_over_everyone(sums)
         *summed, failed, frozen = sums.tolist()
         if failed:
-            comm.raise_on_all_ranks(error, group=None)
+            comm.raise_on_all_ranks(error)
         return summed, self._idle_everywhere(idle, values.device) if frozen else frozenset()
 
     def sum_over_everyone(self, values: Tensor) -> Tensor:

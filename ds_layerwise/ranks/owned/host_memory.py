@@ -237,7 +237,7 @@ class HostMemory:
         self._coming[index] = _Slot(slot.memory, self._incoming.moment())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _HostBucket:
     memory: Tensor
     kinds: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]

@@ -17,7 +17,7 @@ from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.part_views import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
@@ -41,7 +41,7 @@ Opened = Mapping[tuple[str, str], Tensor]
 NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OwnedSettings:
     """The settings of an :class:`Owned`."""
 
@@ -80,7 +80,7 @@ class Owned:
     def __init__(
         self,
         rank: int,
-        routes: Mapping[str, Route],
+        routes: Routes,
         values: FlatBuffer | OwnShards,
         grads: FlatBuffer | None,
         rules: Mapping[str, UpdateRule],
@@ -242,7 +242,7 @@ class Owned:
     def update(
         self,
         index: int,
-        param_groups: Sequence[Mapping[str, Any]],
+        param_groups: ParamGroups,
         rescale_: Callable[[Mapping[str, Tensor]], None],
         *,
         step: int,
@@ -290,7 +290,7 @@ class Owned:
     def _run(
         self,
         update: UpdateSet,
-        param_groups: Sequence[Mapping[str, Any]],
+        param_groups: ParamGroups,
         opened: Opened,
         leave_out: Collection[str],
         watch: UpdateStats | None,
@@ -327,7 +327,7 @@ class Owned:
         """
         if index not in self._begun:
             self._begun.add(index)
-            rescale_(self.reduced.pieces_in(index))
+            rescale_(self.reduced.pieces_of(index, self.reduced.bucket(index)))
             self.follow_values(index, brought)
 
     def _open(
@@ -423,7 +423,7 @@ class Owned:
             return master
         return followed(master, value)
 
-    def rule_records(self, elsewhere: Mapping[str, Route] = NONE) -> dict[str, RuleRecord]:
+    def rule_records(self, elsewhere: Routes = NONE) -> dict[str, RuleRecord]:
         """Return the optimizers for a checkpoint, by the parameter's name in it, over all ranks.
         Parameters in ``elsewhere``, which are not in this layout, are included.
         """

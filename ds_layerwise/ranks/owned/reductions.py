@@ -67,7 +67,3 @@ class ReducedGradients(ShardBuffer):
             if name not in leave_out and (only is None or name in only):
                 found.append(view)
         return found
-
-    def pieces_in(self, index: int) -> dict[str, Tensor]:
-        """Return the gradients of bucket ``index`` as 1-D views, by parameter."""
-        return {piece.name: self.piece(piece.name) for piece in self.pieces[index]}

@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Factors:
     """Factors for the outputs of a layer.
 

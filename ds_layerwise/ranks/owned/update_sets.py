@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.planner.update_batches import Matrices, together
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class UpdateSet:
     """Parameters that one rule updates with the same hyper-parameters."""
 
@@ -29,7 +29,7 @@ class UpdateSet:
 
 def update_sets(
     pieces: Sequence[Sequence[Piece]],
-    routes: Mapping[str, Route],
+    routes: Routes,
     rules: Mapping[str, UpdateRule],
     *,
     batch_matrices: bool,
@@ -49,7 +49,7 @@ def update_sets(
         most: the largest number of elements in a batch of matrices of one shape on the device.
         tp_size: the number of tensor-parallel parts of a matrix.
     """
-    bucket_of: dict[str, int] = {}
+    bucket_of = {}
     matrices: list[list[Matrices]] = []
     for index, own in enumerate(pieces):
         together_up_to = most

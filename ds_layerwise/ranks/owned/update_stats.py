@@ -108,7 +108,7 @@ class UpdateStats:
         self._sum_over_ranks(total)
         self.restart()
         any_failed, *rest = total.tolist()
-        stats: dict[str, float] = {}
+        stats = {}
         for (kind, rule), square, numel in zip(keys, rest[::2], rest[1::2], strict=True):
             if numel and not any_failed:
                 is_update = kind == "update"

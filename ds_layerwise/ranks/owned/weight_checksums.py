@@ -4,7 +4,7 @@ from its own part of them, so they must be equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain
 
 import torch
@@ -100,28 +100,19 @@ def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: 
     Raises:
         StepError: ranks have different values for a name, of which most would be lost.
     """
-    with comm.errors_on_all_ranks(None):
-        mine = {name: checksum(value) for name, value in params.items()}
+    with comm.errors_on_all_ranks():
+        mine = {name: checksum_of(value).tolist() for name, value in params.items()}
     everyone = comm.gather_objects(mine, group=group)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         for name in params:
-            _compare(name, [sums[name] for sums in everyone], ep_size.get(name, 1))
-
-
-def _compare(name: str, sums: Sequence[object], ep_size: int) -> None:
-    for rank, value in enumerate(sums):
-        first = rank % ep_size
-        if value != sums[first]:
-            raise StepError(
-                f"{name} was written since the last step, and is not the same on ranks {first} "
-                f"and {rank}; write the same values on every rank, or broadcast them"
-            )
-
-
-def checksum(values: Tensor) -> tuple[int, int]:
-    """Return :func:`checksum_of` as two numbers."""
-    plain, placed = checksum_of(values).tolist()
-    return plain, placed
+            for rank, sums in enumerate(everyone):
+                first = rank % ep_size.get(name, 1)
+                if sums[name] != everyone[first][name]:
+                    raise StepError(
+                        f"{name} was written since the last step, and is not the same on ranks "
+                        f"{first} and {rank}; write the same values on every rank, or broadcast "
+                        "them"
+                    )
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ from ds_layerwise.ranks.comm.scratch import Turn
 _BROADCASTS_UP_TO = 8
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Wire:
     """The ranks that share buckets, and their transports.
 

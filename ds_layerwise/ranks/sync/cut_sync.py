@@ -190,7 +190,7 @@ class CutSync:
 
     def _cuts(self, round_: CutRound) -> list[Tensor]:
         """Return this rank's cuts that take part, by owner."""
-        cuts: list[Tensor] = []
+        cuts = []
         for places in round_.places.values():
             cuts += [self._all_cuts.of(place.name) for place in places]
         return cuts

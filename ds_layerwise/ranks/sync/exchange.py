@@ -35,7 +35,7 @@ class Run(NamedTuple):
         return cut[self.first : self.first + self.numel]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Round:
     """An all-to-all of an :class:`Exchange`, from the view of one rank."""
 
@@ -99,8 +99,8 @@ def _as_seen(dealt: Deal, holder: int) -> Round:
     holders = dealt.shards[0].bucket.holders
     by_holder = [0] * holders
     by_owner = [0] * holders
-    runs: dict[int, Run] = {}
-    own: int | None = None
+    runs = {}
+    own = None
     parts = (0, 0, 0)
     for shard in dealt.shards:
         cut = shard.bucket.cut_numel
@@ -176,7 +176,7 @@ class Exchange:
         if round_.own is not None:
             own = shard(round_.own)
         before, stays, behind = own.split_with_sizes(round_.parts)
-        new: list[tuple[Tensor, Tensor]] = []
+        new = []
         if add or own.dtype != like.dtype or (before.numel() and behind.numel()):
             out = like.new_empty(before.numel() + behind.numel())
             new += [(before, out[: before.numel()]), (behind, out[before.numel() :])]

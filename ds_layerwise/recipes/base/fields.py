@@ -28,9 +28,11 @@ Betas = tuple[Decay, Decay]
 #: An integer of at least 1 that fits 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
+_V = TypeVar("_V")
 #: Marks a key that may be null, which means the same as a missing key, unless its description says
 #: otherwise.
 OR_NULL: Any = Field(json_schema_extra={"may_be_null": True})
+OrNull = Annotated[_V | None, OR_NULL]
 
 _COUNTED = {2: "two", 3: "three"}
 _KINDS = {
@@ -141,7 +143,7 @@ def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
     """Return the first of ``sections`` that has each key, by key."""
-    merged: dict[str, type[Section]] = {}
+    merged = {}
     for section in reversed(sections):
         merged.update(dict.fromkeys(section.keys(), section))
     return merged

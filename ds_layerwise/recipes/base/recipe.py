@@ -27,7 +27,7 @@ Axis = Literal[-2, -1]
 HyperText = Callable[[str], str]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateSpec:
     """A tensor that an optimizer keeps for a parameter between steps."""
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated
 
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Decay, NonNegative
+from ds_layerwise.recipes.base.fields import Count, Decay, NonNegative, OrNull
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments
 from ds_layerwise.recipes.base.recipe import COUNT, Axis, Shape, States, StateSpec
 from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
@@ -48,7 +47,7 @@ class Kronecker(KeptMoments):
     """Correct the bias of all averages towards zero, also of ``L`` and ``R``, so that the first
     steps are not too small.
     """
-    max_update_rms: Annotated[NonNegative | None, OR_NULL] = 1.0
+    max_update_rms: OrNull[NonNegative] = 1.0
     """The largest root mean square of the update of a matrix before the learning rate; larger
     updates are scaled down. 0 or null for no limit.
     """

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ds_layerwise.recipes.base.fields import OR_NULL, Positive
+from ds_layerwise.recipes.base.fields import OrNull, Positive
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.newton_schulz_cost import (
     ALIGNMENT,
@@ -54,7 +54,7 @@ class UpdateHooks(Recipe):
     before it. The learning rate is then the length of an update relative to the matrix, and there
     is no weight decay.
     """
-    radial_brake: Annotated[tuple[Share, Share] | None, OR_NULL] = None
+    radial_brake: OrNull[tuple[Share, Share]] = None
     """The fractions of a change of the Frobenius norm that are kept: of a growth, and of a
     decrease.
     """
@@ -62,7 +62,7 @@ class UpdateHooks(Recipe):
     """Give updates the Frobenius norm of their matrix, so that the learning rate is their relative
     length.
     """
-    spectral_clip: Annotated[Positive | None, OR_NULL] = None
+    spectral_clip: OrNull[Positive] = None
     """The largest singular value of a matrix after an update."""
 
     @model_validator(mode="after")

@@ -28,7 +28,7 @@ def _told_as(what: str) -> Any:
     return Field(json_schema_extra={"expects": what})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """The facts about one parameter that conditions need."""
 

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, build, check
+from ds_layerwise.recipes.base.fields import Count, OrNull, Section, build, check
 from ds_layerwise.recipes.base.recipe import Axis, Recipe, Shape, States
 
 SplitAxis = Literal["out", "in"]
@@ -38,7 +38,7 @@ class Part(Section):
 
     size: Count
     """The number of rows, or columns, in one group."""
-    heads: Annotated[Count | None, OR_NULL] = None
+    heads: OrNull[Count] = None
     """The number of matrices in each group; None for one matrix, with the pieces of all groups."""
 
 
@@ -111,7 +111,7 @@ class Place(NamedTuple):
         return self.sizes == self.shape
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Parts:
     """The parts of every matrix in a parameter; see the note on their order."""
 

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Annotated
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import OR_NULL, NonNegative, build
+from ds_layerwise.recipes.base.fields import NonNegative, OrNull, build
 from ds_layerwise.recipes.targets.conditions import Conditions
 
 #: The names of groups. A monitor may use them in file names.
@@ -21,7 +20,7 @@ class NormGroup(Conditions):
 
     example = '{"name": "mtp.*"}'
 
-    gradient_clipping: Annotated[NonNegative | None, OR_NULL] = None
+    gradient_clipping: OrNull[NonNegative] = None
     """The bound of the norm of their gradients. The norm of all others then does not include them.
     0: they are not clipped. None: they are counted and clipped with all others.
     """

@@ -13,7 +13,6 @@ from ds_layerwise.recipes.base.fields import (
     Count,
     Decay,
     NonNegative,
-    Section,
     build,
     check,
     merged_keys,
@@ -92,8 +91,8 @@ class Override(Conditions):
             if name in own_keys:
                 own[name] = value
             else:
-                checked = check_setting(of_recipes[name], f"{where}.{name}", name, value)
-                settings.append((name, checked))
+                recipe = build(of_recipes[name], where, {name: value})
+                settings.append((name, getattr(recipe, name)))
         if "optimizer" in own:
             check(any_of("matrix", "scalar", *REGISTRY), f"{where}.optimizer", own["optimizer"])
         override = build(cls, where, checked_split(where, own))
@@ -185,12 +184,3 @@ def _check_rates(where: str, override: Override) -> None:
         raise ConfigError(
             f"{where}.min_lr is {least:g}, above {where}.lr, which is {lr:g}; lower it"
         )
-
-
-def check_setting(recipe: type[Section], where: str, key: str, value: object) -> Any:
-    """Return ``value`` as a setting of ``recipe`` that configs call ``key``.
-
-    Raises:
-        ConfigError: it is not valid; ``where`` is its name in the error.
-    """
-    return getattr(build(recipe, where.rpartition(".")[0], {key: value}), key)

@@ -20,14 +20,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Positive, Section, build, entries_of
+from ds_layerwise.recipes.base.fields import Count, OrNull, Positive, Section, build, entries_of
 
 #: The kind of outputs of a layer: queries, the rotated part of queries whose keys share theirs,
 #: keys, or something else.
 Role = Literal["query", "rotated", "key", "other"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Run:
     """Consecutive outputs of one kind: ``heads`` times ``width``."""
 
@@ -36,7 +36,7 @@ class Run:
     width: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Outputs:
     """The outputs of a layer in order: ``groups`` times ``runs``."""
 
@@ -72,19 +72,19 @@ class AttentionEntry(Section):
     """A glob over the paths of modules."""
     heads: Count
     """The number of query heads."""
-    kv_heads: Annotated[Count | None, OR_NULL] = None
+    kv_heads: OrNull[Count] = None
     """The number of key heads; None if it equals ``heads``."""
-    q: Annotated[str | None, OR_NULL] = None
+    q: OrNull[str] = None
     """The path, relative to the module, of the layer that makes queries, or of its weight."""
-    k: Annotated[str | None, OR_NULL] = None
+    k: OrNull[str] = None
     """The path of the layer that makes keys."""
-    qkv: Annotated[str | None, OR_NULL] = None
+    qkv: OrNull[str] = None
     """The path of a layer that makes queries, keys and values, in place of the two."""
     by_head: bool = False
     """True if the outputs of ``qkv`` are grouped by key head; False if all queries come first."""
-    rotated: Annotated[Count | None, OR_NULL] = None
+    rotated: OrNull[Count] = None
     """The number of outputs at the end of each head of ``q`` whose keys all heads share."""
-    values: Annotated[Count | None, OR_NULL] = None
+    values: OrNull[Count] = None
     """The number of outputs at the end of each head of ``k`` that are values."""
 
     def check_keys(self, where: str) -> None:

@@ -71,7 +71,7 @@ def write_links(out: Path, *, like: str | None, overwrite: bool) -> str:
     device = torch.device(get_accelerator().current_device_name())
     on_host = device.type == "cpu"
     where = nodes.node_of_each_rank()
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         shape = link_timing.shape_of(where)
         missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
         if missing and like is None:
@@ -89,7 +89,7 @@ def write_links(out: Path, *, like: str | None, overwrite: bool) -> str:
         if comm.rank_of(None) == 0:
             _check_out(out, overwrite=overwrite)
     times = link_timing.measure(where, device)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         found = measured_links(
             times.timings,
             ranks_per_node=shape.ranks_per_node,

@@ -99,7 +99,7 @@ class Checkpointing:
             LayerWiseError: on every rank, if any rank is inside an update, or ranks are at
                 different steps.
         """
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             # Build the header first: a value that cannot be read back is found before anything is
             # written.
             header = self.header()
@@ -203,7 +203,7 @@ class Checkpointing:
             open_it = partial(UniversalCheckpoint if universal else self.open_regular, folder)
         of_all_stages = pipeline.names_of_all_stages(run.model, run.settings.model_group)
         shapes = whole_shapes(run.model.parameters())
-        with comm.errors_on_all_ranks(None), naming(folder), shapes:
+        with comm.errors_on_all_ranks(), naming(folder), shapes:
             opened = open_it()
             # The names of frozen parameters of a regular checkpoint are in the model's file, which
             # the engine reads later.
@@ -243,7 +243,7 @@ class Checkpointing:
         which = [f"step {saved.header.step}"]
         if not isinstance(opened, UniversalCheckpoint):
             which += opened.identity()
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(
                 f"the checkpoint in {folder}",
                 comm.digest_of(which),
@@ -330,7 +330,7 @@ class Checkpointing:
 
         An error of ``check``, or of the state of any rank, is raised on all ranks.
         """
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             check()
             self._check_settled()
         self.begin_save()
@@ -349,7 +349,7 @@ class Checkpointing:
 
     def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             self._check_one_file()
         self._load_whole(path, lambda: OneFile(path), states=states, strict=strict)
 
@@ -369,7 +369,7 @@ class Checkpointing:
 
     def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             self._check_sharded()
         run = self._run
         shapes = run.planned.saved_shapes
@@ -552,10 +552,7 @@ class Checkpointing:
     @torch.no_grad()
     def weights_from_masters(self) -> None:
         """Set the model's weights from the masters, on every rank."""
-        for bucket in self._run.planned.layout.buckets:
-            self._run.owned.masters_to_values(bucket.index)
-        self._send_all()
-
-    def _send_all(self) -> None:
-        """Send the owners' weights to all ranks."""
-        self._run.param_sync.send(bucket.index for bucket in self._run.planned.layout.buckets)
+        indices = range(len(self._run.planned.layout.buckets))
+        for index in indices:
+            self._run.owned.masters_to_values(index)
+        self._run.param_sync.send(indices)

@@ -36,7 +36,7 @@ _WAY_OUT = (
 Found = TypeVar("Found")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Disks:
     """The disks that the ranks of a save write to."""
 
@@ -50,11 +50,6 @@ class Disks:
     def is_owner(self) -> bool:
         """True if this rank makes and moves folders."""
         return self.owners[self.rank] == self.rank
-
-    @property
-    def are_many(self) -> bool:
-        """True if other ranks of the save write to another disk."""
-        return len(set(self.owners)) > 1
 
     @property
     def here(self) -> list[int]:
@@ -75,18 +70,18 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
     save_id: str = comm.gather_objects(secrets.token_hex(8), group=None)[0]
     is_owner = rank == 0
     if own_disks:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             is_owner = atomic.claim(folder, save_id)
         # Otherwise the new save would delete a complete one here that is already in place on other
         # disks.
         finish_save(folder, may_move=is_owner)
     with ExitStack() as undo:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             if is_owner:
                 undo.callback(atomic.abandon, folder)
                 atomic.begin(folder)
                 atomic.sign(folder, save_id, rank)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             owner = patiently(lambda: atomic.signed_by(folder, save_id), folder.parent)
             if owner is None:
                 raise LayerWiseError(
@@ -174,7 +169,7 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     Args:
         may_move: True on the one rank per disk that moves it.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         mine = atomic.save_ids(folder)
     everyone = comm.gather_objects(mine, group=None)
     in_place = set()
@@ -184,7 +179,7 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
         return
     for save_id in sorted(filter(None, in_place)):
         if all(save_id in ids for ids in everyone):
-            with comm.errors_on_all_ranks(None):
+            with comm.errors_on_all_ranks():
                 if may_move and mine[0] != save_id:
                     atomic.publish(folder)
             return
@@ -194,7 +189,7 @@ def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
     """Return the newest of the saves that are in place on every rank's disk; None if there
     is none.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         mine = {
             tag: (save_id, (save_dir / tag / FILE_NAME).stat().st_mtime)
             for tag in tags
@@ -213,7 +208,7 @@ def check_one_save(folder: Path, *, own_disks: bool) -> None:
     Raises:
         LayerWiseError: on all ranks; names two of them.
     """
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         found = atomic.save_ids(folder)[0]
         if not found and not own_disks and (folder / FILE_NAME).exists():
             # Version 0.1 of this package gave saves no identifier. On one disk, all ranks see the

@@ -17,13 +17,13 @@ from ds_layerwise.checkpoint.new_names import Renamed
 from ds_layerwise.checkpoint.record import Header, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
 from ds_layerwise.errors import LayerWiseError, few
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.zero.checkpoint.whole_states import tied
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Found:
     """A checkpoint that is complete and fits. Nothing of it has been loaded yet."""
 
@@ -63,7 +63,7 @@ class Found:
         return lines
 
 
-@dataclass(slots=True)
+@dataclass
 class Load:
     """The state that the first half of an engine's load passes to the second.
 
@@ -88,9 +88,7 @@ class Load:
     """True while an error of this rank has not been agreed on by all ranks."""
 
 
-def kept_of(
-    routes: Mapping[str, Route], names: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, str]]:
+def kept_of(routes: Routes, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
     """Return the dtypes of states stored in fewer bits than float32, by name in a checkpoint.
 
     Args:

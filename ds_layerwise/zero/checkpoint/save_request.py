@@ -8,7 +8,7 @@ from pathlib import Path
 from ds_layerwise.zero.checkpoint.disks import Disks
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Save:
     """The state that a save of an engine passes to its commit.
 

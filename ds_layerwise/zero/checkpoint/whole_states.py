@@ -22,9 +22,10 @@ from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.foreign import probe
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 from ds_layerwise.zero.setup.param_cuts import filled_cut
 
@@ -34,7 +35,7 @@ _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam
 
 def state_dict(
     pieces: Iterable[PieceRecord],
-    shapes: Mapping[str, tuple[int, ...]],
+    shapes: Mapping[str, Shape],
     module: nn.Module,
     groups: list[dict[str, Any]],
     header: Header,
@@ -87,7 +88,7 @@ def state_dict(
 
 
 def tensors_of(
-    pieces: Iterable[PieceRecord], shapes: Mapping[str, tuple[int, ...]]
+    pieces: Iterable[PieceRecord], shapes: Mapping[str, Shape]
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the masters (with an empty key) and the states of ``pieces``, by parameter and key.
 
@@ -109,14 +110,14 @@ def held_of(value: Tensor) -> tuple[Tensor, int]:
     return value, 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class _Part:
     """The elements of a tensor of the file that one rank has."""
 
     rank: int
     start: int
     numel: int
-    shape: tuple[int, ...]
+    shape: Shape
     """The shape of the whole tensor."""
     dtype: torch.dtype
     sums: dict[int, tuple[int, int]]
@@ -193,8 +194,8 @@ def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
 
 
 def groups_of(
-    routes: Mapping[str, Route],
-    groups: Sequence[Mapping[str, Any]],
+    routes: Routes,
+    groups: ParamGroups,
     names: Mapping[str, Sequence[str]],
 ) -> list[dict[str, Any]]:
     """Return parameter groups in torch's form, one for all parameters that are updated with the
@@ -272,7 +273,7 @@ def save_one_file(
     for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
         tensors[name] = (first[name].dtype, first[name].shape)
     brought = _bring(tensors, parts, named, device)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         with (attempt := Attempt()):
             if comm.rank_of(None) == 0:
                 beside = write_beside(header, scaler, _all_sums(parts))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.recipes.targets.qk_clip_settings import QkClip, power_of
@@ -54,7 +54,7 @@ class AttentionLogits(StepObserver):
         self._places: dict[nn.Module, tuple[Attention, slice]] = {}
         if not self.measures:
             return
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             self._attentions = attentions_of(
                 run.model, self.clip, trained=run.params.keys(), tp_size=run.settings.tp_size
             )
@@ -73,7 +73,7 @@ class AttentionLogits(StepObserver):
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         if self.clip is not None:
             self._find_outputs(self.clip)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             if self.clip is None or self.clip.hook:
                 attention_hook.watch(self._places, self._note)
         weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
@@ -91,9 +91,9 @@ class AttentionLogits(StepObserver):
         parts = [(clipped, matched(self._run.model, self.clip))]
         if self._run.settings.model_group is not None:
             parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)
-        everywhere: dict[str, None] = {}
+        everywhere = {}
         self._never: set[str] = set()
-        used: set[int] = set()
+        used = set()
         for theirs, entries in parts:
             everywhere.update(dict.fromkeys(theirs))
             self._never.update(filter(theirs.get, theirs))
@@ -241,7 +241,7 @@ class AttentionLogits(StepObserver):
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
-        factors: dict[str, Factors] = {}
+        factors = {}
         left = []
         for attention, place in self._places.values():
             if max(by_unit[place]) <= threshold:
@@ -300,7 +300,7 @@ class AttentionLogits(StepObserver):
         )
 
 
-def _check_hooks(attentions: Sequence[Attention], routes: Mapping[str, Route]) -> None:
+def _check_hooks(attentions: Sequence[Attention], routes: Routes) -> None:
     """Refuse a rule that restores the norm of weights, which undoes the scaling.
 
     Raises:
@@ -331,8 +331,8 @@ def _indices(
     columns, and the axis of outputs.
     """
     per_unit = (attention.heads or attention.units) // attention.units
-    units: list[int] = []
-    powers: list[float] = []
+    units = []
+    powers = []
     for role, head, width in scaled.outputs.heads():
         if role == "other":
             head = 0

@@ -24,7 +24,7 @@ from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.zero.setup import numerics_context
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Products:
     """The dtypes in which the devices multiply much faster than in float32, by rank."""
 
@@ -39,7 +39,7 @@ class Products:
             LayerWiseError: on every rank, if any rank cannot multiply at all.
         """
         mine = None
-        with comm.errors_on_all_ranks(None), numerics_context.set_aside(device):
+        with comm.errors_on_all_ranks(), numerics_context.set_aside(device):
             if any(map(_is_open, recipes)):
                 mine = fast_dtypes(device)
         return cls(tuple(comm.gather_objects(mine, group=None)))

@@ -47,7 +47,7 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         for name, param in engine.module.named_parameters():
             if comm.ranks_of(param.ds_process_group) != comm.ranks_of(group):
                 raise ConfigError(

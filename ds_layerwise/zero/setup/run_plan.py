@@ -25,7 +25,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
 from ds_layerwise.plan.routes.override_matching import grouped, require_members
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.recipes.base.recipe import Recipe
@@ -37,7 +37,7 @@ from ds_layerwise.zero.setup.run_settings import Settings
 _FEW = 16
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Planned:
     """The plan of a model that the ranks have agreed on."""
 
@@ -101,7 +101,7 @@ def plan(
     elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         ep_size = _ep_sizes(model, optimizer, settings)
         names = expert_names(ep_size)
         routes = route_parameters(
@@ -141,7 +141,7 @@ def plan(
             reduction=reduction,
             stage=settings.stage,
         )
-    routes_elsewhere: dict[str, Route] = {}
+    routes_elsewhere = {}
     if elsewhere is not None:
         routes_elsewhere = pipeline.routes_of_all_stages(
             routes, optimizer.param_groups, settings.model_group
@@ -150,7 +150,7 @@ def plan(
     _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
     if settings.tensor_group is not None:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
     norm_groups = _norm_groups(model, trained, names, config, settings)
     counted_elsewhere = set()
@@ -185,7 +185,7 @@ def _wants_training(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _specs(
     trained: Mapping[str, nn.Parameter],
-    routes: Mapping[str, Route],
+    routes: Routes,
     ep_size: Mapping[str, int],
     settings: Settings,
 ) -> list[ParamSpec]:
@@ -219,13 +219,13 @@ def _norm_groups(
     groups = config.norm_groups
     if not groups:
         return {}
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         facts = facts_of(model, trained, groups.values(), tp_size=settings.tp_size, experts=names)
         mine = grouped(facts, groups)
     stages = [{name: mine.get(name) for name in trained}]
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
-    with comm.errors_on_all_ranks(None):
+    with comm.errors_on_all_ranks():
         members: set[Any] = set()
         for stage in stages:
             members.update(stage.values())
@@ -281,7 +281,7 @@ def _ep_sizes(
     """Return the number of consecutive ranks that hold different experts under the name of a
     trained parameter, by name.
     """
-    given: set[nn.Parameter] = set()
+    given = set()
     for param_group in optimizer.param_groups:
         given.update(param_group["params"])
     sizes = {}
@@ -294,7 +294,7 @@ def _ep_sizes(
 
 
 def _compare(
-    routes: Mapping[str, Route],
+    routes: Routes,
     specs: Sequence[ParamSpec],
     layout: Layout,
     optimizer: LayerWiseOptimizer,
@@ -327,5 +327,5 @@ def _compare(
         # collectives match.
         compared.append(("the layout of tensor-parallel parts", settings.tensor_group))
     for what, group in compared:
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(what, digest, described, group=group)

@@ -13,7 +13,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Settings:
     """The part of the engine's configuration that concerns this optimizer."""
 

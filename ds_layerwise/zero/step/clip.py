@@ -17,7 +17,7 @@ from ds_layerwise.zero.run_state import RunState
 _CLIP_EPS = 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Decision:
     """The decision of all ranks about the averaged gradients of a step."""
 

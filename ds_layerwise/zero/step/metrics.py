@@ -85,7 +85,7 @@ class Reports(StepObserver):
             )
 
     def _now(self, engine: Any) -> dict[str, float]:
-        values: dict[str, float] = {}
+        values = {}
         for key, name in _RATES.items():
             if key in self._groups:
                 group = self._optimizer.param_groups[self._groups[key]]

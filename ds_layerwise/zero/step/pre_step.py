@@ -90,7 +90,7 @@ class BeforeUpdate:
         """Finish the reductions of the step, and return the error of this rank, if there is one. It
         must not raise it, because the other ranks wait in the sum.
         """
-        error: Exception | None = None
+        error = None
         try:
             self._run.interrupted.check()
         except StepError as caught:

@@ -48,7 +48,7 @@ _SPREAD = 4.0
 _Difference = tuple[int, str]
 
 
-@dataclass(slots=True)
+@dataclass
 class _Local:
     """The gradients that the backward passes of a step have left on one parameter of this rank."""
 
@@ -242,7 +242,7 @@ class FirstStep(StepObserver):
                 # The other ranks go on to the next parameter.
                 with failed:
                     self._compute(name, grad, held, weights, step, groups)
-        with comm.errors_on_all_ranks(None):
+        with comm.errors_on_all_ranks():
             failed.raise_original()
         sums = comm.sum_over_ranks(squares, group=self._run.settings.group).tolist()
         return dict(zip(keys, sums, strict=True))
@@ -336,7 +336,7 @@ class FirstStep(StepObserver):
         run = self._run
         plain = self._plain[name]
         piece = run.pieces.get(name)
-        held: State = {}
+        held = {}
         for key, state in plain.states.items():
             if not run.planned.routes[name].whole and plain.is_like_the_parameter(key):
                 held[key] = run.whole(name, partial(self._owned.value, key=key))

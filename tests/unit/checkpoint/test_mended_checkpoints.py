@@ -95,7 +95,7 @@ def test_a_write_that_an_error_ends_receives_what_others_send_and_ctrl_c_does_no
     comm = whole_states.comm
     monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     monkeypatch.setattr(comm, "gather_objects", lambda mine, group: [mine, {"master.w": theirs}])
-    monkeypatch.setattr(comm, "errors_on_all_ranks", lambda group: nullcontext())
+    monkeypatch.setattr(comm, "errors_on_all_ranks", nullcontext)
     monkeypatch.setattr(comm, "receive", lambda into, out_of: calls.append(out_of))
 
     def write(*_):

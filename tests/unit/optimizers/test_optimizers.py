@@ -12,7 +12,6 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.optimizers.rules.elementwise import Adam, Lion, Sgd
 from ds_layerwise.optimizers.rules.muon_family import Muon, scale_factor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.routes.routes import Route
@@ -118,9 +117,10 @@ def test_muon_together_gives_the_bits_of_each_alone(ns_dtype):
 
 
 @pytest.mark.parametrize("ours, theirs", [
-    (Adam(), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
-    (Adam(scalar_recipes.Adam()), lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
-    (Sgd(), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2, momentum=0.9)),
+    (rule_of(AdamW()), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
+    (rule_of(scalar_recipes.Adam()),
+     lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
+    (rule_of(scalar_recipes.Sgd()), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2, momentum=0.9)),
 ], ids=["adamw", "adam", "sgd"])
 def test_elementwise_rules_are_torchs(ours, theirs):
     g = torch.Generator().manual_seed(0)
@@ -142,7 +142,7 @@ def test_lion_written_out():
         direction = (0.8 * average + 0.2 * grad).sign()
         expected = expected * (1 - 0.1 * 0.2) - 0.1 * direction
         average = 0.95 * average + 0.05 * grad
-    (param,), (state,) = run(Lion(), [(9,)])
+    (param,), (state,) = run(rule_of(scalar_recipes.Lion()), [(9,)])
     torch.testing.assert_close(param, expected)
     torch.testing.assert_close(state["exp_avg"], average)
 
@@ -154,7 +154,7 @@ def test_the_registry_builds_what_the_config_says():
     rule = rule_of(config.matrix)
     assert rule == Muon(recipe=recipes.Muon(ns_coefficients="cans", ns_steps=6, scale_mode="spectral", nesterov=False),
                         ns_coefficients=coefficients("cans", 6), ns_dtype="fp32")
-    assert rule_of(config.scalar) == Lion()
+    assert rule_of(config.scalar) is rule_of(scalar_recipes.Lion())
     with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
         rule_of(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}).matrix)
 

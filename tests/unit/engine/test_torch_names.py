@@ -7,14 +7,14 @@ from pkgutil import resolve_name
 import pytest
 
 from ds_layerwise.engine.contract.contract import CONTRACT
-from ds_layerwise.engine.contract.torch_contract import PRIVATE, REPLACED
 from tests.support.deepspeed_names import USED, is_asked_for, is_attribute
 from tests.support.house_rules import sources
 from tests.support.rooms import rooms
+from tests.support.torch_names import PRIVATE, REPLACED
 
-pytestmark = rooms("torch_contract")
+pytestmark = rooms("outside")
 
-SOURCES = [source for source in sources() if source.path.name != "torch_contract.py"]
+SOURCES = sources()
 
 #: Of Python, which calls them private, too.
 OF_PYTHON = {"_exit", "_shutdown", "_run_exitfuncs", "_asdict", "_fields", "_replace", "_Unpickler"}

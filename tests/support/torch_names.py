@@ -1,7 +1,7 @@
 """The private names of torch that this package uses, and the public function that it replaces.
 
-A test looks up all of them in the installed torch, and checks that the package uses no other
-private names. If a public name can replace one, remove its entry.
+A test looks up all of them in the installed torch, and checks that the package uses no other private names. If a
+public name can replace one, remove its entry.
 """
 
 from __future__ import annotations
