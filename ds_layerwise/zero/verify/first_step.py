@@ -31,6 +31,7 @@ from torch import Tensor
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import State, UpdateError
+from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.owned.owned import MASTER
@@ -310,6 +311,11 @@ class FirstStep(StepObserver):
         self.looks = False
         self._expected.clear()
         self._raise_first(different, "the update was made, so continue from a checkpoint")
+        if comm.rank_of(None) == 0:
+            announce(
+                f"ds_layerwise: the first update was verified: {len(self._specs)} parameters are "
+                "as one process makes them"
+            )
 
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)

@@ -13,6 +13,7 @@ from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from ds_layerwise.optimizers.rule import UpdateError
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.zero.step import clip
+from ds_layerwise.zero.verify import first_step
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_pipeline import config as pipeline_config
 from tests.distributed.parallel.test_pipeline import pipeline
@@ -71,9 +72,10 @@ class TestRight(DistributedTest):
             "device": "cpu", "ratio": 0.5}}}),
         (3, 2, BF16), (3, 1, {"clip": 0.5, "layerwise": {"layout": "lpt"}}),
         (3, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})])
-    def test_what_is_right_passes_and_is_as_without(self, stage, gas, changes):
+    def test_what_is_right_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):
         allow_fp16()
-        changes, results = dict(changes), []
+        changes, results, said = dict(changes), [], []
+        monkeypatch.setattr(first_step, "announce", said.append)
         layerwise = changes.pop("layerwise", {})
         for verify in (VERIFY, {}):
             net = Real(odd=True, tied=True)
@@ -87,6 +89,8 @@ class TestRight(DistributedTest):
             results.append(weights(engine.module).clone())
             engine.destroy()
         assert torch.equal(*results)
+        assert [line.partition(":")[2].partition(":")[0] for line in said] == [
+            " the first update was verified"][:dist.get_rank() == 0]
 
 
 #: Of every kind of rule one: whole, cut, with factors, with parts, of anybody.
