@@ -28,6 +28,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -208,7 +209,8 @@ def _import_what_engines_import() -> None:
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
                    "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table",
                    "ds_layerwise.engine.engine_hooks"):
-        importlib.import_module(module)
+        if importlib.util.find_spec(module):  # DeepSpeed's presets came after 0.19.4
+            importlib.import_module(module)
     importlib.import_module("ds_layerwise.engine.contract.contract").missing()
     importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
