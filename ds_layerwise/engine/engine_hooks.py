@@ -32,6 +32,7 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
+from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
@@ -375,6 +376,11 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     Raises:
         ConfigError: names the way out.
     """
+    if not hasattr(DeepSpeedZeRoOffload, "release_backward_leftovers"):
+        raise ConfigError(
+            f"zero_optimization.stage is 3, which needs DeepSpeed 0.19.3 or newer, and this is "
+            f"{deepspeed.__version__}; install a newer one, or set zero_optimization.stage to 2"
+        )
     for name, param in engine.module.named_parameters():
         if not getattr(param, "ds_numel", param.numel()):
             raise ConfigError(

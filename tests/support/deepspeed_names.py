@@ -243,7 +243,9 @@ READ = (
     *_used(_ENGINE, "read", "config module_state_dict"),
     Used(f"{_ENGINE}._get_param_fragment_func", "read", ("self", "param")),
     *_used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "read", """
-        destroy partition_all_parameters release_backward_leftovers""", ("self",)),
+        destroy partition_all_parameters""", ("self",)),
+    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers", "read", ("self",),
+         since="0.19.3"),
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.persistent_parameters", "read"),
     *_used("deepspeed.runtime.zero.partition_parameters.Init", "read", """
         all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor partition"""),
@@ -310,7 +312,8 @@ ASKED = (
         _coalesce_grad_reduction get_gradient_for_reduction reduce_ready_partitions_and_remove_grads setup_buckets""",
             since="0.19.1"),
     Used(f"{_ENGINE}.finalize_gradient_accumulation_boundary", "asked", since="0.19.4"),
-    *_used(_ENGINE, "asked", "empty_partition_cache fp16_groups independent_gradient_partition_epilogue"),
+    *_used(_ENGINE, "asked", "empty_partition_cache fp16_groups"),
+    Used(f"{_ENGINE}.independent_gradient_partition_epilogue", "asked", since="0.19.1"),
     *_used("deepspeed.utils.tensor_fragment", "asked", """
         _z3_optimizer get_fp32_grad_for_param get_local_fp32_grad_for_param get_local_fp32_param
         set_fp32_grad_for_param set_local_grad_for_param set_local_hp_param update_fp32_grad_for_param_vectorized"""),
