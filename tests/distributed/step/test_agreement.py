@@ -224,7 +224,7 @@ class TestOneRankAlone(DistributedTest):
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
                 of, name = {"the norm": (internals.owned(engine).reduced, "sum_of_squares"),
-                            "a checksum": (weight_checksums, "checksum")}[where]
+                            "a checksum": (weight_checksums, "checksum_of")}[where]
                 patch.setattr(of, name, no_memory)
             with raises_on_rank_1(torch.OutOfMemoryError, "tried to allocate"):
                 engine.step()
