@@ -211,7 +211,7 @@ def test_another_name_is_somebody_elses(other):
 
 
 @pytest.mark.parametrize("path, value", [
-    ("layerwise.overlap_param_gather", True), ("tensor_parallel.autotp_size", 2), ("sequence_parallel_size", 2)])
+    ("layerwise.overlap_param_gather", True), ("tensor_parallel.autotp_size", 2)])
 def test_what_stage_3_does_not_do_yet_is_refused_there_alone(path, value):
     for stage in (2, 3):
         given = {"zero_optimization": {"stage": stage}}
