@@ -233,10 +233,10 @@ def check_deepspeed(arguments):
 
 def check_torchrun(arguments):
     parsed = torchrun.parse_args(arguments)
-    assert parsed.module
     # Without a place to meet, torchrun on each node waits for the other nodes at its own.
     assert parsed.nnodes in ("1:1", "1") or (parsed.rdzv_backend == "c10d" and parsed.rdzv_endpoint)
-    check_module(parsed.training_script, *parsed.training_script_args)
+    check = check_module if parsed.module else check_script
+    check(parsed.training_script, *parsed.training_script_args)
 
 
 def check_accelerate(arguments):

@@ -79,7 +79,19 @@ def test_under_slurm_all_nodes_meet_at_the_first_and_a_signal_queues_the_job_aga
     done = subprocess.run(["bash", str(RECIPES / "slurm" / "train.sbatch"), "train.py"], capture_output=True, text=True,
                           env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n",
                                "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "17"}, timeout=60)
-    assert done.stdout.splitlines()[-3:] == ["scontrol", "requeue", "17"]
+    assert done.stdout.splitlines()[-3:] == ["scontrol", "requeue", "17"] and done.stdout.count("requeue") == 1
+
+
+@pytest.mark.parametrize("restarts, queued", [(0, True), (10, False)])
+def test_under_slurm_a_job_that_fails_is_queued_again_ten_times(restarts, queued, tmp_path):
+    for name, text in (("scontrol", STAND_IN), ("srun", "#!/usr/bin/env bash\nexit 3\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    done = subprocess.run(["bash", str(RECIPES / "slurm" / "train.sbatch"), "train.py"], capture_output=True, text=True,
+                          env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "n",
+                               "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "17",
+                               "SLURM_RESTART_COUNT": str(restarts)}, timeout=60)
+    assert done.returncode == 1 and ("requeue" in done.stdout) == queued
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
