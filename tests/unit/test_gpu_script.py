@@ -59,7 +59,7 @@ def main(gpu, monkeypatch):
     return ended
 
 
-def test_every_section_runs(tmp_path):
+def test_every_section_runs(tmp_path, gpu):
     out = tmp_path / "report.md"
     done = subprocess.run([sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--minutes", "30", "--commit",
                            "told", "--out", str(out)], capture_output=True, text=True, timeout=1800)
