@@ -265,7 +265,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
             checkpoints are on several disks.
     """
     model = engine.module
-    is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
+    is_cut = sequence.cuts_params(engine.mpu)
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     if has_experts and engine.use_node_local_storage():
         raise ConfigError(
@@ -378,7 +378,7 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     """
     if not hasattr(DeepSpeedZeRoOffload, "release_backward_leftovers"):
         raise ConfigError(
-            f"zero_optimization.stage is 3, which needs DeepSpeed 0.19.3 or newer, and this is "
+            "zero_optimization.stage is 3, which needs DeepSpeed 0.19.3 or newer, and this is "
             f"{deepspeed.__version__}; install a newer one, or set zero_optimization.stage to 2"
         )
     for name, param in engine.module.named_parameters():
@@ -387,8 +387,8 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
                 f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
                 "stage 3; take it out of the model, or set zero_optimization.stage to 2"
             )
-    is_cut = engine.mpu is not None and not sequence.is_ulysses(engine.mpu)
-    if engine.has_moe_layers or is_cut or pipeline.is_pipeline(engine.module):
+    is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
+    if engine.has_moe_layers or is_cut:
         raise ConfigError(
             "zero_optimization.stage is 3, and experts, pipelines or tensor parallelism spread the "
             "model over ranks as well, which this backend supports only at stages 1 and 2; set "
@@ -496,10 +496,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     # DeepSpeed 0.18.9 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     group = engine.seq_data_parallel_group
-    if sequence.is_ulysses(engine.mpu):
-        mpu = None
-    else:
-        mpu = engine.mpu
+    mpu = engine.mpu if sequence.cuts_params(engine.mpu) else None
     if mpu is None:
         model_group = None
     else:

@@ -76,6 +76,11 @@ def is_ulysses(mpu: Any) -> bool:
     )
 
 
+def cuts_params(mpu: Any) -> bool:
+    """Tell whether ``mpu``, None if there is none, cuts parameters over ranks."""
+    return mpu is not None and not is_ulysses(mpu)
+
+
 def check(engine: Any) -> None:
     """Refuse a configured size that differs from the groups of ``engine``.
 

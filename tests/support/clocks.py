@@ -8,12 +8,13 @@ tensors may be on torch's meta device.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.streams import Streams
 
 
 class Line:
@@ -46,7 +47,7 @@ class Work:
         self._device.current.wait_event(self._end)
 
 
-class Clocks(TorchDispatchMode):
+class Clocks(Streams, TorchDispatchMode):
     """An accelerator that counts time; use as a context.
 
     Args:
@@ -55,35 +56,14 @@ class Clocks(TorchDispatchMode):
     """
 
     def __init__(self, takes: Callable[[Sequence[Tensor]], float], copies: Callable[[int], float]) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        Streams.__init__(self, Line)
         self._takes, self._copies = takes, copies
-        self.current = Line()
         self.network = Line()
         self.busy: list[tuple[float, float]] = []
         """When each collective began and ended."""
         self._told_of: dict[int, set[Line]] = {}
         self._held: list[tuple[float, int]] = []
-
-    def Stream(self) -> Line:
-        """Another stream."""
-        return Line()
-
-    def is_synchronized_device(self) -> bool:
-        """It has streams."""
-        return False
-
-    def current_stream(self) -> Line:
-        """On which operations are queued now."""
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Line) -> Iterator[None]:
-        """Queue there."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
     def record_stream(self, tensor: Tensor, stream: Line) -> None:
         """Let nobody have the memory of ``tensor`` before what ``stream`` was given until it is let go of is over."""

@@ -15,8 +15,8 @@ Note: memory that is let go of
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from tests.support.streams import Streams
 
 
 class Race(AssertionError):
@@ -108,39 +110,19 @@ class Work:
         raise AssertionError("asks the device from the host")
 
 
-class Machine(TorchDispatchMode):
+class Machine(Streams, TorchDispatchMode):
     """An accelerator that raises a :class:`Race` where there may be one; use as a context."""
 
     def __init__(self) -> None:
-        super().__init__()
+        TorchDispatchMode.__init__(self)
+        Streams.__init__(self, functools.partial(Timeline, self, "another"))
+        self.current.name = "first"
         self._memories: dict[int, Memory] = {}
         self._of_groups: dict[Any, Timeline] = {}
-        self.current = Timeline(self, "first")
         self.launched: list[tuple[Any, Timeline]] = []
         """By collective, its group, and the stream on which it was asked for."""
 
     # --- as DeepSpeed's accelerators -------------------------------------------------------------------------------
-
-    def Stream(self) -> Timeline:
-        """Another stream."""
-        return Timeline(self, "another")
-
-    def is_synchronized_device(self) -> bool:
-        """It has streams."""
-        return False
-
-    def current_stream(self) -> Timeline:
-        """On which operations are queued now."""
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Timeline) -> Iterator[None]:
-        """Queue there."""
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
     def record_stream(self, tensor: Tensor, stream: Timeline) -> None:
         """Let nobody have the memory of ``tensor`` before what ``stream`` has been given so far is over."""

@@ -77,7 +77,7 @@ class Network:
 
 
 class Count:
-    """Of a function, how often it was called."""
+    """A function that counts its calls."""
 
     def __init__(self, function: Any) -> None:
         self.function, self.calls = function, 0

@@ -1,5 +1,6 @@
 """A device with streams that only know what was over when their next work begins."""
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,22 +17,37 @@ class Stream:
         self.waits += 1
 
 
-class Device:
-    """As much of an accelerator as work on several streams asks for."""
+class Streams:
+    """As much of an accelerator as work on several streams asks for.
 
-    Stream = staticmethod(Stream)
+    Args:
+        make: makes a stream.
+    """
 
-    def __init__(self) -> None:
-        self.current = Stream()
+    def __init__(self, make: Callable[[], Any]) -> None:
+        self.Stream = make
+        self.current = make()
 
-    def is_synchronized_device(self):
+    def is_synchronized_device(self) -> bool:
+        """It has streams."""
         return False
 
-    def current_stream(self):
+    def current_stream(self) -> Any:
+        """On which operations are queued now."""
         return self.current
 
     @contextmanager
-    def stream(self, stream):
+    def stream(self, stream: Any) -> Iterator[None]:
+        """Queue there."""
         before, self.current = self.current, stream
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
+
+
+class Device(Streams):
+    """Has streams of the kind above."""
+
+    def __init__(self) -> None:
+        super().__init__(Stream)

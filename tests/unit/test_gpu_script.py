@@ -14,12 +14,14 @@ import time
 import warnings
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed.distributed_c10d as c10d
 
+from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 
@@ -309,6 +311,32 @@ def what_is_late(place):
     ranks.time.sleep = lambda seconds: counts.update([sys._getframe(1).f_locals["function"].__qualname__])
     ranks.race(place, overlap=True, seed=1)
     return counts
+
+
+def pending_in_digests(place):
+    """What a race found, and the number of gathers under way whenever it took something into a digest."""
+    ranks = importlib.import_module("gpu_ranks")
+    engines, pending, make = [], [], ranks.ds_layerwise.initialize
+
+    class Digest:
+        def update(self, _):
+            pending.append(len(internals.gathers_under_way(engines[-1])))
+
+        def hexdigest(self):
+            return ""
+
+    def initialize(**options):
+        made = make(**options)
+        engines.append(made[0])
+        return made
+
+    ranks.ds_layerwise, ranks.hashlib = SimpleNamespace(initialize=initialize), SimpleNamespace(sha256=Digest)
+    return ranks.race(place, overlap=True, seed=None), pending
+
+
+def test_a_race_compares_what_has_arrived(gpu, place):
+    for found, pending in gpu.on_ranks(place, pending_in_digests, limit_s=120):
+        assert set(found.values()) == {""} and pending and not any(pending)
 
 
 def test_all_that_overlaps_is_late(gpu, place):

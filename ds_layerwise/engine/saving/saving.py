@@ -206,10 +206,7 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
 def _abandon(save: Save) -> None:
     """Remove the files of a failed save, which may have filled the disk."""
     if save.disks.is_owner:
-        if not (
-            len(set(save.disks.owners)) > 1
-            and atomic.save_ids(save.folder)[1] == save.disks.save_id
-        ):
+        if not (save.disks.are_many and atomic.save_ids(save.folder)[1] == save.disks.save_id):
             # Otherwise the save is complete here, and may be in place on other disks.
             atomic.abandon(save.folder)
         atomic.abandon(save.save_dir / save.universal_tag)

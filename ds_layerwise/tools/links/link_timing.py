@@ -111,7 +111,7 @@ class _Clock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.start = time.monotonic()
+        self._start = time.monotonic()
         self.on_host = device.type == "cpu"
         self._token = torch.zeros(1, dtype=torch.float32, device=device)
 
@@ -147,6 +147,11 @@ class _Clock:
             repetitions=_REPETITIONS if once < _LONG_ENOUGH_S else 2,
         )
 
+    @property
+    def is_late(self) -> bool:
+        """True if the time of any rank is over. A collective."""
+        return any(comm.gather_objects(time.monotonic() - self._start > _PATIENCE_S, group=None))
+
 
 def _all_timings(clock: _Clock, wire: Wire, shape: Shape) -> Iterator[Timing]:
     num_nodes, per_node = shape
@@ -178,8 +183,7 @@ def _series(
         while nbytes <= longest:
             timing = _timing(clock, kind, where, size, group, nbytes, takes_part=takes_part)
             yield timing
-            is_late = time.monotonic() - clock.start > _PATIENCE_S
-            if timing.seconds > _LONG_ENOUGH_S or any(comm.gather_objects(is_late, group=None)):
+            if timing.seconds > _LONG_ENOUGH_S or clock.is_late:
                 break
             nbytes *= _GROWS
 

@@ -52,6 +52,11 @@ class Disks:
         return self.owners[self.rank] == self.rank
 
     @property
+    def are_many(self) -> bool:
+        """True if other ranks of the save write to another disk."""
+        return len(set(self.owners)) > 1
+
+    @property
     def here(self) -> list[int]:
         """The ranks that write to the disk of this rank."""
         return [rank for rank, owner in enumerate(self.owners) if owner == self.owners[self.rank]]
