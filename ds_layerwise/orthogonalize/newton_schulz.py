@@ -23,7 +23,7 @@ Note: precision
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -222,30 +222,28 @@ def iterate(
     x = symmetric.padded(x).to(dtype)
     if transposed:
         x = symmetric.upright(x)
-    steps = _standard if standard else _gram
-    x = steps(x, coefficients, total)
+    # The loops are here, as a function that they were in would leave its input alive to the end.
+    if standard:
+        for a, b, c in coefficients:
+            gram = total(symmetric.gram(x))
+            factor = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)
+            x = symmetric.product(factor, x, x, beta=a)
+    else:
+        for segment in _segments(coefficients, dtype):
+            x = symmetric.product(_factor(total(symmetric.gram(x)), segment), x)
     if transposed:
         x = x.mT
     return x[:, :rows, :cols]
 
 
-def _standard(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
-    for a, b, c in coefficients:
-        gram = total(symmetric.gram(x))
-        x = symmetric.product(symmetric.commuting(gram, gram, gram, beta=b, alpha=c), x, x, beta=a)
-    return x
-
-
-def _gram(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """Iterate in segments, each of which recomputes its Gram matrix; see the note on precision."""
+def _segments(coefficients: Coefficients, dtype: torch.dtype) -> Iterator[Coefficients]:
+    """Yield the rows between two restarts of ``gram``; see the note on precision."""
     done = 0
     for length in gram_segments(
-        len(coefficients), bf16=x.dtype == torch.bfloat16, fp16=x.dtype == torch.float16
+        len(coefficients), bf16=dtype == torch.bfloat16, fp16=dtype == torch.float16
     ):
-        rows = coefficients[done : done + length]
-        x = symmetric.product(_factor(total(symmetric.gram(x)), rows), x)
+        yield coefficients[done : done + length]
         done += length
-    return x
 
 
 def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:

@@ -203,9 +203,10 @@ class Orthogonalized(UpdateRule):
         decay = WeightDecay.of(self.recipe)
         given = decay.gradients(mine, gradients, hyper)
         torch._foreach_lerp_(momenta, given, 1 - hyper.momentum)
-        direction = stack(momenta)
         if self.recipe.nesterov:
-            direction = torch.lerp(stack(given), direction, hyper.momentum)
+            direction = stack(torch._foreach_lerp(given, momenta, hyper.momentum))
+        else:
+            direction = stack(momenta)
         rows, cols = self._whole(direction.shape)
         batch = Batch(
             params=mine,

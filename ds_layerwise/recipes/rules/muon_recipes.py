@@ -63,12 +63,16 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
 
     def workspace(self, shape: Shape) -> int:
         """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
-        of the changed gradients; or the bytes of the hook after it, if these are more.
+        of the changed gradients; or the bytes of cautious decay or of the hook after it, if these
+        are more.
         """
-        return max(
-            newton_schulz_workspace(shape, beside=int(self.weight_decay_method == "l2")),
-            self.hook_workspace(shape),
+        iteration = newton_schulz_workspace(
+            shape,
+            method=self.ns_method,
+            beside=int(self.weight_decay_method == "l2"),
+            after=4 if self.cautious_weight_decay else 0,
         )
+        return max(iteration, self.hook_workspace(shape))
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse nothing: Newton-Schulz also takes tensor shards."""

@@ -70,19 +70,27 @@ def most_together(count: int, numel: int, most: int) -> int:
     return min(count, max(1, most // numel))
 
 
-def newton_schulz_workspace(shape: Shape, *, beside: int = 0) -> int:
+def newton_schulz_workspace(
+    shape: Shape, *, method: NsMethod, beside: int = 0, after: int = 0
+) -> int:
     """Return the most bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` needs,
     for the batch size of an accelerator. A CPU needs no more at a time.
 
-    Counted are the direction and the input of the iteration, and in addition either two matrices of
-    that shape and two of the small squares, or one matrix and the four squares of ``gram``. All are
-    counted as float32; half precision takes half to two thirds. Not counted are the gathered data
-    of tensor-parallel ranks, and 16 additional elements per row of some squares on a CPU.
+    In ``standard`` the direction, the iterate, the next one and two small squares live together. In
+    ``gram`` it is the direction and the iterate with four squares, or the next iterate with one.
+    All are counted as float32; half precision takes two and a half matrices of that shape, or three
+    if it is square. Not counted are the gathered data of tensor-parallel ranks, and 16 additional
+    elements per row of some squares on a CPU.
 
     Args:
         beside: the number of further matrices of that shape that are held at the same time.
+        after: the number of matrices of that shape that are held when the iteration is over.
     """
     *batch, rows, cols = shape
     together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
     m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
-    return 4 * together * (max(4 * m * n + 2 * m * m, 3 * m * n + 4 * m * m) + beside * rows * cols)
+    if method == "standard" or rows == cols:
+        most = 3 * m * n + 2 * m * m
+    else:
+        most = max(2 * m * n + 4 * m * m, 3 * m * n + m * m)
+    return 4 * together * max(most + beside * rows * cols, after * rows * cols)

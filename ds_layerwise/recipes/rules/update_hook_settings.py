@@ -123,14 +123,17 @@ class UpdateHooks(Recipe):
         almost none.
 
         The sign of the matrices needs as much as their update. The sign of their squares, which
-        takes six squares while it is computed, is needed in addition to two matrices.
+        takes five squares while it is computed, is needed in addition to two matrices.
         """
         if self.spectral_clip is None:
             return 0
         *batch, rows, cols = shape
         together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
         m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
-        return max(newton_schulz_workspace(shape), 4 * together * (6 * m * m + 2 * m * n))
+        return max(
+            newton_schulz_workspace(shape, method="standard"),
+            4 * together * (5 * m * m + 2 * m * n),
+        )
 
     def hook_summary(self) -> str:
         """Return the hooks as text for the start-up table; it starts with a comma unless it is

@@ -336,15 +336,18 @@ class TestParamGroups:
 @pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (72, 100), (6, 64, 256)])
 def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method):
-    params, grads = torch.randn(shape, device="meta"), torch.randn(shape, device="meta")
-    rule = muon(ns_method=method)
-    state = rule.init_state(params)
-    with LiveMemory([params, grads, *state.values()]) as memory:
+    params, grads = ([torch.randn(shape, device="meta") for _ in range(2)] for _ in range(2))
+    rule = muon(ns_method=method, ns_dtype="fp32")
+    states = [rule.init_state(param) for param in params]
+    with LiveMemory([*params, *grads, *(state["momentum_buffer"] for state in states)]) as memory:
         held = memory.now()
-        rule.update_([params], [grads], [state], HYPER)
-    assert 0.75 < (memory.peak - held) / recipes.Muon(ns_method=method).workspace(shape) <= 1
+        rule.update_(params, grads, states, HYPER)
+    *batch, rows, cols = shape
+    said = recipes.Muon(ns_method=method).workspace((2 * math.prod(batch), rows, cols))
+    # Sides that are no multiples of 16 are counted as if all matrices were padded.
+    assert (0.999 if rows % 16 == 0 else 0.9) < (memory.peak - held) / said <= 1
 
 
 def test_stacked_experts_take_what_a_batch_of_them_takes():
     # gpt-oss-120b's, of which four go together; all at once they took 34 GB.
-    assert 1.2e9 < recipes.Muon().workspace((128, 2880, 5760)) == recipes.Muon().workspace((4, 2880, 5760)) < 1.5e9
+    assert 1.0e9 < recipes.Muon().workspace((128, 2880, 5760)) == recipes.Muon().workspace((4, 2880, 5760)) < 1.1e9

@@ -89,11 +89,11 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
         peak, launches = max(peak, memory.peak - held), launches + counted.count
         num_batches += len(batches(shapes))
         assert memory.now() == held
-    # It is said for float32; half precision takes half of that to two thirds.
-    least, most = (0.85, 1) if ns_dtype == "fp32" else (0.45, 0.67)
+    # It is said for float32; half precision takes three quarters of that at most.
+    least, most = (0.98, 1) if ns_dtype == "fp32" else (0.45, 0.78)
     assert least < peak / max(said) <= most
     largest = max(math.prod(spec.shape[-2:]) for spec in specs if spec.whole)
-    assert peak <= 6 * 4 * max(largest, MAX_BATCH_NUMEL)
+    assert peak <= 5 * 4 * max(largest, MAX_BATCH_NUMEL)
     assert launches <= budget * num_batches
 
 
