@@ -250,8 +250,8 @@ def _fitting(
         "rank: the one that needs most; between steps: its total; needed: between steps, under way "
         "and in a step together, or at start if that is more; at stage 3 what a pass makes whole "
         "counts instead of a step if that is more. Not counted: what the forward and the backward "
-        "pass keep, activations above all, and what drivers and libraries take for themselves. "
-        "fits: with what is left for that.",
+        "pass keep, activations above all, and at stages 2 and 3 gradients that wait; and what "
+        "drivers and libraries take for themselves. fits: with what is left for that.",
     ]
     fit = [prediction.own.fits for prediction in predictions]
     if not all(fit):
