@@ -28,7 +28,9 @@ class Plain:
         """One step."""
         self.t += 1
         g = given(self.value, grad.double(), self.h.weight_decay, self.method)
-        move = getattr(self, self.rule)(g)
+        formula = getattr(self, self.rule, None)
+        assert formula, f"write the formula of {self.rule!r} into Plain of tests/support/elementwise.py"
+        move = formula(g)
         self.value = decayed(self.value, move, lr=self.h.lr, weight_decay=self.h.weight_decay, method=self.method,
                              cautious=self.s.get("cautious_weight_decay", False)) - move
 

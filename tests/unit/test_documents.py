@@ -420,14 +420,15 @@ def test_defaults_of_the_layout_are_as_the_pages_say():
 
 @pytest.mark.parametrize("key, page, quoted", [
     ("scale_mode", "optimizers.md", 0), ("weight_decay_method", "optimizer_family.md", 0),
-    ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizer_keys.md", 2),
+    ("muon_tp_mode", "parallelism.md", 0), ("scalar_optimizer", "optimizer_family.md", 0),
     ("ns_dtype", "optimizer_keys.md", 2), ("ns_coefficients", "optimizer_keys.md", 2)])
 def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
     if quoted:
         row, = [row for _, *rows in tables_of(DOCS / page) for row in rows if names_in(row[0]) == [key]]
         values = set(re.findall(r'"(\w+)"', row[1] + row[2]))
     else:
-        table, = [rows for (head, *_), *rows in tables_of(DOCS / page) if head in (f"`{key}`", "mode")]
+        heads = ("name",) if key == "scalar_optimizer" else (f"`{key}`", "mode")
+        table, = [rows for (head, *_), *rows in tables_of(DOCS / page) if head in heads]
         values = {json.loads(row[0]) for row in table}
     for value in values:
         OptimizerConfig.from_section({"params": {key: value}})

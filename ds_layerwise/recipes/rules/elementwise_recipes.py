@@ -1,6 +1,4 @@
-"""The recipes that update every element independently: AdamW, Adam, Lion, SGD, Signum, LaProp,
-AdEMAMix.
-"""
+"""The recipes that update every element independently: AdamW and its kin."""
 
 from __future__ import annotations
 

@@ -7,12 +7,13 @@ of the ranks' gradients, without ranks or buffers.
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.recipes.base.recipe import WeightDecayMethod
 from ds_layerwise.recipes.recipe_registry import names
+from ds_layerwise.recipes.rules import elementwise_recipes as elementwise
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, AdEMAMix, LaProp, Lion, Sgd, Signum
 from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.expected import by_its_rule
@@ -29,19 +30,27 @@ CAUTIOUS = {"cautious_weight_decay": True}
 
 #: What overrides make of single parameters, beside their optimizer; all others have the run's.
 OVERRIDES = {
-    "embed.weight": AdEMAMix(alpha=3.0, alpha_warmup_steps=4, beta3=0.99, beta3_warmup_steps=6,
+    "embed.weight": elementwise.AdEMAMix(alpha=3.0, alpha_warmup_steps=4, beta3=0.99, beta3_warmup_steps=6,
                              weight_decay_method="palm"),
-    "head.weight": Signum(nesterov=True, **CAUTIOUS),
-    "flat.weight": LaProp(weight_decay_method="l2"),
-    "flat.bias": Adam(weight_decay_method="independent", **CAUTIOUS),
-    "norm.weight": Lion(weight_decay_method="palm", **CAUTIOUS),
-    "norm.bias": Sgd(),
-    "tall.bias": AdamW(**CAUTIOUS),
+    "head.weight": elementwise.Signum(nesterov=True, **CAUTIOUS),
+    "flat.weight": elementwise.LaProp(weight_decay_method="l2"),
+    "flat.bias": elementwise.Adam(weight_decay_method="independent", **CAUTIOUS),
+    "norm.weight": elementwise.Lion(weight_decay_method="palm", **CAUTIOUS),
+    "norm.bias": elementwise.Sgd(),
+    "tall.bias": elementwise.AdamW(**CAUTIOUS),
     "square.weight": MUON.model_copy(update={"weight_decay_method": "l2"}),
     "twin.weight": MUON.model_copy(update={"weight_decay_method": "independent", **CAUTIOUS}),
     "tall.weight": Adafactor(**CAUTIOUS),
     "experts": Adafactor(weight_decay_method="l2", beta2_decay=-0.5),
 }
+
+
+class Model(Net):
+    """Has parameters to spare, ``spare.0`` and so on, for rules that come; those without an override are AdamW's."""
+
+    def __init__(self):
+        super().__init__()
+        self.spare = nn.ParameterList(torch.randn(5 + i) for i in range(5))
 
 #: What a schedule puts into the group before a step, of whatever kind its numbers are.
 SCHEDULE = {0: {}, 1: {"weight_decay": 0.3, "momentum": 0.8}, 2: {"betas": (0.7, np.float64(0.9)), "eps": 1e-4},
@@ -58,7 +67,7 @@ def entry(name, recipe):
 
 def engine_of(**changes):
     entries = [entry(name, recipe) for name, recipe in OVERRIDES.items()]
-    return start(Net(), ds_config(layerwise={"overrides": entries, "save_universal": True}, **changes))
+    return start(Model(), ds_config(layerwise={"overrides": entries, "save_universal": True}, **changes))
 
 
 def train(engine, steps):
@@ -70,8 +79,8 @@ def train(engine, steps):
 def by_the_rules(ranks_of_step):
     """Masters after as many steps as ``ranks_of_step`` has, each with so many ranks."""
     found = {}
-    for name, param in trainable(Net()).items():
-        recipe = OVERRIDES.get(name, MUON if name in MATRICES else AdamW())
+    for name, param in trainable(Model()).items():
+        recipe = OVERRIDES.get(name, MUON if name in MATRICES else elementwise.AdamW())
         group = {"lr": 0.003, "weight_decay": 0.1, "momentum": 0.95, "betas": (0.9, 0.95), "eps": 1e-10}
 
         def hyper_of(step, group=group, recipe=recipe):
@@ -88,7 +97,8 @@ def assert_masters(engine, expected):
 
 
 def test_all_of_them_are_there():
-    assert {recipe.rule for recipe in OVERRIDES.values()} >= set(names(whole=False))
+    missing = set(names(whole=False)) - {recipe.rule for recipe in OVERRIDES.values()}
+    assert not missing, f"give each of these a parameter of Model in OVERRIDES: {missing}"
     assert {recipe.weight_decay_method for recipe in OVERRIDES.values()} == set(WeightDecayMethod.__args__)
 
 

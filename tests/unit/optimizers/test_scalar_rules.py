@@ -67,7 +67,7 @@ def test_every_setting_is_tried():
             # What states are kept in is nothing that a rule sees.
             fields = set(entry.recipe.keys()) - set(Recipe.keys()) - {"stochastic_rounding"} - set(
                 getattr(entry.recipe, "kept_by", {}).values())
-            assert set().union(*TRIED[name]) == fields, name
+            assert set().union(*TRIED.get(name, [{None}])) == fields, f"add what {name!r} is tried at to TRIED"
             for field in fields:
                 default = entry.recipe.model_fields[field].default
                 assert any(settings.get(field, default) != default for settings in TRIED[name]), (name, field)

@@ -119,10 +119,22 @@ MOVES = [case for case in WALK if (case[1], case[0]) not in COMPUTED_WITH and ca
 def test_no_field_of_any_recipe_is_left_out():
     assert RECIPES.keys() >= REGISTRY.keys()
     shown = {case[:2] for case in MOVES} | REFUSED.keys() | {(name, field) for field, name in COMPUTED_WITH}
+    assert {field for _, field in FIELDS if field not in VALUES} == set(), "add values of these settings to VALUES"
     assert [case for case in FIELDS if case not in shown] == []
     for name, field in FIELDS:
         default = default_of(name, field)
         assert any(value != default for value in VALUES[field]), (name, field)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_states_are_what_their_names_say(name):
+    recipe = REGISTRY[name].recipe
+    states = recipe().states((16, 32) if recipe.whole else (64,))
+    assert recipe.gradient_average in {None, *states}
+    # What one rule with such a state offers all of them do, so that its key holds for the whole run.
+    fields = {"momentum_buffer": "momentum_dtype", "exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
+    needed = {field for state, field in fields.items() if state in states}
+    assert needed <= set(recipe.model_fields), f"derive {name!r} from a class of low_bit_settings.py, for self.like"
 
 
 # --- from a config to a recipe ----------------------------------------------------------------------------------------
