@@ -109,7 +109,11 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
-            "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1e-3, "muon_lr": 0.02}},
+            # What "auto" takes depends on the processor, and with it the number of operations.
+            "optimizer": {
+                "type": "LayerWiseMuon",
+                "params": {"lr": 1e-3, "muon_lr": 0.02, "ns_dtype": "fp32"},
+            },
             "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_numel},
         },
     )
