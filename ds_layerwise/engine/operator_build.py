@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ds_layerwise.output import announce
+
+#: The seconds after which a lock may be that of a killed process. Every start locks the folder for
+#: a moment, to look whether the operator is up to date.
+_LOCKED_FOR = 60
 
 
 def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
@@ -21,24 +26,28 @@ def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options:
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
-    lock = folder / "lock"
-    is_built = (folder / f"{builder.name}.so").exists() and not lock.exists()
-    if os.environ.get("LOCAL_RANK", "0") == "0" and not is_built:
-        announce(f"ds_layerwise: {progress(builder.name, folder, is_locked=lock.exists())}")
+    line = progress(builder.name, folder)
+    if os.environ.get("LOCAL_RANK", "0") == "0" and line:
+        announce(f"ds_layerwise: {line}")
     return original(*args, **options)
 
 
-def progress(name: str, folder: Path, *, is_locked: bool) -> str:
-    """Return the line about the operator ``name`` that is compiled in ``folder``.
-
-    Args:
-        is_locked: True if another process has locked the folder.
+def progress(name: str, folder: Path) -> str:
+    """Return the line about the operator ``name`` that is compiled in ``folder``; empty if it is
+    there.
     """
-    if is_locked:
+    lock = folder / "lock"
+    try:
+        age = time.time() - lock.stat().st_mtime
+    except FileNotFoundError:
+        age = 0.0
+    if age > _LOCKED_FOR:
         return (
             f"DeepSpeed waits for another process to compile {name}; if there is none, because an "
-            f"earlier start was killed, stop this one and delete {folder / 'lock'}"
+            f"earlier start was killed, stop this one and delete {lock}"
         )
+    if (folder / f"{name}.so").exists():
+        return ""
     return (
         f"DeepSpeed compiles {name} in {folder}; this takes one to three minutes, only at the "
         "first start"

@@ -29,6 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 
+#: The names of a PEFT model's parameters begin with it.
+_PEFT = "base_model.model."
+
 #: The names of Hugging Face's files of weights. Existing ones would count as part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
@@ -83,6 +86,13 @@ def consolidate(
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
+    of_peft = next((name for name in sizes if name.startswith(_PEFT)), None)
+    if of_peft and CONFIG in beside:
+        raise LayerWiseError(
+            f"{source} has a PEFT model's names, such as {of_peft}, which from_pretrained does not "
+            f"find in the model of {beside[CONFIG]}: load the adapter that the run saved with peft "
+            f"and merge it there, or write all tensors to one file, {out.with_suffix(SUFFIX)}"
+        )
     with bars("write", sum(sizes.values())) as done:
         if one_file:
             out.parent.mkdir(parents=True, exist_ok=True)
@@ -112,6 +122,11 @@ def consolidate(
         first, *_ = beside.values()
         files = ", ".join(path.name for path in beside.values())
         lines.append(f"beside them, from {first.parent}: {files}")
+    elif of_peft:
+        lines.append(
+            f"these are a PEFT model's names, such as {of_peft}: from_pretrained does not find "
+            "them; load the adapter that the run saved with peft, and merge it there"
+        )
     elif not one_file and not (out / CONFIG).exists():
         lines.append(
             f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "

@@ -4,6 +4,7 @@ import io
 import json
 from contextlib import redirect_stdout
 
+import peft
 import pytest
 import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
@@ -243,6 +244,19 @@ class TestHuggingFace(DistributedTest):
         assert_refused("is one file; name a folder", "consolidate", folder, tmp_path / "new.safetensors", "--config",
                        elsewhere)
         assert not list(tmp_path.glob("new*"))
+
+    @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+    @pytest.mark.world_size(1)
+    def test_adapters_are_no_model(self, tmp_path):
+        model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=40, n_positions=8))
+        model.config.save_pretrained(tmp_path / "base")
+        adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+        start(adapted, ds_config()).save_checkpoint(tmp_path / "saved")
+        _, said, _ = run("consolidate", tmp_path / "saved", tmp_path / "out")
+        assert "a PEFT model's names, such as base_model.model." in said and "merge it" in said
+        assert_refused("load the adapter that the run saved with peft", "consolidate", tmp_path / "saved",
+                       tmp_path / "new", "--config", tmp_path / "base")
+        assert not (tmp_path / "new").exists()
 
     @staticmethod
     def check(out, weights):

@@ -1,5 +1,8 @@
 """The line that says that DeepSpeed compiles an operator, or waits for a lock."""
 
+import os
+import time
+
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -33,16 +36,21 @@ WAITS = ("DeepSpeed waits for another process to compile an_operator; if there i
 
 
 @pytest.mark.parametrize("files, rank, says", [
-    ((), "0", COMPILES), ((), "1", None), (("an_operator.so", ), "0", None), (("lock", ), "0", WAITS),
-    # Built for another torch, it is made anew.
-    (("an_operator.so", "lock"), "0", WAITS)], ids=lambda value: "+".join(value) if isinstance(value, tuple) else None)
+    ((), "0", COMPILES), ((), "1", None), (("an_operator.so", ), "0", None), (("old lock", ), "0", WAITS),
+    # Another rank has begun.
+    (("lock", ), "0", COMPILES),
+    # Every start locks it for a moment; one that was killed leaves the lock.
+    (("an_operator.so", "lock"), "0", None), (("an_operator.so", "old lock"), "0", WAITS)],
+    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None)
 def test_one_rank_says_what_is_compiled_or_waited_for(files, rank, says, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", rank)
     folder = tmp_path / "an_operator"
     folder.mkdir()
     for file in files:
-        (folder / file).touch()
+        (folder / file.removeprefix("old ")).touch()
+        if file == "old lock":
+            os.utime(folder / "lock", (time.time() - 70, ) * 2)
     register()
     try:
         with pytest.raises(RuntimeError, match="not being compatible"):
