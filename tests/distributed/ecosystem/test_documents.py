@@ -37,6 +37,12 @@ class Model(nn.Module):
         return F.cross_entropy(self.lm_head(self.model["norm"](x)).float().flatten(0, 1), tokens.flatten())
 
 
+def llama():
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=16, attn_implementation="eager"))
+
+
 def batches(count=3):
     return [torch.arange(16).view(2, 8) + i for i in range(count)]
 
@@ -69,6 +75,13 @@ class TestPython(DistributedTest):
             engine = started(first_config())
             one_step(engine)
             names |= {"engine": engine, "model": engine.module}
+        if "Trainer(" in block.text:
+            (tmp_path / "ds.json").write_text((ROOT / "ds_configs" / "hf_auto.json").read_text())
+            tokens = torch.arange(16)
+            exec(compile(block.text, str(block), "exec"), names | {
+                "model": llama(), "dataset": [{"input_ids": tokens, "labels": tokens}] * 32})
+            assert type(llama()).from_pretrained(tmp_path / "out" / "model")
+            return
         names.setdefault("model", Model())
         before = names["model"].model["layers"][0].weight.detach().clone()
         exec(compile(block.text, str(block), "exec"), names)
@@ -99,9 +112,7 @@ class TestConfigs(DistributedTest):
     def test_those_of_two_ranks(self):
         found = [config for config, _ in map(as_config, blocks("json")) if "tensor_parallel" in config]
         assert len(found) == 1 and found[0]["tensor_parallel"] == {"autotp_size": 2}
-        module = LlamaForCausalLM(LlamaConfig(
-            vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
-            max_position_embeddings=16, attn_implementation="eager"))
+        module = llama()
         engine, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=found[0])
         engine.backward(engine(input_ids=batches()[0], labels=batches()[0]).loss)
         engine.step()
