@@ -55,11 +55,9 @@ class Environment:
 
 #: Every version once at least, and the ends together.
 ENVIRONMENTS = (
-    Environment("3.10", "2.6.0", "0.18.9"),
-    Environment("3.11", "2.13.0", "0.18.9"),
+    Environment("3.10", "2.9.1", "0.18.9"),
     Environment("3.11", "2.13.0", "0.19.0"),
-    Environment("3.11", "2.13.0", "0.19.4"),
-    Environment("3.12", "2.9.1", "0.19.4"),
+    Environment("3.12", "2.13.0", "0.19.4"),
     Environment("3.11", "2.13.0", "0.19.8"),
     Environment("3.11", "2.14.1", "0.19.8"),
     Environment("3.13", "2.14.1", "0.19.8"),
@@ -151,7 +149,8 @@ def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout
     with tempfile.TemporaryDirectory() as scratch:
         log, report = Path(scratch, "log"), Path(scratch, "report")
         report.touch()
-        command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "tests.matrix", "-p", "no:cacheprovider"]
+        command = [str(folder / "bin" / "python"), "-m", "pytest", "-q", "-p", "tests.matrix", "-p", "no:cacheprovider",
+                   "--continue-on-collection-errors"]
         if files == [QUICKSTART]:
             command, files = ["bash", QUICKSTART, "--steps", "20", "--out", f"{scratch}/out"], []
         with open(log, "w") as out:

@@ -230,8 +230,6 @@ class ParamSync:
         self._modules = list(model.modules())
         if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
             self._do_not_overlap("scripted modules do not call hooks")
-        elif not hasattr(torch.func, "debug_unwrap"):
-            self._do_not_overlap("it needs torch 2.7")
         if not self._overlaps:
             return
         # Copies of a module keep its hooks, so the hooks must keep no object alive.

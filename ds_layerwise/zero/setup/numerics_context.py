@@ -54,9 +54,8 @@ def _exact_float32() -> Iterator[None]:
     with suppress(RuntimeError):
         overall = torch.get_float32_matmul_precision()
     by_backend = {}
-    # The newer interface, by backend, exists from torch 2.9 on.
-    if hasattr(torch._C, "_get_fp32_precision_getter"):
-        by_backend = {backend: _precision(backend) for backend in _BACKENDS}
+    for backend in _BACKENDS:
+        by_backend[backend] = _precision(backend)
     if overall not in (None, "highest"):
         torch.set_float32_matmul_precision("highest")
     for backend, precision in by_backend.items():

@@ -9,7 +9,6 @@ from tests.support.rooms import rooms
 pytestmark = rooms("numerics_context")
 
 CPU = torch.device("cpu")
-HAS_PRECISION_BY_BACKEND = hasattr(torch._C, "_get_fp32_precision_getter")
 
 
 def settings():
@@ -22,9 +21,8 @@ def settings():
             found[name] = ask()
         except RuntimeError:
             found[name] = "cannot be said"
-    if HAS_PRECISION_BY_BACKEND:
-        found.update({backend: torch._C._get_fp32_precision_getter(*backend) for backend in (
-            ("cuda", "matmul"), ("mkldnn", "matmul"), ("generic", "all"))})
+    found.update({backend: torch._C._get_fp32_precision_getter(*backend) for backend in (
+        ("cuda", "matmul"), ("mkldnn", "matmul"), ("generic", "all"))})
     return found
 
 
@@ -36,21 +34,18 @@ WAYS = {"nothing": lambda: None,
         "high": lambda: torch.set_float32_matmul_precision("high"),
         "medium": lambda: torch.set_float32_matmul_precision("medium"),
         "tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True)}
-if HAS_PRECISION_BY_BACKEND:
-    WAYS.update({"cuda": by_backend("cuda", "matmul", "tf32"), "cpu": by_backend("mkldnn", "matmul", "bf16"),
-                 "everything": by_backend("generic", "all", "tf32")})
+WAYS.update({"cuda": by_backend("cuda", "matmul", "tf32"), "cpu": by_backend("mkldnn", "matmul", "bf16"),
+             "everything": by_backend("generic", "all", "tf32")})
 
 
 @pytest.fixture(params=WAYS)
 def way(request):
     yield WAYS[request.param]
-    if HAS_PRECISION_BY_BACKEND:
-        for backend, op in (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul")):
-            torch._C._set_fp32_precision_setter(backend, op, "none")
+    for backend, op in (("generic", "all"), ("cuda", "matmul"), ("mkldnn", "matmul")):
+        torch._C._set_fp32_precision_setter(backend, op, "none")
     torch.set_float32_matmul_precision("highest")
-    if HAS_PRECISION_BY_BACKEND:
-        for backend in ("cuda", "mkldnn"):
-            torch._C._set_fp32_precision_setter(backend, "matmul", "none")
+    for backend in ("cuda", "mkldnn"):
+        torch._C._set_fp32_precision_setter(backend, "matmul", "none")
 
 
 def test_products_are_exact_inside_and_as_before_afterwards(way):
@@ -68,18 +63,16 @@ def test_products_are_exact_inside_and_as_before_afterwards(way):
     assert inside["tf32"] is False and inside["overall"] == "highest"
     assert not inside["allow_fp16_reduced_precision_reduction"]
     assert not inside["allow_bf16_reduced_precision_reduction"]
-    if HAS_PRECISION_BY_BACKEND:
-        assert {inside["cuda", "matmul"], inside["mkldnn", "matmul"]} <= {"none", "ieee"}
+    assert {inside["cuda", "matmul"], inside["mkldnn", "matmul"]} <= {"none", "ieee"}
 
 
 def test_what_follows_a_setting_for_everything_still_follows_it(request):
-    if HAS_PRECISION_BY_BACKEND:
-        request.addfinalizer(by_backend("generic", "all", "none"))
-        by_backend("generic", "all", "tf32")()
-        with set_aside(CPU):
-            pass
-        by_backend("generic", "all", "ieee")()
-        assert torch._C._get_fp32_precision_getter("cuda", "matmul") == "ieee"
+    request.addfinalizer(by_backend("generic", "all", "none"))
+    by_backend("generic", "all", "tf32")()
+    with set_aside(CPU):
+        pass
+    by_backend("generic", "all", "ieee")()
+    assert torch._C._get_fp32_precision_getter("cuda", "matmul") == "ieee"
 
 
 def test_autocast_and_modes_are_off_inside():
