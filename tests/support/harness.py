@@ -207,10 +207,15 @@ def _import_what_engines_import() -> None:
     tests that are compared bit for bit then know the same.
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
-                   "deepspeed.module_inject.auto_ep_presets", "rich.console", "rich.table",
-                   "ds_layerwise.engine.engine_hooks"):
-        if importlib.util.find_spec(module):  # DeepSpeed's presets came after 0.19.4
+                   "deepspeed.module_inject.auto_ep_layer", "rich.console", "rich.table",
+                   "ds_layerwise.engine.engine_hooks", "ds_layerwise.optimizers.rules.muon_family",
+                   "ds_layerwise.optimizers.rules.elementwise"):
+        if importlib.util.find_spec(module):  # DeepSpeed's experts came after 0.19.4
             importlib.import_module(module)
+    # The schema of each section, which is made once.
+    importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(
+        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
+         "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})
     importlib.import_module("ds_layerwise.engine.contract.contract").missing()
     importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
