@@ -214,8 +214,8 @@ def _import_what_engines_import() -> None:
             importlib.import_module(module)
     # The schema of each section, which is made once.
     importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(
-        {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
-         "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})
+        {"optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
+         "zero_optimization": {"stage": 1}, "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})
     importlib.import_module("ds_layerwise.engine.contract.contract").missing()
     importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)

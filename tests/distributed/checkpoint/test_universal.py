@@ -31,7 +31,7 @@ class Matrix(DistributedTest):
     converter makes of it, and from the universal one that was written beside it."""
 
     world_size = [1, 2, 3, 4]
-    thorough_on = (2,)
+    thorough_on = (2, 4)
     sections = {}
     tolerance = 1e-6
     #: Which of them the pointer file names; the others are loaded by their tags.

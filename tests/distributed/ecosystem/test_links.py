@@ -51,6 +51,7 @@ def assert_refused_alike(message, *args):
 
 class TestLinks(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2, )
 
     @pytest.mark.parametrize("num_nodes", [1, 2])
     def test_they_are_measured_between_nodes_and_inside_and_plans_read_them(self, num_nodes, class_tmpdir, short,

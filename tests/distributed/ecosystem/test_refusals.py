@@ -379,7 +379,8 @@ deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
 """
 
 
-@pytest.mark.parametrize("case, message", [("typo", "did you mean 'momentum'"), ("model", "the model differs")])
+@pytest.mark.parametrize("case, message", [
+    ("typo", "did you mean 'momentum'"), pytest.param("model", "the model differs", marks=pytest.mark.thorough)])
 def test_the_launcher_ends_with_an_error(case, message, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     launcher = Path(sys.executable).parent / "deepspeed"
