@@ -61,8 +61,8 @@ SCENARIOS = {
     "a new tag, universal too, by renames": Scenario(tag="second", universal=True, can_exchange=False, resume_on=3),
 }
 
-#: In each of them either rank dies at this many moments spread over the whole save, and around what is visible. While the
-#: pointer is written one dies at each moment, or at every fifth.
+#: In each of them either rank dies at this many moments spread over the whole save, and around what is visible. While
+#: the pointer is written one dies at each moment, or at every fifth.
 MOMENTS, EVERY = (5, 1) if os.environ.get("THOROUGH") == "1" else (1, 5)
 
 
