@@ -55,7 +55,7 @@ class Environment:
 
 #: Every version once at least, and the ends together.
 ENVIRONMENTS = (
-    Environment("3.10", "2.9.1", "0.18.9"),
+    Environment("3.10", "2.11.0", "0.18.9"),
     Environment("3.11", "2.13.0", "0.19.0"),
     Environment("3.12", "2.13.0", "0.19.4"),
     Environment("3.11", "2.13.0", "0.19.8"),

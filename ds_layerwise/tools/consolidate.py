@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -100,23 +100,7 @@ def consolidate(
             atomic.write_whole(out, partial(_write, contents, names, DTYPES[dtype]))
             done(sum(sizes.values()))
         else:
-            try:
-                atomic.begin(out)
-                incomplete = atomic.incomplete_folder(out)
-                shards = list(_shards(sizes, max_shard_bytes))
-                places: dict[str, str] = {}
-                for number, names in enumerate(shards, 1):
-                    file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
-                    _write(contents, names, DTYPES[dtype], incomplete / file)
-                    places |= dict.fromkeys(names, file)
-                    done(sum(sizes[name] for name in names))
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-                (incomplete / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-                for name, companion in beside.items():
-                    shutil.copyfile(companion, incomplete / name)
-                atomic.commit(out, Manifest.of(incomplete), replaces=WEIGHTS)
-            finally:
-                atomic.abandon(out)
+            _write_folder(contents, sizes, DTYPES[dtype], out, beside, max_shard_bytes, done)
     lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
     if beside:
         first, *_ = beside.values()
@@ -133,6 +117,34 @@ def consolidate(
             "--config"
         )
     return lines
+
+
+def _write_folder(
+    contents: Contents,
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    out: Path,
+    beside: dict[str, Path],
+    max_shard_bytes: int,
+    done: Callable[[int], None],
+) -> None:
+    try:
+        atomic.begin(out)
+        incomplete = atomic.incomplete_folder(out)
+        shards = list(_shards(sizes, max_shard_bytes))
+        places: dict[str, str] = {}
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
+            _write(contents, names, dtype, incomplete / file)
+            places |= dict.fromkeys(names, file)
+            done(sum(sizes[name] for name in names))
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (incomplete / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        for name, companion in beside.items():
+            shutil.copyfile(companion, incomplete / name)
+        atomic.commit(out, Manifest.of(incomplete), replaces=WEIGHTS)
+    finally:
+        atomic.abandon(out)
 
 
 def _beside(source: Path, out: Path, config: Path | None) -> dict[str, Path]:

@@ -107,7 +107,7 @@ def _check_renames(place: Path) -> None:
     old.mkdir()
     (old / SIGNATURE).touch()
     try:
-        old.rename(new)
+        os.rename(old, new)
     except OSError as e:
         raise LayerWiseError(
             f"the disk of {place.parent} cannot rename a folder ({e.strerror}), as mounts of "
@@ -181,11 +181,11 @@ def publish(folder: Path, *, replaces: Sequence[str] = ()) -> None:
         try:
             if folder.exists():
                 remove(before)
-                folder.rename(before)
-            new.rename(folder)
+                os.rename(folder, before)
+            os.rename(new, folder)
         except OSError:
             if before.is_dir() and not folder.exists():
-                before.rename(folder)
+                os.rename(before, folder)
             raise
     if before.is_dir():
         # Again, for files that were added in the meantime.
@@ -223,7 +223,7 @@ def recover(folder: Path) -> None:
     """
     before = folder.with_name(folder.name + REPLACED)
     if not folder.exists() and is_a_saves(before):
-        before.rename(folder)
+        os.rename(before, folder)
 
 
 def point(pointer: Path, tag: str) -> None:

@@ -230,6 +230,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     assert DeepSpeedEngine.zero_grad.__wrapped__
 
 
+@pytest.mark.skipif(deepspeed.__version__ != contract.NEWEST, reason="releases ask for different names")
 def test_what_is_imported_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
     def allreduce_gradients(self, bucket_size=0):
         """It asks an optimizer for nothing."""

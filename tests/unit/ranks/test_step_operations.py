@@ -11,9 +11,9 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
@@ -130,7 +130,7 @@ class TestADeviceMadeInPython(DistributedTest):
     world_size = 1
 
     def test_every_rule_stays_on_it(self):
-        _setup_privateuseone_for_python_backend("made")
+        backend_registration._setup_privateuseone_for_python_backend("made")
         made, asks = torch.device("made:0"), set()
         for matrix, scalar in [*((name, "lion") for name in names(whole=True)),
                                *(("muon", name) for name in names(whole=False))]:
