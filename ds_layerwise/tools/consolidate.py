@@ -126,7 +126,7 @@ def _write_folder(
     out: Path,
     beside: dict[str, Path],
     max_shard_bytes: int,
-    done: Callable[[int], None],
+    done: Callable[[int], object],
 ) -> None:
     try:
         atomic.begin(out)
