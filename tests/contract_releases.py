@@ -1,6 +1,6 @@
 """Walk the lists of engine/contract.py and tests/support/deepspeed_names.py against releases of DeepSpeed.
 
-    pip install --no-deps --target FOLDER deepspeed==0.18.9
+    pip install --no-deps --target FOLDER deepspeed==0.19.4
     python -m tests.contract_releases FOLDER [FOLDER ...]
 
 walks them in a process for each release, and prints what is missing or differs, and where ``since`` and ``until`` are

@@ -55,9 +55,8 @@ class Environment:
 
 #: Every version once at least, and the ends together.
 ENVIRONMENTS = (
-    Environment("3.10", "2.11.0", "0.18.9"),
-    Environment("3.11", "2.13.0", "0.19.0"),
-    Environment("3.12", "2.13.0", "0.19.4"),
+    Environment("3.10", "2.11.0", "0.19.4"),
+    Environment("3.12", "2.13.0", "0.19.6"),
     Environment("3.11", "2.13.0", "0.19.8"),
     Environment("3.11", "2.14.1", "0.19.8"),
     Environment("3.13", "2.14.1", "0.19.8"),

@@ -32,7 +32,6 @@ from deepspeed.moe.layer import MoE
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
@@ -376,11 +375,6 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     Raises:
         ConfigError: names the way out.
     """
-    if not hasattr(DeepSpeedZeRoOffload, "release_backward_leftovers"):
-        raise ConfigError(
-            "zero_optimization.stage is 3, which needs DeepSpeed 0.19.3 or newer, and this is "
-            f"{deepspeed.__version__}; install a newer one, or set zero_optimization.stage to 2"
-        )
     for name, param in engine.module.named_parameters():
         if not getattr(param, "ds_numel", param.numel()):
             raise ConfigError(
@@ -493,7 +487,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         autocast_dtype = None
     compute_dtype = autocast_dtype or model_dtype
     is_autocast = autocast_dtype is not None
-    # DeepSpeed 0.18.9 has no such key and always computes the norm.
+    # DeepSpeed before 0.19.7 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     group = engine.seq_data_parallel_group
     mpu = engine.mpu if sequence.cuts_params(engine.mpu) else None

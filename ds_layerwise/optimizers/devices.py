@@ -28,7 +28,7 @@ def widest_float() -> torch.dtype:
 
     In float32, a gradient beyond 1e19 counts as not finite.
     """
-    # DeepSpeed 0.18.9 has no such method.
+    # DeepSpeed before 0.19.6 has no such method.
     is_supported = getattr(get_accelerator(), "is_fp64_supported", None)
     if is_supported is None or is_supported():
         return torch.float64

@@ -155,10 +155,10 @@ def newton_schulz(
         matrices in the batch. A zero matrix gives a zero matrix.
     """
     rows, cols = matrix.shape[-2:]
-    # The input has no name here, so its memory is freed as soon as there is a copy in ``dtype``.
     x = iterate(
-        _normalised(matrix.reshape(-1, rows, cols)),
+        matrix.reshape(-1, rows, cols),
         coefficients,
+        normalise=_normalised,
         transposed=rows > cols,
         standard=method == "standard" or rows == cols,
         dtype=dtype,
@@ -201,6 +201,7 @@ def iterate(
     x: Tensor,
     coefficients: Coefficients,
     *,
+    normalise: Callable[[Tensor], Tensor],
     transposed: bool,
     standard: bool,
     dtype: torch.dtype,
@@ -209,7 +210,9 @@ def iterate(
     """Run the steps on ``(k, rows, cols)`` matrices, or on parts of them.
 
     Args:
-        x: float32, each matrix with Frobenius norm 1.
+        x: the matrices. Not modified.
+        normalise: returns float32 copies of ``x``, each whole matrix with Frobenius norm 1. Called
+            here, so that nobody else holds them when there is a copy in ``dtype``.
         transposed: True to form the Gram matrix of the columns, False for the rows.
         standard: True to iterate on the matrix, False for the Gram matrix.
         total: takes the Gram matrix of ``x`` and returns that of the whole matrices, possibly in
@@ -219,7 +222,7 @@ def iterate(
         A tensor with ``x``'s shape, in ``dtype``.
     """
     rows, cols = x.shape[-2:]
-    x = symmetric.padded(x).to(dtype)
+    x = symmetric.padded(normalise(x)).to(dtype)
     if transposed:
         x = symmetric.upright(x)
     # The loops are here, as a function that they were in would leave its input alive to the end.
@@ -230,7 +233,7 @@ def iterate(
             x = symmetric.product(factor, x, x, beta=a)
     else:
         for segment in _segments(coefficients, dtype):
-            x = symmetric.product(_factor(total(symmetric.gram(x)), segment), x)
+            x = symmetric.product(_factor(x, segment, total), x)
     if transposed:
         x = x.mT
     return x[:, :rows, :cols]
@@ -246,11 +249,11 @@ def _segments(coefficients: Coefficients, dtype: torch.dtype) -> Iterator[Coeffi
         done += length
 
 
-def _factor(gram: Tensor, coefficients: Coefficients) -> Tensor:
-    """Return Q with X_k = Q X_0. It is a polynomial in the Gram matrix of X_0, so all factors here
-    commute.
+def _factor(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return Q with X_k = Q X_0, where X_0 is ``x``. It is a polynomial in the Gram matrix of X_0,
+    so all factors here commute.
     """
-    q = gram
+    q = gram = total(symmetric.gram(x))
     for step, (a, b, c) in enumerate(coefficients):
         z = symmetric.commuting(gram, gram, gram, beta=b, alpha=c)
         if step == 0:

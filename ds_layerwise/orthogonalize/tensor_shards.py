@@ -76,8 +76,9 @@ def newton_schulz_of_shards(
         done = newton_schulz(whole, coefficients, method=method, dtype=dtype)
         return done.chunk(peers.size, dim=axis)[peers.rank]
     x = iterate(
-        _normalised(shards, peers),
+        shards,
         coefficients,
+        normalise=lambda x: _normalised(x, peers),
         transposed=axis == -2,
         standard=method == "standard" or rows == cols,
         dtype=dtype,

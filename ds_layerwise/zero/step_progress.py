@@ -154,5 +154,5 @@ class Progress:
 
 
 def is_managed(engine: Any) -> bool:
-    """Tell whether the engine decides where a step ends. DeepSpeed 0.18.9 knows no other way."""
-    return bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
+    """Tell whether the engine decides where a step ends."""
+    return bool(engine.managed_gradient_accumulation())

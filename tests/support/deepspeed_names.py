@@ -210,8 +210,8 @@ READ = (
     *_used(_CONFIG, "read", """
         _param_dict bfloat16_config communication_data_type grad_accum_dtype gradient_accumulation_steps
         load_universal_checkpoint optimizer_name zero_config"""),
-    *_used(_CONFIG, "read", "buffer_dtype param_dtype", since="0.19.2"),
-    Used(f"{_CONFIG}.managed_gradient_accumulation", "read", since="0.19.4"),
+    *_used(_CONFIG, "read", "buffer_dtype param_dtype"),
+    Used(f"{_CONFIG}.managed_gradient_accumulation", "read"),
     Used(f"{_CONFIG}.gradient_allreduce_op", "read", since="0.19.6"),
     Used(f"{_CONFIG}.keep_in_fp32_modules", "read", since="0.19.8"),
     Used("deepspeed.runtime.precision_config.DeepSpeedBF16Config.check_grad_overflow", "read"),
@@ -244,8 +244,7 @@ READ = (
     Used(f"{_ENGINE}._get_param_fragment_func", "read", ("self", "param")),
     *_used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "read", """
         destroy partition_all_parameters""", ("self",)),
-    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers", "read", ("self",),
-         since="0.19.3"),
+    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers", "read", ("self",)),
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.persistent_parameters", "read"),
     *_used("deepspeed.runtime.zero.partition_parameters.Init", "read", """
         all_gather ds_id ds_numel ds_process_group ds_shape ds_tensor partition"""),
@@ -255,8 +254,8 @@ READ = (
     Used(f"{_ENGINE}.step", "read", ("self", "lr_kwargs")),
     Used(f"{_ENGINE}._get_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
     Used(f"{_ENGINE}._get_zero_ckpt_name", "read", ("self", "checkpoints_path", "tag")),
-    *_used(_ENGINE, "read", "_running_engine_step _unmanaged_backward_count", since="0.19.4"),
-    Used(f"{_ENGINE}.managed_gradient_accumulation", "read", ("self",), since="0.19.4"),
+    *_used(_ENGINE, "read", "_running_engine_step _unmanaged_backward_count"),
+    Used(f"{_ENGINE}.managed_gradient_accumulation", "read", ("self",)),
     Used("deepspeed.runtime.engine.EngineTimers.step_timers", "read"),
     *_used(f"{_BASE}.ZeROOptimizer", "read", """
         _backward_active_depth _backward_hook_state _hooks_fired_this_backward _max_expected_hooks_seen"""),
@@ -309,11 +308,10 @@ ASKED = (
         overlapping_partition_gradients_reduce_epilogue param_groups reduce_gradients refresh_fp32_params reload_states
         round_robin_bit16_groups update_lp_params"""),
     *_used(_ENGINE, "asked", """
-        _coalesce_grad_reduction get_gradient_for_reduction reduce_ready_partitions_and_remove_grads setup_buckets""",
-            since="0.19.1"),
-    Used(f"{_ENGINE}.finalize_gradient_accumulation_boundary", "asked", since="0.19.4"),
+        _coalesce_grad_reduction get_gradient_for_reduction reduce_ready_partitions_and_remove_grads setup_buckets"""),
+    Used(f"{_ENGINE}.finalize_gradient_accumulation_boundary", "asked"),
     *_used(_ENGINE, "asked", "empty_partition_cache fp16_groups"),
-    Used(f"{_ENGINE}.independent_gradient_partition_epilogue", "asked", since="0.19.1"),
+    Used(f"{_ENGINE}.independent_gradient_partition_epilogue", "asked"),
     *_used("deepspeed.utils.tensor_fragment", "asked", """
         _z3_optimizer get_fp32_grad_for_param get_local_fp32_grad_for_param get_local_fp32_param
         set_fp32_grad_for_param set_local_grad_for_param set_local_hp_param update_fp32_grad_for_param_vectorized"""),

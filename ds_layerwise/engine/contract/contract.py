@@ -24,7 +24,7 @@ import deepspeed
 from ds_layerwise.errors import ConfigError
 
 #: The releases in setup.cfg: the first supported, the newest tested, and the first unsupported one.
-OLDEST = "0.18.9"
+OLDEST = "0.19.4"
 NEWEST = "0.19.8"
 BELOW = "0.20"
 

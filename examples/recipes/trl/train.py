@@ -12,6 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import deepspeed
 import torch
 import trl
 from datasets import Dataset
@@ -59,6 +60,9 @@ def main() -> None:
     (args,) = HfArgumentParser(getattr(trl, f"{TASKS[task]}Config")).parse_args_into_dataclasses(
         rest
     )
+    # On a CPU Accelerate joins the ranks without DeepSpeed, which at stage 3 counts them when the
+    # model is read.
+    deepspeed.init_distributed()
     adapter = None
     if known.adapter:
         adapter = LoraConfig(

@@ -15,9 +15,10 @@ pytestmark = rooms("outside")
 ROOT = Path(__file__).resolve().parents[3]
 #: By recipe, the package that it needs beside those of the tests.
 NEEDS = {"trainer_ner": None, "accelerate": None, "accelerate_own": None, "trainer_image": None,
-         "trainer_translation": None, "trainer_lm": None, "trl_sft": "trl", "trl_dpo": "trl", "trl_grpo": "trl",
-         "trl_reward": "trl", "lora": "trl", "dora": "trl", "lightning": "lightning", "timm": "timm",
-         "diffusers": "diffusers", "sentence_transformers": "sentence_transformers"}
+         "trainer_translation": None, "trainer_lm": None, "trainer_lm_stage3": None, "trl_sft": "trl",
+         "trl_sft_stage3": "trl", "trl_dpo": "trl", "trl_grpo": "trl", "trl_reward": "trl", "lora": "trl",
+         "dora": "trl", "lightning": "lightning", "timm": "timm", "diffusers": "diffusers",
+         "sentence_transformers": "sentence_transformers"}
 ALWAYS = {"trainer_ner"}
 
 

@@ -8,7 +8,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
-from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from deepspeed.utils import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -568,11 +567,6 @@ class TestRefused(DistributedTest):
         config = config_of(3, tensor_parallel={"autotp_size": 2})
         with pytest.raises(ConfigError, match="^tensor_parallel.autotp_size is 2, which is not supported at ZeRO"):
             start(Net(), config)
-
-    def test_a_deepspeed_that_is_too_old(self, monkeypatch):
-        monkeypatch.delattr(DeepSpeedZeRoOffload, "release_backward_leftovers")
-        with pytest.raises(ConfigError, match="stage is 3, which needs DeepSpeed 0.19.3 or newer, and this is 0.19"):
-            start(Net(), config_of(3))
 
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):

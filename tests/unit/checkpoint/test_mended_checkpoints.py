@@ -1,5 +1,6 @@
 """Corners of saves and loads that a rewrite has lost once: what a disk or a script of one's own does seldom."""
 
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,7 +42,7 @@ def test_a_file_in_the_way_of_a_save_is_called_a_file_and_a_link_a_link(tmp_path
 @pytest.mark.parametrize("which, kept", [(0, "old"), (1, "new")])
 def test_a_rename_that_fails_after_it_was_done_leaves_a_checkpoint_in_place(which, kept, tmp_path, monkeypatch):
     """As over NFS, where a call whose answer is lost is repeated, and then finds nothing to do."""
-    folder, rename, calls = tmp_path / "tag", Path.rename, []
+    folder, rename, calls = tmp_path / "tag", os.rename, []
 
     def commit(text):
         atomic.begin(folder)
@@ -59,7 +60,7 @@ def test_a_rename_that_fails_after_it_was_done_leaves_a_checkpoint_in_place(whic
             if len(calls) == which + 1:
                 raise FileNotFoundError(2, "no such folder any more", str(path))
 
-    monkeypatch.setattr(Path, "rename", twice)
+    monkeypatch.setattr(os, "rename", twice)
     with pytest.raises(FileNotFoundError, match="no such folder any more"):
         commit("new")
     assert (folder / "file").read_text() == kept

@@ -32,7 +32,7 @@ TESTS = Path(__file__).parents[2]
 ROWS = read_table(DOCUMENT.read_text())
 BASE = {"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWise", "params": {"muon_lr": 0.02}},
         "gradient_clipping": 0.0}
-NEWEST, OLDEST = "0.19.8", "0.18.9"
+NEWEST, OLDEST = "0.19.8", "0.19.4"
 
 MODELS = {
     "zero_optimization": DeepSpeedZeroConfig,
@@ -43,7 +43,7 @@ MODELS = {
     "fp16": DeepSpeedFP16Config,
 }
 
-#: The keys of DeepSpeed 0.18.9.
+#: The keys of DeepSpeed 0.19.4.
 OLD_KEYS = {
     "zero_optimization": """
         stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce

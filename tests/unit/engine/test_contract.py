@@ -223,7 +223,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     ]
     first, *lines, last = str(raised.value).splitlines()
     assert sorted(line.strip() for line in lines) == sorted(expected)
-    assert first == f"DeepSpeed {deepspeed.__version__} is not what ds_layerwise knows (>=0.18.9,<0.20):"
+    assert first == f"DeepSpeed {deepspeed.__version__} is not what ds_layerwise knows (>=0.19.4,<0.20):"
     assert last == "nothing was patched; install deepspeed==0.19.8, or report this list"
     monkeypatch.undo()
     register()
