@@ -478,7 +478,7 @@ ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": 
 
 
 @pytest.mark.parametrize("end", [
-    pytest.param(end, marks=[pytest.mark.thorough] * (end not in ("error", "no writer"))) for end in ENDS])
+    pytest.param(end, marks=[pytest.mark.thorough] * (end not in ("nothing", "error"))) for end in ENDS])
 def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",
