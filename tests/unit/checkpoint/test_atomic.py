@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pathlib
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -82,8 +83,10 @@ def dying_at(moment):
                 return original(*args, **kwargs)
             return operation
 
-        for name in ("replace", "unlink", "mkdir", "rmdir"):
-            patch.setattr(os, name, dying(getattr(os, name)))
+        # pathlib of Python 3.10 has the functions of os at a place of its own.
+        for place in filter(None, (os, getattr(pathlib, "_normal_accessor", None))):
+            for name in ("replace", "unlink", "mkdir", "rmdir"):
+                patch.setattr(place, name, dying(getattr(place, name)))
         half_of = lambda path, text, **kwargs: path.write_bytes(text.encode()[:len(text) // 2])  # noqa: E731
         patch.setattr(Path, "write_text", dying(Path.write_text, half_of))
         yield begun
