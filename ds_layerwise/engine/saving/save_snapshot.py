@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
 import torch
@@ -20,27 +20,41 @@ def snapshot(value: Value) -> Value:
     can be saved can be copied.
     """
     stream = io.BytesIO()
-    copies = list[Tensor]()
-    # Keep each tensor alive, so that no other tensor gets its address.
-    known: dict[Hashable, tuple[int, Tensor]] = {}
+    pickler = _Pickler(stream)
+    pickler.dump(value)
+    stream.seek(0)
+    copied: Value = _Unpickler(stream, pickler.copies).load()
+    return copied
 
-    def number_of(thing: object) -> int | None:
+
+class _Pickler(pickle.Pickler):
+    """Writes the number of a copy in place of each tensor."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream)
+        self.copies = list[Tensor]()
+        # Keep each tensor alive, so that no other tensor gets its address.
+        self._known: dict[Hashable, tuple[int, Tensor]] = {}
+
+    def persistent_id(self, thing: object) -> int | None:
         if not isinstance(thing, Tensor):
             return None
         key = _identity(thing)
-        if key not in known:
-            known[key] = len(copies), thing
-            copies.append(_copy(thing))
-        return known[key][0]
+        if key not in self._known:
+            self._known[key] = len(self.copies), thing
+            self.copies.append(_copy(thing))
+        return self._known[key][0]
 
-    pickler = pickle.Pickler(stream)
-    pickler.persistent_id = number_of  # type: ignore[method-assign]
-    pickler.dump(value)
-    stream.seek(0)
-    unpickler = pickle.Unpickler(stream)
-    unpickler.persistent_load = copies.__getitem__  # type: ignore[method-assign]
-    copied: Value = unpickler.load()
-    return copied
+
+class _Unpickler(pickle.Unpickler):
+    """Reads the copies in place of their numbers."""
+
+    def __init__(self, stream: io.BytesIO, copies: Sequence[Tensor]) -> None:
+        super().__init__(stream)
+        self._copies = copies
+
+    def persistent_load(self, number: int) -> Tensor:
+        return self._copies[number]
 
 
 def _identity(tensor: Tensor) -> Hashable:
