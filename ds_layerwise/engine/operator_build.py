@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ds_layerwise.output import announce
 
-#: The seconds after which a lock may be that of a killed process. Every start locks the folder for
-#: a moment, to look whether the operator is up to date.
-_LOCKED_FOR = 60
+#: The seconds after which a start that is still not over may wait for a process that was killed.
+_PATIENCE = 240.0
 
 
 def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options: Any) -> Any:
     """Print on the first rank of a node which operator DeepSpeed compiles, unless it is compiled
-    already.
+    already, and after :data:`_PATIENCE` what it may be waiting for.
     """
     if not builder.is_compatible(verbose=False):
         # DeepSpeed explains the reason itself.
@@ -26,31 +25,27 @@ def _jit_load(original: Callable[..., Any], builder: Any, *args: Any, **options:
     from torch.utils import cpp_extension
 
     folder = Path(cpp_extension._get_build_directory(builder.name, verbose=False))
-    line = progress(builder.name, folder)
-    if os.environ.get("LOCAL_RANK", "0") == "0" and line:
-        announce(f"ds_layerwise: {line}")
-    return original(*args, **options)
-
-
-def progress(name: str, folder: Path) -> str:
-    """Return the line about the operator ``name`` that is compiled in ``folder``; empty if it is
-    there.
-    """
-    lock = folder / "lock"
-    try:
-        age = time.time() - lock.stat().st_mtime
-    except FileNotFoundError:
-        age = 0.0
-    if age > _LOCKED_FOR:
-        return (
-            f"DeepSpeed waits for another process to compile {name}; if there is none, because an "
-            f"earlier start was killed, stop this one and delete {lock}"
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return original(*args, **options)
+    if not (folder / f"{builder.name}.so").exists():
+        announce(
+            f"ds_layerwise: DeepSpeed compiles {builder.name} in {folder}; this takes one to three "
+            "minutes, only at the first start"
         )
-    if (folder / f"{name}.so").exists():
-        return ""
+    still_there = threading.Timer(_PATIENCE, announce, [_waits(builder.name, folder)])
+    still_there.daemon = True
+    still_there.start()
+    try:
+        return original(*args, **options)
+    finally:
+        still_there.cancel()
+
+
+def _waits(name: str, folder: Path) -> str:
     return (
-        f"DeepSpeed compiles {name} in {folder}; this takes one to three minutes, only at the "
-        "first start"
+        f"ds_layerwise: DeepSpeed still compiles {name}, or waits for another process to do so; if "
+        "there is none, because an earlier start was killed, stop this one and delete "
+        f"{folder / 'lock'}"
     )
 
 

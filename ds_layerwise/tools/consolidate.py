@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -29,8 +30,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
 
-#: The names of a PEFT model's parameters begin with it.
-_PEFT = "base_model.model."
+#: What the names of PEFT's parameters have: those of adapters, of what they wrap, and of prompts.
+_PEFT = re.compile(r"\.(lora|vera|oft|ia3|hada)_|\.(base_layer|modules_to_save)\.|prompt_encoder\.")
 
 #: The names of Hugging Face's files of weights. Existing ones would count as part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
@@ -86,12 +87,12 @@ def consolidate(
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
-    of_peft = next((name for name in sizes if name.startswith(_PEFT)), None)
-    if of_peft and CONFIG in beside:
+    of_peft = next(filter(_PEFT.search, sizes), None)
+    if of_peft and (CONFIG in beside or (out / CONFIG).exists()):
         raise LayerWiseError(
             f"{source} has a PEFT model's names, such as {of_peft}, which from_pretrained does not "
-            f"find in the model of {beside[CONFIG]}: load the adapter that the run saved with peft "
-            f"and merge it there, or write all tensors to one file, {out.with_suffix(SUFFIX)}"
+            f"find in the model of {beside.get(CONFIG, out / CONFIG)}: load the adapter that the "
+            f"run saved with peft and merge it there, or write all tensors to a file *{SUFFIX}"
         )
     with bars("write", sum(sizes.values())) as done:
         if one_file:
@@ -106,15 +107,15 @@ def consolidate(
         first, *_ = beside.values()
         files = ", ".join(path.name for path in beside.values())
         lines.append(f"beside them, from {first.parent}: {files}")
-    elif of_peft:
-        lines.append(
-            f"these are a PEFT model's names, such as {of_peft}: from_pretrained does not find "
-            "them; load the adapter that the run saved with peft, and merge it there"
-        )
-    elif not one_file and not (out / CONFIG).exists():
+    elif not (one_file or of_peft or (out / CONFIG).exists()):
         lines.append(
             f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
             "--config"
+        )
+    if of_peft:
+        lines.append(
+            f"these are a PEFT model's names, such as {of_peft}: from_pretrained does not find "
+            "them; load the adapter that the run saved with peft, and merge it there"
         )
     return lines
 

@@ -210,7 +210,7 @@ def _import_what_engines_import() -> None:
                    "deepspeed.module_inject.auto_ep_layer", "rich.console", "rich.table",
                    "ds_layerwise.engine.engine_hooks", "ds_layerwise.optimizers.rules.muon_family",
                    "ds_layerwise.optimizers.rules.elementwise"):
-        if importlib.util.find_spec(module):  # DeepSpeed's experts came after 0.19.4
+        if importlib.util.find_spec(module):
             importlib.import_module(module)
     # The schema of each section, which is made once.
     importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(

@@ -20,7 +20,7 @@ PRIVATE = {
     **{f"torch._foreach_{name}": "one kernel for many tensors" for name in FOREACH},
     "torch._C._current_graph_task_id": "tells whether a backward pass is running",
     "torch._C._get_fp32_precision_getter": "precision of matmuls by backend",
-    "torch._C._set_fp32_precision_setter": "the same, put back after a step, since torch 2.9",
+    "torch._C._set_fp32_precision_setter": "the same, put back after a step",
     "torch._dynamo.utils": "counters that tell whether torch has compiled something",
     "torch.Tensor._make_wrapper_subclass": "pieces of a tensor for torch.distributed.checkpoint",
     "torch.Tensor._version": "tells that a script has written a weight",

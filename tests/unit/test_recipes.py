@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -92,6 +93,12 @@ def test_under_slurm_a_job_that_fails_is_queued_again_ten_times(restarts, queued
                                "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "1", "SLURM_JOB_ID": "17",
                                "SLURM_RESTART_COUNT": str(restarts)}, timeout=60)
     assert done.returncode == 1 and ("requeue" in done.stdout) == queued
+
+
+def test_the_image_has_a_torch_that_the_package_takes():
+    image = re.search(r"^FROM pytorch/pytorch:(\d+)\.(\d+)\.", (RECIPES / "docker" / "Dockerfile").read_text(), re.M)
+    oldest = re.search(r"torch>=(\d+)\.(\d+)", (ROOT / "setup.cfg").read_text())
+    assert tuple(map(int, image.groups())) >= tuple(map(int, oldest.groups()))
 
 
 @pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])

@@ -65,7 +65,6 @@ def test_adamw_is_torchs():
         close(run.state[name]["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"], rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("shape", [(8, 4), (4, 8), (6, 6)])
 def test_muon_is_torchs(nesterov, shape):

@@ -69,10 +69,15 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         iteration = newton_schulz_workspace(
             shape,
             method=self.ns_method,
-            beside=int(self.weight_decay_method == "l2"),
+            beside=self.held_beside,
             after=4 if self.cautious_weight_decay else 0,
         )
         return max(iteration, self.hook_workspace(shape))
+
+    @property
+    def held_beside(self) -> int:
+        """The number of copies of the matrices that an update holds beside Newton-Schulz."""
+        return int(self.weight_decay_method == "l2")
 
     def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
         """Refuse nothing: Newton-Schulz also takes tensor shards."""
@@ -211,6 +216,11 @@ class AdaMuon(Adaptive):
     """
     sign_momentum: bool = False
     """Orthogonalise the signs of the momentum instead of the momentum."""
+
+    @property
+    def held_beside(self) -> int:
+        """One copy more with ``sign_momentum``: the momentum beside its signs."""
+        return super().held_beside + self.sign_momentum
 
     def states(self, shape: Shape) -> States:
         """Return two states of the parameter's shape."""

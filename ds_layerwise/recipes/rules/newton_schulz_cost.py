@@ -78,9 +78,10 @@ def newton_schulz_workspace(
 
     In ``standard`` the direction, the iterate, the next one and two small squares live together. In
     ``gram`` it is the direction and the iterate with four squares, or the next iterate with one.
-    All are counted as float32; half precision takes two and a half matrices of that shape, or three
-    if it is square. Not counted are the gathered data of tensor-parallel ranks, and 16 additional
-    elements per row of some squares on a CPU.
+    Sums of rows or columns are four vectors more. All are counted as float32; half precision takes
+    two and a half matrices of that shape, or three if it is square. Not counted are the gathered
+    data of tensor-parallel ranks, and what a CPU alone needs: 16 more elements per row of some
+    squares, and a copy of tall matrices where adamuon takes their norms.
 
     Args:
         beside: the number of further matrices of that shape that are held at the same time.
@@ -93,4 +94,4 @@ def newton_schulz_workspace(
         most = 3 * m * n + 2 * m * m
     else:
         most = max(2 * m * n + 4 * m * m, 3 * m * n + m * m)
-    return 4 * together * max(most + beside * rows * cols, after * rows * cols)
+    return 4 * together * (max(most + beside * rows * cols, after * rows * cols) + 4 * n)

@@ -1,11 +1,11 @@
 """The line that says that DeepSpeed compiles an operator, or waits for a lock."""
 
-import os
 import time
 
 import pytest
 from deepspeed.ops.op_builder.builder import OpBuilder
 
+from ds_layerwise.engine import operator_build
 from ds_layerwise.engine.register import register, unregister
 from tests.support.rooms import rooms
 
@@ -31,34 +31,39 @@ class Unfit(OpBuilder):
 
 
 COMPILES = "DeepSpeed compiles an_operator in {folder}; this takes one to three minutes, only at the first start"
-WAITS = ("DeepSpeed waits for another process to compile an_operator; if there is none, because an earlier start was "
-         "killed, stop this one and delete {folder}/lock")
+WAITS = ("DeepSpeed still compiles an_operator, or waits for another process to do so; if there is none, because an "
+         "earlier start was killed, stop this one and delete {folder}/lock")
 
 
-@pytest.mark.parametrize("files, rank, says", [
-    ((), "0", COMPILES), ((), "1", None), (("an_operator.so", ), "0", None), (("old lock", ), "0", WAITS),
-    # Another rank has begun.
-    (("lock", ), "0", COMPILES),
-    # Every start locks it for a moment; one that was killed leaves the lock.
-    (("an_operator.so", "lock"), "0", None), (("an_operator.so", "old lock"), "0", WAITS)],
-    ids=lambda value: "+".join(value) if isinstance(value, tuple) else None)
-def test_one_rank_says_what_is_compiled_or_waited_for(files, rank, says, tmp_path, monkeypatch, capsys):
+class Slow(Unfit):
+    """One whose start takes longer than anybody's patience."""
+
+    def is_compatible(self, verbose=False):
+        if self.after < 1:
+            time.sleep(0.5)
+        return super().is_compatible(verbose)
+
+
+@pytest.mark.parametrize("kind", [Unfit, Slow])
+@pytest.mark.parametrize("files, rank", [((), "0"), ((), "1"), (("an_operator.so", ), "0"), (("lock", ), "0"),
+                                         (("an_operator.so", "lock"), "0")], ids=str)
+def test_one_rank_says_what_is_compiled_and_later_what_it_waits_for(kind, files, rank, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", rank)
+    monkeypatch.setattr(operator_build, "_PATIENCE", 0.1)
     folder = tmp_path / "an_operator"
     folder.mkdir()
     for file in files:
-        (folder / file.removeprefix("old ")).touch()
-        if file == "old lock":
-            os.utime(folder / "lock", (time.time() - 70, ) * 2)
+        (folder / file).touch()
     register()
     try:
         with pytest.raises(RuntimeError, match="not being compatible"):
-            Unfit().jit_load(False)
+            kind().jit_load(False)
     finally:
         unregister()
     told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ds_layerwise")]
-    assert told == ([f"ds_layerwise: {says.format(folder=folder)}"] if says else [])
+    expected = [COMPILES] * ("an_operator.so" not in files) + [WAITS] * (kind is Slow)
+    assert told == [f"ds_layerwise: {line.format(folder=folder)}" for line in expected if rank == "0"]
 
 
 def test_nothing_is_said_or_made_for_what_cannot_be_compiled(tmp_path, monkeypatch, capsys):

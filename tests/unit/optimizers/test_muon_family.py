@@ -424,10 +424,11 @@ def test_which_side_is_longer_parts_cannot_tell():
 # --- costs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), ("muon", {"spectral_clip": 1.0}), (
-    "muon", {"hyperball": "own"}), ("adamuon", {"radial_brake": (0.5, 1.0)})], ids=str)
+@pytest.mark.parametrize("name, settings", [
+    *((name, {}) for name in NEW), ("muon", {"spectral_clip": 1.0}), ("muon", {"hyperball": "own"}),
+    ("adamuon", {"radial_brake": (0.5, 1.0)}), ("adamuon", {"sign_momentum": True})], ids=str)
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (6, 64, 256)])
+@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (6, 64, 256), (4096, 16), (16, 4096)])
 def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name, settings):
     params, grads = ([torch.randn(shape, device="meta") for _ in range(2)] for _ in range(2))
     rule = rule_of(recipe(name, ns_method=method, **settings))

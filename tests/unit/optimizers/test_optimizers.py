@@ -345,7 +345,7 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method):
     *batch, rows, cols = shape
     said = recipes.Muon(ns_method=method).workspace((2 * math.prod(batch), rows, cols))
     # Sides that are no multiples of 16 are counted as if all matrices were padded.
-    assert (0.999 if rows % 16 == 0 else 0.9) < (memory.peak - held) / said <= 1
+    assert (0.98 if rows % 16 == 0 else 0.9) < (memory.peak - held) / said <= 1
 
 
 def test_stacked_experts_take_what_a_batch_of_them_takes():
