@@ -219,7 +219,7 @@ class AdaMuon(Adaptive):
 
     @property
     def held_beside(self) -> int:
-        """One copy more with ``sign_momentum``: the momentum beside its signs."""
+        """Add one with ``sign_momentum``: the momentum beside its signs."""
         return super().held_beside + self.sign_momentum
 
     def states(self, shape: Shape) -> States:
