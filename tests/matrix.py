@@ -135,11 +135,12 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def error_of(text: str) -> str:
-    """The line of a traceback that says what is wrong, ours of several ranks or pytest's."""
+    """The line of a traceback that says what is wrong, ours of several ranks or pytest's, without folders of tests."""
     lines = text.splitlines()
     errors = [line for line in lines
               if re.match(r"E  +\S|[\w.]*(Error|Exception|Warning|Failed|Exit)\b|ranks .* still ran", line)]
-    return (errors or lines or [""])[0].removeprefix("E ").strip()[:300]
+    error = (errors or lines or [""])[0].removeprefix("E ").strip()
+    return re.sub(rf"{re.escape(tempfile.gettempdir())}/\S*/", "", error)[:300]
 
 
 # --- the runs ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ import faulthandler
 import functools
 import gc
 import importlib
-import importlib.util
 import inspect
 import json
 import multiprocessing
@@ -210,8 +209,7 @@ def _import_what_engines_import() -> None:
                    "deepspeed.module_inject.auto_ep_layer", "rich.console", "rich.table",
                    "ds_layerwise.engine.engine_hooks", "ds_layerwise.optimizers.rules.muon_family",
                    "ds_layerwise.optimizers.rules.elementwise"):
-        if importlib.util.find_spec(module):
-            importlib.import_module(module)
+        importlib.import_module(module)
     # The schema of each section, which is made once.
     importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(
         {"optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},

@@ -1,6 +1,7 @@
 """What is claimed of versions: setup.cfg, README.md, docs/, the contract and the workflow, against what was run."""
 
 import re
+import tempfile
 from configparser import ConfigParser
 
 import pytest
@@ -69,6 +70,7 @@ def test_what_a_run_tells_is_counted_by_file():
      "ValueError: no"),
     ("ranks [0, 1] of 2 still ran after 300 s and were killed\n\nrank 0", "ranks [0, 1] of 2 still ran after 300 s and "
      "were killed"),
+    (f"E   OSError: {tempfile.gettempdir()}/pytest-7/a_test0/saved is not there", "OSError: saved is not there"),
     ("something else", "something else"), ("", "")])
 def test_the_line_that_says_what_is_wrong(text, error):
     assert matrix.error_of(text) == error

@@ -110,7 +110,9 @@ def assert_close(found, expected, rtol=1e-5, atol=1e-6):
 
 
 class TestAgainstOneProcess(DistributedTest):
-    @pytest.mark.world_size(3)
+    thorough_on = (2, )
+
+    @pytest.mark.world_size([2, 3])
     @pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.thorough] * (kind not in ALWAYS))
                                       for kind in MADE])
     def test_it_trains_as_alone_and_resumes(self, kind, tmp_path):

@@ -212,7 +212,11 @@ def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
             assert [each[9] for each in cells(text, 11) if "this plan" in each[10]] == [said] * len(plans)
     assert "the rank that needs most, on a device with 10.0 GiB" in text
     words = " ".join(text.split())
-    assert "at stages 2 and 3 gradients that wait" in words.partition("Not counted: ")[2]
+    assert ("rank: the one that needs most; between steps: its total; needed: between steps, under way and in a step "
+            "together, or at start if that is more; at stage 3 what a pass makes whole counts instead of a step if "
+            "that is more. Not counted: what the forward and the backward pass keep, activations above all, and at "
+            "stages 2 and 3 gradients that wait; and what drivers and libraries take for themselves. fits: with what "
+            "is left for that." in words)
     # The way out is there for a plan that does not fit, and only then.
     assert all(key in words for key in ("too much: more ranks", "stage 2", "reduce_bucket_size", "offload_optimizer"))
     assert "too much" not in fitting(16 * GIB, plan)
