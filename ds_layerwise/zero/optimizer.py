@@ -127,7 +127,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         param_owner.take(run.params.values(), self)
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
         if settings.stage == 3:
-            attach_all(self._access, model.parameters())
+            attach_all(self._access, model.parameters(), run)
         else:
             for access in self._access:
                 access.attach()

@@ -316,7 +316,13 @@ class RunState:
         param = self.params[name]
         if self._cuts is None:
             return param.detach().reshape(-1)
-        cut = self._cuts.of(name).to(self.device)
+        return self.whole_of_cuts(name, self._cuts.of(name))
+
+    def whole_of_cuts(self, name: str, cut: Tensor) -> Tensor:
+        """Put the parameter ``name`` together of the cuts of all ranks, which must all call this.
+        Return it 1-D, in the dtype of the cuts.
+        """
+        cut = cut.to(self.device).reshape(-1)
         whole = cut.new_empty(comm.size_of(self.settings.group) * cut.numel())
         comm.all_gather(whole, cut, group=self.settings.group).wait()
         return whole[: math.prod(self.shapes[name])]

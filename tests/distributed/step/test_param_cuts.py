@@ -13,9 +13,14 @@ from deepspeed.utils import (
     safe_get_full_grad,
     safe_get_full_optimizer_state,
     safe_get_local_fp32_param,
+    safe_get_local_grad,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
+    safe_set_local_fp32_param,
+    safe_set_local_grad,
+    safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
 from pytorch_optimizer import SOAP
@@ -23,7 +28,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.support import internals
 from tests.support.attention import Attends, model_of
 from tests.support.checkpoints import assert_same_run, whole_states
@@ -49,6 +54,11 @@ pytestmark = rooms("cut_sync", "param_cuts", "cut_access", "run_state")
 
 #: Of a config at stage 3: it computes linear layers as they are at other stages.
 PLAIN = {"memory_efficient_linear": False}
+
+WHOLE = (safe_get_full_fp32_param, safe_set_full_fp32_param, safe_get_full_optimizer_state,
+         safe_set_full_optimizer_state, safe_get_full_grad, safe_set_full_grad)
+LOCAL = (safe_get_local_fp32_param, safe_set_local_fp32_param, safe_get_local_optimizer_state,
+         safe_set_local_optimizer_state, safe_get_local_grad, safe_set_local_grad)
 
 
 def config_of(stage, *, zero=None, offload_optimizer=None, **changes):
@@ -378,6 +388,7 @@ class TestAccess(DistributedTest):
             param = engine.module.tall.weight
             assert safe_get_full_fp32_param(param) is safe_get_full_optimizer_state(param, "exp_avg") is None
             assert safe_get_full_grad(param) is None
+            assert stage == 2 or safe_get_local_fp32_param(param) is safe_get_local_grad(param) is None
             safe_set_full_fp32_param(param, torch.ones(40, 12))
             engine.destroy()
             assert not hasattr(param, "_z3_optimizer")
@@ -388,10 +399,32 @@ class TestAccess(DistributedTest):
             safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.5))
         assert torch.equal(weights(engine.module), torch.full_like(weights(engine.module), 0.5))
 
-    def test_a_rank_has_no_part_of_its_own(self):
+    def test_cuts_are_read_and_written(self, precision):
+        """Local functions change a run as those for whole parameters do, from cuts that hold what DeepSpeed's do."""
+        engines = [start(Net(), config_of(3, **PRECISIONS[precision])) for _ in range(2)]
+        for engine, (get, set_, get_state, set_state, get_grad, set_grad) in zip(engines, (WHOLE, LOCAL), strict=True):
+            train_engine(engine, 1)
+            for param in engine.module.parameters():
+                set_(param, get(param) * 2 + 1)
+                set_state(param, get_state(param, "exp_avg") / 2, "exp_avg")
+            embed = engine.module.embed.weight
+            set_state(embed, get_state(embed, "step") + 3, "step")
+            engine.backward(engine((1, 0, dist.get_rank())))
+            for param in engine.module.parameters():
+                set_grad(param, get_grad(param) * 4)
+            engine.step()
+        assert_same_run(engines[1], engines[0])
+        for param in engines[1].module.parameters():
+            assert torch.equal(safe_get_local_fp32_param(param).to(param.ds_tensor.dtype), param.ds_tensor)
+
+    def test_a_cut_of_another_size_is_refused(self):
         engine = start(Net(), config_of(3))
-        with pytest.raises(StepError, match="^square.weight: masters, states and gradients of matrices are whole on"):
-            safe_get_local_fp32_param(engine.module.square.weight)
+        param = engine.module.square.weight
+        numel = param.ds_tensor.numel()
+        value = torch.zeros(numel + (dist.get_rank() == 1))
+        with pytest.raises(LayerWiseError, match=f"square.weight: this rank's cut has {numel} elements, got a value "
+                                                 f"of {numel + 1}; pass a tensor of the size"):
+            safe_set_local_fp32_param(param, value)
 
     def test_others_find_what_fetches(self):
         engine = start(Net(), config_of(3))
