@@ -2,6 +2,7 @@
 
     python -m tests.mistakes                # all; some ten minutes
     python -m tests.mistakes lr-alone       # those, with what the ranks print
+    STAGE=3 python -m tests.mistakes        # at another stage of ZeRO, where a config has stage 1
 
 Each runs as a script of its own on two ranks: ``deepspeed --num_accelerators 2 tests/mistakes.py NAME``. A mistake is
 told well if the launcher's exit code is not 0, and the ranks' output ends with one framed message, by rank 0, that has
@@ -71,8 +72,10 @@ def net() -> Any:
 def start(ds_config: Any = None, model: Any = None, **kwargs: Any) -> Any:
     import ds_layerwise
     model = net() if model is None else model
-    engine, *_ = ds_layerwise.initialize(model=model, config=config() if ds_config is None else ds_config,
-                                         model_parameters=model.parameters(), **kwargs)
+    ds_config = config() if ds_config is None else ds_config
+    if ds_config.get("zero_optimization", {}).get("stage") == 1:
+        ds_config["zero_optimization"]["stage"] = int(os.environ.get("STAGE", 1))
+    engine, *_ = ds_layerwise.initialize(model=model, config=ds_config, model_parameters=model.parameters(), **kwargs)
     return engine
 
 
