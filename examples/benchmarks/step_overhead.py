@@ -6,7 +6,7 @@ at hand has.
 
 Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels
 where a run would take them; collectives, which a device does by itself, are stubs, and so is what
-packs, divides and, at stage 3, looks for writes (13 launches for 2 M elements of a rank's cuts,
+packs, divides and, at stage 3, looks for writes (12 launches for 4 MiB of a rank's cuts,
 twice a step). What is left is the launching: the hook of every gradient, every bucket reduced
 and gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the rounds
 that send the cuts of updated matrices in place of the gathers. Medians.

@@ -105,20 +105,20 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
     return WireElements(*map(tuple, total.tolist()))
 
 
-#: The number of elements of a sum in the search for written weights, in 16 bytes each.
-CHECKED_AT_A_TIME = 1 << 21
+#: The number of words of 8 bytes of a sum in the search for written weights, in 16 bytes each: as
+#: many as fit into a processor's cache.
+CHECKED_WORDS = 1 << 19
 
 
 def checksum_workspace(layout: Layout, persistent: int) -> int:
     """Return the bytes in which a rank looks for writes into its cuts of ZeRO stage 3, and into
-    parameters that stay whole, of ``persistent`` bytes. These have at least 16 bits an element, and
-    are copied into one tensor.
+    parameters that stay whole, of ``persistent`` bytes, which are copied into one tensor.
     """
     cuts = 0
     for bucket in layout.buckets:
         if bucket.whole:
-            cuts += sum(map(bucket.cut_of, bucket.slots))
-    return 16 * min(CHECKED_AT_A_TIME, max(cuts, persistent // 2)) + persistent
+            cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
+    return 16 * min(CHECKED_WORDS, -(-max(cuts, persistent) // 8)) + persistent
 
 
 def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:

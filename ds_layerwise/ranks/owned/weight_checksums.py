@@ -9,10 +9,11 @@ from itertools import chain
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.output import announce
-from ds_layerwise.plan.forecast.cost import CHECKED_AT_A_TIME
+from ds_layerwise.plan.forecast.cost import CHECKED_WORDS
 from ds_layerwise.ranks.comm import comm
 
 #: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
@@ -122,15 +123,18 @@ def checksum_of(values: Tensor) -> Tensor:
     """
     dtype = torch.int32 if values.element_size() == 4 else torch.int16
     bits = values.detach().reshape(-1).view(dtype)
+    in_a_word = 8 // bits.element_size()
     total = torch.zeros(2, dtype=torch.int64, device=values.device)
-    for start in range(0, bits.numel(), CHECKED_AT_A_TIME):
-        some = bits[start : start + CHECKED_AT_A_TIME].long()
-        places = torch.arange(start + 1, start + 1 + some.numel(), device=values.device)
+    for first in range(0, -(-bits.numel() // in_a_word), CHECKED_WORDS):
+        part = bits[first * in_a_word :][: CHECKED_WORDS * in_a_word]
+        # A copy, which has whole words and begins at one.
+        words = pad(part, (0, -part.numel() % in_a_word)).view(torch.int64)
+        places = torch.arange(first + 1, first + 1 + words.numel(), device=values.device)
         # Sums of products alone would be the same where values change places symmetrically.
-        mixed = places.mul_(_SPREAD).bitwise_xor_(some).mul_(_SPREAD)
-        plain = some.sum()
-        torch.bitwise_right_shift(mixed, 29, out=some)
-        total += torch.stack([plain, some.bitwise_xor_(mixed).sum()])
+        mixed = places.mul_(_SPREAD).bitwise_xor_(words).mul_(_SPREAD)
+        plain = words.sum()
+        torch.bitwise_right_shift(mixed, 29, out=words)
+        total += torch.stack([plain, words.bitwise_xor_(mixed).sum()])
         # So that the next ones have their memory.
-        del some, places, mixed
+        del words, places, mixed
     return total

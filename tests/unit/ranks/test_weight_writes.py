@@ -1,5 +1,6 @@
 """Masters that follow what somebody has written over their rounded values."""
 
+import itertools
 import math
 
 import pytest
@@ -49,7 +50,7 @@ def checksum(values):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
-    monkeypatch.setattr(weight_checksums, "CHECKED_AT_A_TIME", 3)
+    monkeypatch.setattr(weight_checksums, "CHECKED_WORDS", 3)
     values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
     seen = {checksum(values)}
     assert checksum(values.clone()) in seen
@@ -62,14 +63,34 @@ def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
     assert checksum(torch.tensor(0.5, dtype=dtype)) == checksum(torch.tensor([0.5], dtype=dtype))
 
 
-@pytest.mark.parametrize("numel", [9, 10, 40])
+@pytest.mark.parametrize("numel", [9, 36, 40, 160])
 def test_a_checksum_takes_what_the_plan_says(numel, monkeypatch):
-    monkeypatch.setattr(weight_checksums, "CHECKED_AT_A_TIME", 10)
+    monkeypatch.setattr(weight_checksums, "CHECKED_WORDS", 10)
     values = torch.zeros(numel, dtype=torch.bfloat16)
     with LiveMemory([values]) as memory:
         weight_checksums.checksum_of(values)
     # Beside the elements: the total, the two sums, and their stack.
-    assert memory.peak - values.untyped_storage().nbytes() <= 16 * min(numel, 10) + 48
+    assert memory.peak - values.untyped_storage().nbytes() <= 16 * min(-(-numel // 4), 10) + 48
+
+
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_checksum_is_the_same_wherever_the_values_lie(first):
+    values = torch.randn(50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    elsewhere = torch.cat([values[:first], values])[first:]
+    assert checksum(elsewhere) == checksum(values)
+    assert checksum(elsewhere.view(5, 10).t()) == checksum(values.view(5, 10).t().contiguous())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_every_bit_of_every_element(dtype):
+    values = torch.randn(11, generator=torch.Generator().manual_seed(1)).to(dtype)
+    bits = values.view(torch.int32 if dtype == torch.float32 else torch.int16)
+    seen = {checksum(values)}
+    for index, bit in itertools.product(range(11), range(8 * values.element_size())):
+        flipped = bits.clone()
+        flipped[index] ^= torch.tensor(1 << bit).to(bits.dtype)
+        seen.add(checksum(flipped.view(dtype)))
+    assert len(seen) == 1 + 11 * 8 * values.element_size()
 
 
 def test_values_that_change_places_symmetrically_are_told():
