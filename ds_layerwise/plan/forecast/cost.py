@@ -269,6 +269,21 @@ def memory_bytes(
     return tuple(memory)
 
 
+def checkpoint_bytes(layout: Layout, state_bytes: StateBytes, stage: int) -> int:
+    """Count the bytes of a checkpoint: masters and states in float32, and before stage 3 weights as
+    they are trained. What is not trained is not counted.
+
+    Args:
+        state_bytes: of states in float32.
+    """
+    total = 0
+    for bucket in layout.buckets:
+        weight = itemsize(bucket.dtype) if stage < 3 else 0
+        for _, name, numel in _held(bucket):
+            total += (weight + SUM_BYTES) * numel + state_bytes(name, numel)
+    return total
+
+
 def _held(bucket: Bucket) -> Iterator[tuple[int, str, int]]:
     """Yield rank, name and number of elements of what ranks hold of ``bucket``, without padding."""
     if bucket.whole:

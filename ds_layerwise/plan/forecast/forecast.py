@@ -23,6 +23,7 @@ from ds_layerwise.plan.forecast.cost import (
     LayoutReport,
     RankMemory,
     RankTraffic,
+    checkpoint_bytes,
     checksum_workspace,
     cut_elements,
     fetched_elements,
@@ -132,6 +133,8 @@ class Forecast:
     """The float32 bytes of states and masters that are stored in fewer bits, for the bucket with
     most of them; see :func:`opened_bytes`.
     """
+    checkpoint: int
+    """The bytes of a checkpoint, of all ranks together."""
     max_waiting: int | None = None
     """The number of buckets whose gradients may wait at stage 2; None for all."""
     whole: Whole = Whole(0, 0)
@@ -185,8 +188,9 @@ class Forecast:
         memory = in_float32 = bytes_of(
             state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
         )
+        wide_states = state_bytes_by(routes, specs, in_float32=True)
         if any(opened):
-            in_float32 = bytes_of(state_bytes=state_bytes_by(routes, specs, in_float32=True))
+            in_float32 = bytes_of(state_bytes=wide_states)
         traffic = traffic_bytes(
             layout,
             stage=stage,
@@ -216,6 +220,7 @@ class Forecast:
             workspace,
             in_float32,
             tuple(most_opened),
+            checkpoint_bytes(layout, wide_states, stage),
             max_waiting,
             whole,
         )

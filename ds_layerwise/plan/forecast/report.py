@@ -26,7 +26,7 @@ from ds_layerwise.recipes.presets import PRESETS
 
 #: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110
-_PLAN_WIDTH = 210
+_PLAN_WIDTH = 222
 #: The width of a terminal.
 _NARROW = 80
 
@@ -100,7 +100,8 @@ def plan_table(
             "the busiest rank over the mean; total, params, grads, masters, states: between two "
             f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
             "memory of the host; under way: messages, at most; in a step: an update works in it, "
-            "at most; at start: the peak before the first step; padding: for alignment alone",
+            "at most; at start: the peak before the first step; checkpoint: on disk, of all ranks, "
+            "without what is not trained; padding: for alignment alone",
             f"sent: {what}{_waiting(forecasts[0])}",
             *below,
         ],
@@ -126,6 +127,7 @@ def _row(forecast: Forecast) -> dict[str, str]:
         "under way": size_text(max(traffic.total for traffic in forecast.traffic)),
         "in a step": size_text(max(forecast.workspace)),
         "at start": size_text(max(forecast.start_up)),
+        "checkpoint": size_text(forecast.checkpoint),
         "padding": f"{100 * report.padding_fraction:.3f}{GLUE}%",
         "sent": size_text(sum(map(sum, forecast.sent_by_busiest().values()))),
     }
@@ -168,6 +170,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "waiting_bytes": forecast.waiting,
         "whole_bytes": forecast.whole._asdict(),
         "under_way_bytes": _with_totals(forecast.traffic),
+        "checkpoint_bytes": forecast.checkpoint,
         "dtypes": dtypes,
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
         "sent_by_busiest_bytes": sum(map(sum, most.values())),
@@ -584,6 +587,7 @@ def _costs(forecast: Forecast) -> list[Table | str]:
     start_up = size_text(max(forecast.start_up))
     if forecast.stage < 3:
         rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
+    rows["a checkpoint"] = f"{size_text(forecast.checkpoint)}, without what is not trained"
     rows["padding"] = (
         f"{count_text(report.padding)} elements, {100 * report.padding_fraction:.3f}{GLUE}%"
     )

@@ -4,7 +4,9 @@ import json
 
 import deepspeed.comm as dist
 import pytest
+import torch
 import yaml
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.plan.forecast.report import as_json
@@ -73,6 +75,20 @@ class TestAgainstTheEngine(DistributedTest):
             costs = run(*arguments)[1].partition("layout ")[2].partition("predicted a step")[0]
             assert costs.strip() == engine.optimizer.describe().partition("layout ")[2].strip(), case
             engine.destroy()
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("case", [
+        {}, {**BF16}, {"stage": 2, **BF16}, {"stage": 3}, {"stage": 3, **BF16},
+        {**BF16, "params": {"momentum_dtype": "8bit"}},
+        {**BF16, "layerwise": {"master_dtype": "bfloat16+remainder"}}], ids=str)
+    def test_a_checkpoint_is_as_large_as_is_said(self, case, tmp_path):
+        engine = start(nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 512)), ds_config(**case))
+        engine.backward(engine(torch.ones(2, 256, dtype=engine.module[0].weight.dtype)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        dist.barrier()
+        written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.02)
 
     @pytest.mark.world_size(2)
     def test_what_the_engine_leaves_at_its_default_is_the_plans_default(self):

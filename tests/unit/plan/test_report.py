@@ -147,7 +147,7 @@ def test_the_busiest_rank_is_one_for_all_dtypes(stage, bfloat16, float32):
     assert f"travel in bfloat16; the busiest rank sends {bfloat16}" in text
     assert f"travel in float32; the busiest rank sends {float32}" in text
     assert costs.sent_by_busiest() == {"bfloat16": (0, 2**24), "float32": (2**22, 0)}
-    several = cells(plan_table(routes, specs, [costs, costs], OptimizerConfig()), 15)
+    several = cells(plan_table(routes, specs, [costs, costs], OptimizerConfig()), 16)
     assert [row[-1] for row in several] == ["20.0 MiB"] * 2
     told = as_json(costs)
     assert told["sent_by_busiest_bytes"] == 20 * 2**20
@@ -253,7 +253,7 @@ def test_no_cell_of_a_plans_tables_is_cut_off():
     wide = on_two_ranks(memory=(most,) * 2, in_float32=(replace(most, states=1999 * 2**20),) * 2,
                         workspace=(1000 * 2**20,) * 2, traffic=(RankTraffic(0, 1000 * 2**20),) * 2)
     text = fitting(GIB, wide, wide)
-    assert "…" not in text and len(cells(text, 16)) == len(cells(text, 8)) == 2
+    assert "…" not in text and len(cells(text, 17)) == len(cells(text, 8)) == 2
 
 
 class Square(Muon):

@@ -196,7 +196,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4", "--reduction", "ordered"))
     plans = json.loads(run(*files(given, "1,2,4", "--json", "--reduction", "ordered"))[1])
-    rows = cells(out, 15)
+    rows = cells(out, 16)
 
     def short(num_bytes):
         return f"{num_bytes / 2**20:.1f} MiB"
@@ -212,7 +212,7 @@ def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
         assert row[4:] == [
             *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
             short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["step_bytes"])),
-            short(max(plan["start_up_bytes"])),
+            short(max(plan["start_up_bytes"])), short(plan["checkpoint_bytes"]),
             "0.000 %", short(sent)]
     assert "gradients in one backward pass and parameters in a step" in out
 
