@@ -40,6 +40,9 @@ class Mistake:
 
 MISTAKES: dict[str, Mistake] = {}
 
+#: No mistakes at stage 3: sums of several passes are at their owners, and what is written is followed.
+RIGHT_AT_3 = ("overlap-without-a-last-pass", "step-once-an-epoch", "replaced")
+
 
 def mistake(name: str, *says: str, never: tuple[str, ...] = ()) -> Any:
     def add(play: Callable[[Path], object]) -> Callable[[Path], object]:
@@ -470,6 +473,8 @@ def told(output: str) -> list[str]:
 
 def wrong_with(name: str, code: int, output: str) -> list[str]:
     """What is wrong with what was told; nothing if it is told well."""
+    if os.environ.get("STAGE") == "3" and name in RIGHT_AT_3:
+        return [f"exit code {code}"] if code else []
     case, lines = MISTAKES[name], told(output)
     found = []
     if code == 0:
