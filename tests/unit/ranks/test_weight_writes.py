@@ -81,6 +81,14 @@ def test_a_checksum_is_the_same_wherever_the_values_lie(first):
     assert checksum(elsewhere.view(5, 10).t()) == checksum(values.view(5, 10).t().contiguous())
 
 
+@pytest.mark.parametrize("numel", [47, 48])
+def test_a_checksum_leaves_the_values_alone(numel):
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(1))
+    kept = values.clone()
+    checksum(values)
+    assert torch.equal(values, kept)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checksum_sees_every_bit_of_every_element(dtype):
     values = torch.randn(11, generator=torch.Generator().manual_seed(1)).to(dtype)
