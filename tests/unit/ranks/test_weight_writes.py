@@ -101,6 +101,12 @@ def test_a_checksum_sees_every_bit_of_every_element(dtype):
     assert len(seen) == 1 + 11 * 8 * values.element_size()
 
 
+def test_pieces_that_change_places_are_told(monkeypatch):
+    monkeypatch.setattr(weight_checksums, "CHECKED_WORDS", 3)
+    values = torch.arange(24.0)
+    assert checksum(values.roll(6)) != checksum(values)
+
+
 def test_values_that_change_places_symmetrically_are_told():
     one, other = torch.tensor([1.0, 2, 2, 1]), torch.tensor([2.0, 1, 1, 2])
     assert checksum(one) != checksum(other)
