@@ -39,6 +39,9 @@ RECIPES: dict[str, tuple[str, str]] = {
     "accelerate_own": ("accelerate/run.sh own", "accelerate/ds_own.json"),
     "lightning": ("lightning/run.sh", "lightning/ds.json"),
     "timm": ("timm/run.sh", "timm/ds.json"),
+    "nanogpt": ("nanogpt/run.sh", "nanogpt/ds.json"),
+    "deepspeed_examples": ("deepspeed_examples/run.sh", "deepspeed_examples/ds.json"),
+    "deepspeed_chat": ("deepspeed_chat/run.sh", "deepspeed_chat/ds.json"),
     "diffusers": ("diffusers/run.sh", "diffusers/ds.json"),
     "sentence_transformers": ("sentence_transformers/run.sh", "sentence_transformers/ds.json"),
 }

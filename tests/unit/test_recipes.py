@@ -5,9 +5,12 @@ import json
 import os
 import re
 import subprocess
+import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
@@ -27,6 +30,19 @@ def load_runner():
     spec = importlib.util.spec_from_file_location("recipes_run", RECIPES / "run.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def load(name, monkeypatch):
+    """A file of the recipes as a module; ``import their_script`` inside it gets a module of its own, too."""
+    for shared in ("material", "their_script"):
+        monkeypatch.delitem(sys.modules, shared, raising=False)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    for shared in ("material", "their_script"):
+        monkeypatch.delitem(sys.modules, shared, raising=False)
     return module
 
 
@@ -136,3 +152,87 @@ def test_adamw_in_place_of_muon_has_the_same_rate_and_nothing_of_ours():
         "type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02, "weight_decay": 0.1}}}
     assert load_runner().with_adamw(config) == {"zero_optimization": {"stage": 1}, "optimizer": {
         "type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1, "torch_adam": True}}}
+
+
+@pytest.mark.parametrize("name, words", [("nanogpt", "--nanogpt"), ("deepspeed_examples", "--clone"),
+                                         ("deepspeed_chat", "--clone")])
+def test_a_recipe_of_a_cloned_script_takes_the_clone_beside_it_or_by_its_variable(name, words, tmp_path):
+    variable = "NANOGPT" if name == "nanogpt" else "DEEPSPEED_EXAMPLES"
+    script = RECIPES / name / "run.sh"
+    beside = printed(script, folder=tmp_path, **{variable: ""})
+    elsewhere = printed(script, folder=tmp_path, **{variable: "/else/where"})
+    assert beside[beside.index(words) + 1] == {"nanogpt": "nanoGPT"}.get(name, "DeepSpeedExamples")
+    assert elsewhere[elsewhere.index(words) + 1] == "/else/where"
+    clone = re.search(r"git clone (\S+?),", script.read_text())[1]
+    assert clone.endswith("/" + beside[beside.index(words) + 1]) and f"git clone {clone}" in PAGE
+
+
+def test_a_clone_that_is_not_there_is_asked_for(monkeypatch, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--clone", "nowhere", "--config", str(tmp_path / "ds.json")])
+    with pytest.raises(SystemExit):
+        load("their_script", monkeypatch).parse("out", "training/cifar")
+    assert "no training/cifar in nowhere: git clone https://github.com/" in capsys.readouterr().err
+
+
+def test_arguments_that_a_recipe_does_not_know_are_the_scripts(monkeypatch, tmp_path):
+    (tmp_path / "ds.json").write_text('{"optimizer": {}}')
+    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=1", "--clone", str(tmp_path),
+                                      "--config", str(tmp_path / "ds.json"), "--deepspeed", "--max_steps", "7",
+                                      "--max_seq_len", "64"])
+    args, words = load("their_script", monkeypatch).parse("out", ".")
+    assert (args.max_steps, args.config, args.output_dir) == (7, {"optimizer": {}}, "out")
+    assert words == ["--local_rank=1", "--deepspeed", "--max_seq_len", "64"]
+
+
+class Engine:
+    """The part of an engine that a record uses; its weight is the sum of the losses that it was trained with."""
+
+    def __init__(self, saved):
+        self.weight, self.saved = 0.0, saved
+
+    def backward(self, loss):
+        self.weight += float(loss)
+
+    def step(self):
+        pass
+
+    def save_checkpoint(self, folder, client_state):
+        self.saved[folder] = (self.weight, {"losses": [*client_state["losses"]]})
+
+    def load_checkpoint(self, folder):
+        self.weight, state = self.saved[folder]
+        return folder, {"losses": [*state["losses"]]}
+
+
+def test_a_script_that_saves_nothing_is_resumed_where_its_batches_go_on(monkeypatch):
+    module = load("their_script", monkeypatch)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: None)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 1)
+    saved, ends = {}, []
+    for resume in (None, "out/checkpoint-2"):
+        engine = Engine(saved)
+        record = module.Record(engine, Namespace(max_steps=5, output_dir="out", resume_from_checkpoint=resume))
+        for loss in (16.0, 8.0, 4.0, 2.0, 1.0):
+            engine.backward(torch.tensor(loss))
+            engine.step()
+        ends.append((engine.weight, record.losses))
+    assert list(saved) == ["out/checkpoint-2"] and saved["out/checkpoint-2"][0] == 24.0
+    assert ends == [(31.0, [16.0, 8.0, 4.0, 2.0, 1.0])] * 2
+
+
+def test_deepspeed_chat_gives_its_groups_and_its_schedule_in_place_of_its_optimizer(monkeypatch):
+    change = load("deepspeed_chat/train", monkeypatch).change
+    matrix, bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+    groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [bias], "weight_decay": 0.0}]
+    own = torch.optim.AdamW([{**group} for group in groups], lr=1e-3)
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+    given = change({"model": "model", "optimizer": own, "lr_scheduler": schedule, "config": {"a": 1}},
+                   {"optimizer": {"type": "LayerWiseMuon"}})
+    assert given["config"] == {"a": 1, "optimizer": {"type": "LayerWiseMuon"}} and "optimizer" not in given
+    assert given["model_parameters"] == groups
+    made = torch.optim.SGD([matrix], lr=0.5)
+    moved = given["lr_scheduler"](made)
+    made.step()
+    moved.step()
+    assert made.param_groups[0]["lr"] == 0.25

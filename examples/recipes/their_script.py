@@ -1,0 +1,105 @@
+"""Run a script that makes its config itself, with a change to what it gives deepspeed.initialize.
+
+The script stays as its project has it. It saves no checkpoints and writes no losses, so that this
+does both for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import material
+
+
+def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments of a recipe with such a script, and the others, which are the script's."""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--clone", type=Path, required=True, help="of DeepSpeedExamples")
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--output_dir", default=output_dir)
+    parser.add_argument("--resume_from_checkpoint", help="a folder of checkpoints")
+    args, words = parser.parse_known_args()
+    if not (args.clone / folder).is_dir():
+        parser.error(
+            f"no {folder} in {args.clone}: "
+            "git clone https://github.com/deepspeedai/DeepSpeedExamples"
+        )
+    args.config = json.loads(args.config.read_text())
+    return args, words
+
+
+class Record:
+    """The losses of an engine, one a step, and a checkpoint half way or to go on from.
+
+    The script of a resumed run gives its first batches again. They go by without a step, until
+    they are those that come after the checkpoint.
+    """
+
+    def __init__(self, engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> None:
+        self.engine, self.args = engine, args
+        self.losses: list[float] = []
+        if args.resume_from_checkpoint:
+            _, state = engine.load_checkpoint(args.resume_from_checkpoint)
+            self.losses = state["losses"]
+        self.to_pass = len(self.losses)
+        self._backward, self._step = engine.backward, engine.step
+        engine.backward, engine.step = self.backward, self.step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        if self.to_pass:
+            return
+        mean = loss.detach().float()
+        torch.distributed.all_reduce(mean)
+        self.losses.append(mean.item() / torch.distributed.get_world_size())
+        self._backward(loss)
+
+    def step(self) -> None:
+        if self.to_pass:
+            self.to_pass -= 1
+            return
+        self._step()
+        if len(self.losses) == self.args.max_steps // 2:
+            self.engine.save_checkpoint(
+                f"{self.args.output_dir}/checkpoint-{len(self.losses)}",
+                client_state={"losses": self.losses},
+            )
+
+
+def run(
+    script: Path,
+    words: list[str],
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    args: argparse.Namespace,
+) -> None:
+    """Run ``script`` with ``words``, and write the losses of its engine.
+
+    Args:
+        change: from the arguments that the script gives ``deepspeed.initialize`` to those that
+            the function gets.
+    """
+    initialize = deepspeed.initialize
+    records: list[Record] = []
+
+    def initialize_changed(**given: Any) -> tuple:
+        made = initialize(**change(given))
+        records.append(Record(made[0], args))
+        return made
+
+    deepspeed.initialize = initialize_changed
+    sys.argv = [str(script), *words]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
+    if torch.distributed.get_rank() == 0:
+        material.write_losses(args.output_dir, records[0].losses)
+    torch.distributed.destroy_process_group()
