@@ -59,7 +59,7 @@ class Record:
     def backward(self, loss: torch.Tensor) -> None:
         if self.to_pass:
             return
-        mean = loss.detach().float()
+        mean = loss.detach().clone().float()
         torch.distributed.all_reduce(mean)
         self.losses.append(mean.item() / torch.distributed.get_world_size())
         self._backward(loss)
