@@ -246,7 +246,7 @@ def _positive(text: str) -> int:
 
 
 def _numbers(text: str) -> list[int]:
-    numbers = [_positive(part) for part in text.split(",")]
+    numbers = list(map(_positive, text.split(",")))
     if max(numbers) > _MOST_RANKS:
         raise argparse.ArgumentTypeError(
             f"must be at most {_MOST_RANKS:,} each, got {max(numbers)}"
@@ -308,7 +308,7 @@ def _plan(options: argparse.Namespace) -> int:
             f"--html is {options.html}, which exists; name another place, or replace it with "
             "--overwrite"
         )
-    given: dict[str, Any] = {
+    given = {
         "links": options.links,
         "reduction": options.reduction,
         "ranks_per_node": options.ranks_per_node,
@@ -347,14 +347,11 @@ def _plan(options: argparse.Namespace) -> int:
         parts = [rendered(plan.assumed)]
         for forecast in plan.forecasts:
             parts.append(f"{forecast.layout.world_size} ranks\n{as_text(plan.listed(forecast))}")
-        parts.append(
-            rendered(
-                [
-                    "lr ratio: the learning rate over lr; owner: the rank that updates it whole, "
-                    "or all, each of which updates its cut; because: the rule that decided"
-                ]
-            )
+        about = (
+            "lr ratio: the learning rate over lr; owner: the rank that updates it whole, or all, "
+            "each of which updates its cut; because: the rule that decided"
         )
+        parts.append(rendered([about]))
         say_last("\n\n".join(filter(None, parts)))
     else:
         say_last(f"{rendered(plan.assumed)}\n{table()}".lstrip())

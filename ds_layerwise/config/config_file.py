@@ -114,13 +114,14 @@ def config_of(given: object) -> Mapping[str, Any]:
 
 
 def at(given: Mapping[str, Any], path: str) -> Any:
-    """Return the value of ``given`` at a path of keys separated by dots; None if there is none."""
+    """Return the value of ``given`` at a path of keys separated by dots; None if there is none. The
+    empty path is that of ``given`` itself.
+    """
     value: Any = given
-    for key in path.split("."):
-        if isinstance(value, Mapping):
-            value = value.get(key)
-        else:
-            value = None
+    for key in filter(None, path.split(".")):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
     return value
 
 
@@ -144,10 +145,7 @@ def fill_in(
         if at(filled, path) != "auto":
             continue
         section, _, key = path.rpartition(".")
-        if section:
-            holder = at(filled, section)
-        else:
-            holder = filled
+        holder = at(filled, section)
         if path in values:
             holder[key] = values[path]
         else:

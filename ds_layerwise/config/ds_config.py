@@ -173,8 +173,7 @@ def with_plain_numbers(section: Any) -> Any:
     """
     if isinstance(section, Mapping):
         changed: Any = {key: with_plain_numbers(value) for key, value in section.items()}
-        same = all(changed[key] is value for key, value in section.items())
-        if same:
+        if all(map(is_, changed.values(), section.values())):
             return section
         return changed
     if isinstance(section, (list, tuple)):
@@ -266,11 +265,8 @@ def _flat(name: object) -> str:
 
 def type_meant(optimizer_type: object) -> str | None:
     """Return the name of this backend that an unknown ``optimizer.type`` most likely means."""
-    spelled = {_flat(name): name for name in ("LayerWiseMuon", "LayerWise")}
-    close = nearest(_flat(optimizer_type), spelled, cutoff=0.8)
-    if close:
-        return spelled[close]
-    return None
+    spelled = {"layerwisemuon": "LayerWiseMuon", "layerwise": "LayerWise"}
+    return spelled.get(nearest(_flat(optimizer_type), spelled, cutoff=0.8) or "")
 
 
 def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
@@ -281,26 +277,22 @@ def refuse_misplaced(ds_config: Mapping[str, Any]) -> None:
         ConfigError: says where it belongs.
     """
     for section in ("", "zero_optimization", "bf16", "fp16", "checkpoint"):
-        if section:
-            keys = at(ds_config, section)
-        else:
-            keys = ds_config
-        for key in keys if isinstance(keys, Mapping) else ():
-            _refuse_misplaced(f"{section}.{key}".lstrip("."), str(key), _KNOWN.get(section, ()))
-
-
-def _refuse_misplaced(path: str, key: str, known: Sequence[str]) -> None:
-    if path == "layerwise":
-        return
-    if nearest(_flat(key), ["layerwise"], cutoff=0.8):
-        raise ConfigError(
-            f"{path} is not a section of the config; did you mean 'layerwise' at the top level?"
-        )
-    if home := belongs_in(key):
-        raise ConfigError(f"{path} is not read; did you mean {home}?")
-    for meant in known:
-        if key not in known and _is_slip(_flat(key), _flat(meant)):
-            raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
+        keys = at(ds_config, section)
+        known = _KNOWN.get(section, ())
+        for key in map(str, keys if isinstance(keys, Mapping) else ()):
+            path = f"{section}.{key}".lstrip(".")
+            if path == "layerwise":
+                continue
+            if nearest(_flat(key), ["layerwise"], cutoff=0.8):
+                raise ConfigError(
+                    f"{path} is not a section of the config; did you mean 'layerwise' at the top "
+                    "level?"
+                )
+            if home := belongs_in(key):
+                raise ConfigError(f"{path} is not read; did you mean {home}?")
+            for meant in known:
+                if key not in known and _is_slip(_flat(key), _flat(meant)):
+                    raise ConfigError(f"{path} is not read; did you mean {meant!r}?")
 
 
 def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:

@@ -85,11 +85,10 @@ class RunConfig:
         if not client and not is_ours(section.get("type")):
             raise ConfigError(
                 "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got "
-                f"{section.get('type')!r}{'' if section else ': there is no optimizer section'}"
+                f"{section.get('type')!r}{': there is no optimizer section' * (not section)}"
             )
-        if client:
-            optimizer = OptimizerConfig()
-        else:
+        optimizer = OptimizerConfig()
+        if not client:
             optimizer = OptimizerConfig.from_section(section)
         layerwise = LayerWiseConfig.from_section(given.get("layerwise", {}))
         refuse_unsupported(given)
@@ -152,13 +151,8 @@ def _host_ratio(zero: Mapping[str, Any]) -> float:
     offload = zero.get("offload_optimizer") or {}
     ratio = offload.get("ratio", "auto")
     # DeepSpeed reads it in this way.
-    if ratio == "auto":
-        ratio = 1.0
-    else:
-        ratio = checked_ratio(ratio)
-    if offload.get("device") == "cpu":
-        return ratio
-    return 0.0
+    ratio = checked_ratio(1.0 if ratio == "auto" else ratio)
+    return ratio if offload.get("device") == "cpu" else 0.0
 
 
 def checked_ratio(ratio: object) -> float:
@@ -172,13 +166,11 @@ def checked_ratio(ratio: object) -> float:
 
 def _param_dtype(given: Mapping[str, Any]) -> str:
     is_bf16 = at(given, "bf16.enabled") or at(given, "bfloat16.enabled")
-    if not at(given, "fp16.enabled"):
-        if is_bf16:
-            return "bfloat16"
-        return "float32"
-    if is_bf16:
+    if is_bf16 and at(given, "fp16.enabled"):
         raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
-    return "float16"
+    if is_bf16:
+        return "bfloat16"
+    return "float16" if at(given, "fp16.enabled") else "float32"
 
 
 def _dtype(key: str, given: Mapping[str, Any], known: Mapping[str, str]) -> str | None:

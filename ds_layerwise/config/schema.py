@@ -49,10 +49,9 @@ def schema_model() -> type[BaseModel]:
     for key in _FILLED_IN:
         field = Hyper.model_fields[key]
         # A rate of 0 would set all other rates to 0.
+        bound = field.rebuild_annotation()
         if key == "lr":
             bound = Positive
-        else:
-            bound = field.rebuild_annotation()
         of_params[key] = (bound | Literal["auto"], field.default)
     for key, why in ALWAYS_TRUE.items():
         of_params[key] = (Literal[True], Field(True, description=why))

@@ -19,6 +19,7 @@ from ds_layerwise.recipes.base.fields import (
     Betas,
     Count,
     Decay,
+    Name,
     NonNegative,
     OrNull,
     Positive,
@@ -52,7 +53,7 @@ from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
 #: them.
 OPTIMIZER_TYPES = ("layerwisemuon", "layerwise")
 
-Name = Annotated[str, Field(min_length=1)]
+
 LayoutPolicy = Literal["balanced", "lpt", "size_matching"]
 Reduction = Literal["auto", "ordered", "native"]
 OnMissingState = Literal["fresh", "error"]
@@ -87,12 +88,8 @@ def is_for_us(ds_config: Mapping[str, Any]) -> bool:
     without an ``optimizer`` section.
     """
     section = ds_config.get("optimizer")
-    if isinstance(section, Mapping):
-        kind = section.get("type")
-    else:
-        kind = None
-    if isinstance(kind, str):
-        return is_ours(kind)
+    if isinstance(section, Mapping) and isinstance(section.get("type"), str):
+        return is_ours(section["type"])
     return section is None and "layerwise" in ds_config
 
 
@@ -237,12 +234,13 @@ class OptimizerConfig(Hyper):
             if key in params:
                 raise ConfigError(f"optimizer.params.{key} is not supported; {why}")
         general = str(section.get("type")).lower() == "layerwise"
+        named = "muon"
         if general:
             named = _named(params, "matrix_optimizer", "muon", _matrix_names())
-        else:
-            named = "muon"
         matrix = entry_of(named, whole=True).recipe
-        scalar = entry_of(_scalar_name(params), whole=False).recipe
+        default = "adam" if params.get("adam_w_mode") is False else "adamw"
+        of_rest = _named(params, "scalar_optimizer", default, names(whole=False))
+        scalar = entry_of(of_rest, whole=False).recipe
         if not matrix.whole:
             scalar = matrix
         model = params_model(matrix, scalar, general)
@@ -281,11 +279,7 @@ def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
 
 
 def _set_in(checked: Section, keys: Iterable[str]) -> dict[str, Any]:
-    found = {}
-    for key in keys:
-        if key in checked.model_fields_set:
-            found[key] = getattr(checked, key)
-    return found
+    return checked.model_dump(include={*keys}, exclude_unset=True)
 
 
 def _matrix_names() -> tuple[str, ...]:
@@ -326,11 +320,6 @@ def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any
     return started(name, params)
 
 
-def _scalar_name(params: Mapping[str, Any]) -> str:
-    as_adam = params.get("adam_w_mode") is False and "scalar_optimizer" not in params
-    return _named(params, "scalar_optimizer", "adam" if as_adam else "adamw", names(whole=False))
-
-
 @lru_cache(maxsize=None)
 def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> type[Section]:
     """Return the model of ``optimizer.params`` for two recipes.
@@ -348,7 +337,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
         fields["matrix_optimizer"] = (any_of(*_matrix_names()), "muon")
-    model: type[Section] = create_model("optimizer.params", __base__=Hyper, **fields)
+    model = create_model("optimizer.params", __base__=Hyper, **fields)
     return model
 
 

@@ -53,10 +53,7 @@ _HOOKS = ("hyperball", "relative_update")
 
 def started(preset: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of ``preset`` for a config whose own values are ``given``."""
-    sized = "scale_mode" in given or any(map(given.get, _HOOKS))
-    left_out = {*given, *(_SIZE if sized else ())}
-    found = {}
-    for key, value in PRESETS[preset].items():
-        if key not in left_out:
-            found[key] = value
-    return found
+    left_out = {*given}
+    if "scale_mode" in given or any(map(given.get, _HOOKS)):
+        left_out.update(_SIZE)
+    return {key: value for key, value in PRESETS[preset].items() if key not in left_out}

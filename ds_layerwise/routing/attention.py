@@ -126,10 +126,7 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         and getattr(getattr(module, "config", None), "model_type", None) is not None
     }
     for path, module in found.items():
-        if path:
-            inside = f"{path}."
-        else:
-            inside = ""
+        inside = f"{path}.".lstrip(".")
         if not any(other != path and other.startswith(inside) for other in found):
             yield path, module
 
@@ -215,7 +212,7 @@ def _fused(
 
 
 def _length(layer: nn.Module, weight: Tensor) -> int:
-    return weight.shape[1 if is_transposed(layer, weight) else 0]
+    return weight.shape[int(is_transposed(layer, weight))]
 
 
 def _attention(
@@ -244,23 +241,22 @@ def _attention(
         for (_, weight), count in zip(layers, counts, strict=True):
             _check_cut(names[weight], weight, count, entry, tp_size)
     heads = entry.heads // tp_size
-    kv_heads = kv_heads // tp_size
+    kv_heads //= tp_size
     lengths = [_length(layer, weight) for layer, weight in layers]
     scaled: list[Scaled] = []
     for (layer, weight), outputs in zip(
         layers, _outputs(path, entry, lengths, heads, kv_heads), strict=True
     ):
         scaled += _scaled(path, layer, weight, outputs, names)
-    frozen = []
-    for each in scaled:
-        if each.name not in trained:
-            frozen.append(each.name)
+    frozen = [each.name for each in scaled if each.name not in trained]
     if frozen and len(frozen) < len(scaled):
         raise RoutingError(
             f"layerwise.qk_clip: {frozen[0]} is not trained, and others that give queries and keys "
             f"of {path} are; train all of them or none, or leave qk_clip out"
         )
-    return Attention(path, module, heads, kv_heads, () if frozen else tuple(scaled))
+    if frozen:
+        scaled = []
+    return Attention(path, module, heads, kv_heads, tuple(scaled))
 
 
 def _refuse_norms(path: str, module: nn.Module) -> None:
@@ -335,10 +331,9 @@ def _outputs(
     """
     if entry.qkv is not None:
         width = lengths[0] // (heads + 2 * kv_heads)
+        groups = 1
         if entry.by_head:
             groups = kv_heads
-        else:
-            groups = 1
         keys = kv_heads // groups
         key_run = Run("key", keys, width)
         runs = (Run("query", heads // groups, width), key_run, replace(key_run, role="other"))
@@ -374,10 +369,9 @@ def _scaled(
 ) -> Iterator[Scaled]:
     """Yield the weight of a layer, and its bias, if it has one."""
     own = next((name for name, param in layer._parameters.items() if param is weight), "weight")
+    bias = None
     if "weight" in own:
         bias = getattr(layer, own.replace("weight", "bias"), None)
-    else:
-        bias = None
     yield Scaled(names[weight], outputs, 1 if is_transposed(layer, weight) else 0)
     if isinstance(bias, nn.Parameter):
         if bias.numel() != outputs.length:

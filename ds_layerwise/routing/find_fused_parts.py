@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -41,15 +41,6 @@ from ds_layerwise.routing.heads import attention_of, family_of, heads_of, number
 from ds_layerwise.routing.tensor_marks import runs_of
 
 
-class TensorRank(NamedTuple):
-    """The number of ranks that tensor parallelism has cut parameters for, and the index of this
-    one.
-    """
-
-    size: int = 1
-    rank: int = 0
-
-
 def outputs_of(module: nn.Module, route: Route) -> Axis:
     """Return the axis of the matrices of ``route`` with the outputs of their layer: rows, as in
     nn.Linear, or columns.
@@ -62,9 +53,12 @@ def outputs_of(module: nn.Module, route: Route) -> Axis:
 
 
 def split_as_told(
-    route: Route, split: Split | None, module: nn.Module, param: Tensor, tensor: TensorRank
+    route: Route, split: Split | None, module: nn.Module, param: Tensor, tp_size: int
 ) -> Route:
     """Return ``route`` with the parts that an override names; unchanged if it names none.
+
+    Args:
+        tp_size: the number of ranks that tensor parallelism has cut parameters for.
 
     Raises:
         RoutingError: the parts do not fit, or tensor parallelism has cut the parameter through
@@ -72,17 +66,17 @@ def split_as_told(
     """
     if split is None:
         return route
-    parts = parts_of(route, split, outputs=outputs_of(module, route), tp_size=tensor.size)
+    parts = parts_of(route, split, outputs=outputs_of(module, route), tp_size=tp_size)
     if parts is None:
         return route
-    return _with_parts_here(route, parts, param, tensor)
+    return _with_parts_here(route, parts, param, tp_size)
 
 
 def split_known(
     model: nn.Module,
     routes: dict[str, Route],
     params: Mapping[str, Tensor],
-    tensor: TensorRank,
+    tp_size: int,
     *,
     named: Collection[str],
     per_head: bool,
@@ -97,12 +91,20 @@ def split_known(
     split = dict(routes)
     for name, route in routes.items():
         module, leaf = attention_of(model, name)
-        if name in named or route.matrix_shape is None or per_head and leaf in FUSED_NAMES:
+        shape = route.matrix_shape
+        if name in named or shape is None or per_head and leaf in FUSED_NAMES:
             continue
-        parts = _known_parts(model, route, tensor, cut=1 if per_head else None)
+        axis = outputs_of(module, route)
+        length = shape[axis]
+        if route.tp_axis == axis:
+            length *= tp_size
+        known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
+        parts = None
+        if known is not None and known.length == length:
+            parts = parts_of(route, known, outputs=axis, tp_size=tp_size)
         if parts and len(parts.each) > 1:
             try:
-                split[name] = _with_parts_here(route, parts, params[name], tensor)
+                split[name] = _with_parts_here(route, parts, params[name], tp_size)
             except RoutingError:
                 split[name] = route.because(
                     f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
@@ -115,36 +117,12 @@ def split_known(
     return split
 
 
-def _known_parts(
-    model: nn.Module, route: Route, tensor: TensorRank, *, cut: int | None
-) -> Parts | None:
-    """Return the known parts of a matrix, over all its tensor shards; None if it is unknown, or the
-    sizes do not fit.
-
-    Args:
-        cut: the number of matrices in a part, one per head; None for one matrix of all heads.
-    """
-    module, leaf = attention_of(model, route.name)
-    axis = outputs_of(module, route)
-    if route.matrix_shape:
-        length = route.matrix_shape[axis]
-    else:
-        length = 0
-    if route.tp_axis == axis:
-        length *= tensor.size
-    split = _known(module, leaf, length, sources_of(module, model, tensor.size), cut)
-    if split is None:
-        return None
-    try:
-        return parts_of(route, split, outputs=axis, tp_size=tensor.size)
-    except RoutingError:
-        return None
-
-
 def _known(
-    module: nn.Module, leaf: str, length: int, sources: list[Any], cut: int | None
+    module: nn.Module, leaf: str, length: int, sources: list[Any], per_head: bool
 ) -> Split | None:
     """Return the known split of the ``length`` outputs of the layer ``leaf`` of ``module``."""
+    # One matrix in a part for each head, or one for all heads.
+    cut = 1 if per_head else None
     heads, keys, width = heads_of(sources)
     if leaf == "gate_up_proj" and leaf in module._parameters:
         return _of_experts(module, length)
@@ -178,10 +156,9 @@ def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: 
         # on the encoder's output has no queries.
         of_encoder = getattr(module, "is_cross_attention", False) is True
         return _equal(length, *("kv" if of_encoder else "qkv"))
+    groups = 1
     if by_head:
         groups = keys or 1
-    else:
-        groups = 1
     kv = keys * width // groups
     return _split(groups, q=heads * width // groups, k=kv, v=kv)
 
@@ -231,7 +208,7 @@ def _equal(length: int, *names: str) -> Split:
     return _split(**dict.fromkeys(names, length // len(names)))
 
 
-def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRank) -> Route:
+def _with_parts_here(route: Route, parts: Parts, param: Tensor, tp_size: int) -> Route:
     """Return ``route`` with this rank's share of ``parts``, which are those of all tensor shards
     together.
 
@@ -241,57 +218,54 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tensor: TensorRa
     Raises:
         RoutingError: none of these.
     """
-    if tensor.size == 1 or route.tp_axis != parts.axis:
+    if tp_size == 1 or route.tp_axis != parts.axis:
         return with_parts(route, parts)
     runs = runs_of(param, parts.length)
     sizes = tuple(part.size for _, part in parts.each)
-    with_heads = []
-    for _, part in parts.each:
-        with_heads.append(part.heads is not None)
+    with_heads = [part.heads is not None for _, part in parts.each]
     here = None
     whole = all(with_heads)
-    if runs == (parts.length,) and parts.groups % tensor.size == 0:
-        here = Parts(parts.axis, parts.each, parts.groups // tensor.size)
+    if runs == (parts.length,) and parts.groups % tp_size == 0:
+        here = Parts(parts.axis, parts.each, parts.groups // tp_size)
     elif runs == (parts.length,) and parts.groups == 1:
-        here = _whole_parts_here(parts, tensor)
+        here = _whole_parts_here(parts, tp_size)
         whole = True
     elif runs == sizes and parts.groups == 1:
-        here = _pieces_here(parts, tensor)
+        here = _pieces_here(parts, tp_size)
     if here is None or any(with_heads) and not whole:
         raise RoutingError(
             f"{route.name}: parts {Split(parts.each, groups=parts.groups)!r} do not fit "
-            f"{tensor.size} tensor-parallel ranks: each must have whole groups, whole parts, or an "
+            f"{tp_size} tensor-parallel ranks: each must have whole groups, whole parts, or an "
             "equal piece of each part, and heads for all parts or for none; leave it whole with "
             '"split": {} in layerwise.overrides'
         )
     return with_parts(replace(route, tp_axis=None) if whole else route, here)
 
 
-def _pieces_here(parts: Parts, tensor: TensorRank) -> Parts | None:
+def _pieces_here(parts: Parts, tp_size: int) -> Parts | None:
     """Return each rank's piece of every part; None if pieces differ, or cut heads."""
     pieces = []
     for name, part in parts.each:
         heads = part.heads
-        if part.size % tensor.size or heads and heads % tensor.size:
+        if part.size % tp_size or heads and heads % tp_size:
             return None
-        heads = heads and heads // tensor.size
-        pieces.append((name, Part(size=part.size // tensor.size, heads=heads)))
+        heads = heads and heads // tp_size
+        pieces.append((name, Part(size=part.size // tp_size, heads=heads)))
     return Parts(parts.axis, tuple(pieces))
 
 
-def _whole_parts_here(parts: Parts, tensor: TensorRank) -> Parts | None:
+def _whole_parts_here(parts: Parts, tp_size: int) -> Parts | None:
     """Return the parts on this rank, if every rank has the same number of parts with the same sizes
     in the same order, and none is cut; else None.
     """
-    count, rest = divmod(len(parts.each), tensor.size)
+    count, rest = divmod(len(parts.each), tp_size)
     if rest:
         return None
     here = []
     for i in range(count):
-        same = parts.each[i::count]
-        for _, part in same:
-            if part != same[0][1]:
-                return None
+        names, same = zip(*parts.each[i::count], strict=True)
+        if len(set(same)) > 1:
+            return None
         # Ranks must agree on their parts, so also on the names of these.
-        here.append(("_or_".join(name for name, _ in same), same[0][1]))
+        here.append(("_or_".join(names), same[0]))
     return Parts(parts.axis, tuple(here))

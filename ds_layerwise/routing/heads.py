@@ -153,7 +153,7 @@ def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
     shape = route.matrix_shape
     if leaf not in FUSED_NAMES or shape is None or len(shape) != 2:
         return None
-    outputs = shape[1 if route.transposed else 0] * (tp_size if route.tp_axis == -2 else 1)
+    outputs = shape[int(route.transposed)] * (tp_size if route.tp_axis == -2 else 1)
     if width and outputs % width == 0:
         return outputs // width
     return None

@@ -44,15 +44,12 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
     if kind == "OFTRotationModule":
         return None, "skew-symmetric blocks, each a row of its elements (by peft)"
     if len(shape) == 2:
-        if kind == _EXPERTS_IN_ROWS:
-            experts = getattr(module, "moe_num_experts", 0)
-        else:
-            experts = 0
-        if experts and shape[0] % experts == 0:
+        experts = getattr(module, "moe_num_experts", 0)
+        if kind == _EXPERTS_IN_ROWS and experts and shape[0] % experts == 0:
             return (experts, shape[0] // experts, shape[1]), "stack of matrices, by expert"
         if 1 in shape:
-            return (None, "a vector")
-        return (shape, "matrix")
+            return None, "a vector"
+        return shape, "matrix"
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
             return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"

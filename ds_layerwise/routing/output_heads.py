@@ -89,7 +89,7 @@ def tables_and_linears(
     return tables, linears
 
 
-def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor] = ()) -> bool:
+def has_matrices(model: nn.Module, *, leave_out: Collection[Tensor]) -> bool:
     """Tell whether some parameter is a matrix, or a stack of matrices, and not a table."""
     for _, module, own in modules_of(model):
         if not is_table(module) and _has_matrix(module, own, leave_out):
@@ -103,9 +103,14 @@ def _has_matrix(
     return any(param not in leave_out and shape_in(module, param)[0] is not None for param in own)
 
 
-def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[Tensor, str]:
+def output_heads(model: nn.Module, elsewhere: Elsewhere | None) -> dict[Tensor, str]:
     """Return the weights of output heads, each with the reason."""
-    others = elsewhere or _nothing_elsewhere(model)
+    others = elsewhere
+    if others is None:
+        names = head_names(model)
+        shapes = frozenset(tuple(weight.shape) for weight, _ in known_heads(model, names))
+        tables, _ = tables_and_linears(model)
+        others = Elsewhere(tables=frozenset(tables), head_names=names, head_shapes=shapes)
     heads = dict.fromkeys(others.tied, "tied to another layer of the pipeline")
     heads.update(known_heads(model, others.head_names))
     # A head found only by its name may be a layer at the input, while the vocabulary's head has
@@ -115,14 +120,6 @@ def output_heads(model: nn.Module, elsewhere: Elsewhere | None = None) -> dict[T
     if not (heads or elsewhere):
         heads.update(_last_kernel(model))
     return heads
-
-
-def _nothing_elsewhere(model: nn.Module) -> Elsewhere:
-    """Return these facts for a model that is not cut into stages."""
-    names = head_names(model)
-    shapes = frozenset(tuple(weight.shape) for weight, _ in known_heads(model, names))
-    tables, _ = tables_and_linears(model)
-    return Elsewhere(tables=frozenset(tables), head_names=names, head_shapes=shapes)
 
 
 def _ends(model: nn.Module) -> dict[str, dict[str, str]]:
@@ -183,11 +180,7 @@ def known_heads(model: nn.Module, names: Mapping[str, int]) -> Iterator[tuple[Te
                 yield weight, f"output head ({why})"
     for module in model.modules():
         get = getattr(module, "get_output_embeddings", None)
-        if callable(get):
-            layer = get()
-        else:
-            layer = None
-        if isinstance(layer, nn.Module):
+        if callable(get) and isinstance(layer := get(), nn.Module):
             for weight in weights_of(layer):
                 yield weight, "output head (get_output_embeddings)"
 
@@ -266,11 +259,9 @@ def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         return
     if first.transposed or first.in_channels != last.out_channels:
         return
-    for outer, module in model.named_modules():
-        if isinstance(module, nn.ModuleList) and path.startswith(f"{outer}."):
-            return
+    in_list, _ = _surroundings(model, path)
     weights = weights_of(last)
-    if has_matrices(model, leave_out=set(weights)):
+    if not in_list and has_matrices(model, leave_out=set(weights)):
         for weight in weights:
             yield weight, "output head (last convolution)"
 

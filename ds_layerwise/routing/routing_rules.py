@@ -62,7 +62,7 @@ from ds_layerwise.plan.routes.routes import (
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.client_recipe import check_override
 from ds_layerwise.recipes.targets.overrides import Override
-from ds_layerwise.routing.find_fused_parts import TensorRank, split_as_told, split_known
+from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.matrix_view import shape_in
 from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
@@ -133,7 +133,7 @@ def route_parameters(
         recipes: the recipes of the run, for matrices and for the rest.
         tp_size: the number of ranks that tensor parallelism has cut parameters for. Its marks count
             only if it is at least 2.
-        tp_rank: the index of this rank among them.
+        tp_rank: the index of this rank among them; it changes nothing, since all of them agree.
         experts: see :func:`.routing.param_facts.facts_of`.
         own_decay: the indices of the parameter groups that set a weight decay themselves.
         by_group: the recipes of the groups of a client optimizer, which sees parameters unchanged.
@@ -147,7 +147,6 @@ def route_parameters(
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
     homes = _homes(model, elsewhere)
-    tensor = TensorRank(tp_size, tp_rank)
     trained = _trained(names, group_of, is_part=elsewhere is not None)
     merged = overrides_by_name(
         facts_of(model, trained, overrides, tp_size=tp_size, experts=experts),
@@ -179,10 +178,10 @@ def route_parameters(
         dims = partial(_dims, route, param, tp_size)
         route = by_kind.by_width(route, dims, table=table or vector)
         route = cut_heads(route, changes.get("num_heads"), param, tp_size, explicit=True)
-        routes[name] = split_as_told(route, changes.get("split"), home.module, param, tensor)
+        routes[name] = split_as_told(route, changes.get("split"), home.module, param, tp_size)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
     if auto_split and not by_group:
-        routes = split_known(model, routes, trained, tensor, named=named, per_head=per_head)
+        routes = split_known(model, routes, trained, tp_size, named=named, per_head=per_head)
     if per_head:
         routes = split_heads(model, routes, trained, tp_size, named=named)
     if elsewhere is None:
@@ -212,29 +211,24 @@ def _trained(
     Args:
         is_part: True if other stages have more of the model, so that the result may be empty.
     """
-    wanted = {}
+    trained = {}
     for param, name in names.items():
-        if name in given and param.requires_grad:
-            wanted[name] = param
-    trained = {name: param for name, param in wanted.items() if param.numel()}
+        if name in given and param.requires_grad and param.numel():
+            trained[name] = param
     if not (trained or is_part):
-        require_a_matrix((), why_none=_why_none(given, len(names)))
-    return trained
-
-
-def _why_none(given: Collection[str], of_model: int) -> str:
-    """Return the way out if no parameter that was passed is trained."""
-    if not of_model:
-        return "the model has no parameters"
-    if not given:
-        return (
-            "no parameter was given to initialize(); give model_parameters=model.parameters(), or "
-            "None for all (a generator or a filter is empty once it has been gone through)"
+        why = (
+            f"none of the {len(given)} parameters given, of {len(names)} of the model, requires a "
+            "gradient and has elements; unfreeze what is to be trained before initialize()"
         )
-    return (
-        f"none of the {len(given)} parameters given, of {of_model} of the model, requires a "
-        "gradient and has elements; unfreeze what is to be trained before initialize()"
-    )
+        if not names:
+            why = "the model has no parameters"
+        elif not given:
+            why = (
+                "no parameter was given to initialize(); give model_parameters=model.parameters(), "
+                "or None for all (a generator or a filter is empty once it has been gone through)"
+            )
+        require_a_matrix((), why_none=why)
+    return trained
 
 
 def _dims(route: Route, param: Tensor, tp_size: int) -> Shape:
@@ -284,39 +278,28 @@ def _decide(
     recipes: Recipes,
     group: int,
 ) -> Route:
+    shape = None
     if wanted is not None:
         recipe, reason = wanted
-        forced = None
+        has_axes = param.dim() > 1
         if recipe.whole:
-            forced = shape_in(home.module, param)[0] or forced_matrix_shape(
-                name, tuple(param.shape), reason
-            )
-        return Route(
-            name=name,
-            recipe=recipe,
-            reason=reason,
-            group=group,
-            matrix_shape=forced,
-            by_user=True,
-            sent_away=not recipe.whole and param.dim() > 1,
-        )
-    kind = home.vector or home.table
-    if kind:
-        shape, reason = (None, kind)
+            shape = shape_in(home.module, param)[0]
+            shape = shape or forced_matrix_shape(name, tuple(param.shape), reason)
     else:
-        shape, reason = shape_in(home.module, param)
-    if shape is None:
-        recipe = recipes.scalar
-    else:
-        recipe = recipes.matrix
+        reason = home.vector or home.table or ""
+        if not reason:
+            shape, reason = shape_in(home.module, param)
+        has_axes = shape is not None
+        recipe = recipes.matrix if has_axes else recipes.scalar
     return Route(
         name=name,
         recipe=recipe,
         reason=reason,
         group=group,
         matrix_shape=shape if recipe.whole else None,
-        sent_away=shape is not None and not recipe.whole,
-        bare=param.dim() > 1 and is_bare(home.module),
+        by_user=wanted is not None,
+        sent_away=has_axes and not recipe.whole,
+        bare=wanted is None and param.dim() > 1 and is_bare(home.module),
     )
 
 
@@ -353,11 +336,9 @@ def _of_client(
 def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     if tp_size == 1 or not is_cut(param):
         return route
-    shape = route.matrix_shape
-    if shape is None:
-        axis = None
-    else:
-        axis = axis_of(route.name, param, shape, tp_size)
+    axis = None
+    if route.matrix_shape is not None:
+        axis = axis_of(route.name, param, route.matrix_shape, tp_size)
     return with_cut(route, axis, tp_size)
 
 

@@ -49,9 +49,7 @@ def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis
         )
     if dim < rows:
         return None
-    if dim == rows:
-        return -2
-    return -1
+    return -2 if dim == rows else -1
 
 
 def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
@@ -77,10 +75,7 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
         return dim
     before = tuple(meta["original_shape"])
     reason = meta["conversion"].get("unsupported_reason")
-    cut = []
-    for i, (n, part) in enumerate(zip(before, param.shape, strict=True)):
-        if n != part:
-            cut.append(i)
+    cut = [i for i in range(param.dim()) if before[i] != param.shape[i]]
     if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
         raise RoutingError(
             f"{name}: AutoTP cut {before} into {tuple(param.shape)} over {tp_size} "
@@ -126,7 +121,7 @@ def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
     if num_heads % tp_size or not in_one_run:
         raise RoutingError(
             f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel "
-            f"ranks{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise "
+            f"ranks{', which have several runs of rows each' * (not in_one_run)}; orthogonalise "
             "it as one matrix, without num_heads and per_head_muon"
         )
     return num_heads // tp_size

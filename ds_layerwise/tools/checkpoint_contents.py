@@ -43,10 +43,7 @@ class Contents:
                 self.saved.state_dict(rank)
         model = self.model
         header = self.saved.header
-        if model:
-            known = model.shapes
-        else:
-            known = {}
+        known = model.shapes if model else {}
         from_zero3 = model is not None and model.path.name == ZERO3_MODEL_FILE
         self.trained: dict[str, tuple[int, ...]] = {}
         for name, shape in header.shapes.items():
@@ -63,7 +60,7 @@ class Contents:
         """Frozen parameters and buffers, in their saved dtype."""
 
     def _untrained(self) -> dict[str, Tensor]:
-        others: dict[str, Tensor] = {}
+        others = {}
         if isinstance(self.saved, UniversalCheckpoint):
             for name in self.saved.header.shapes:
                 if name not in self.trained and name not in self.aliases:

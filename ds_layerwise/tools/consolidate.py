@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -22,13 +22,33 @@ from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, check_bytes,
 from ds_layerwise.checkpoint.formats.regular import refuse_parts
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.checkpoint_contents import Contents
-from ds_layerwise.tools.hf_files import CONFIG, find_companions
 
 #: The values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 SUFFIX = ".safetensors"
 INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+
+#: Hugging Face's files of a model, its tokenizer and its processor, which lie beside weights.
+_COMPANIONS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 #: What the names of PEFT's parameters have: those of adapters, of what they wrap, and of prompts.
 _PEFT = re.compile(r"\.(lora|vera|oft|ia3|hada)_|\.(base_layer|modules_to_save)\.|prompt_encoder\.")
@@ -47,7 +67,7 @@ def consolidate(
     trust: bool,
     overwrite: bool,
     bars: Bars,
-    config: Path | None = None,
+    config: Path | None,
 ) -> list[str]:
     """Write the float32 weights at ``path``, frozen parameters and buffers to ``out``.
 
@@ -61,7 +81,8 @@ def consolidate(
         trust: True to let the model's file run code.
         overwrite: True to replace the weights of an earlier result, or of a Hugging Face model, at
             ``out``. Other files there stay.
-        config: see :func:`.hf_files.find_companions`; a single file has no companions.
+        config: Hugging Face's config, or a folder with it, to lay beside the weights; a single file
+            has none.
 
     Returns:
         Lines about what was written.
@@ -87,6 +108,7 @@ def consolidate(
     check_bytes(source, workers=workers, bars=bars)
     contents = Contents(source, trust=trust)
     sizes = _sizes(contents, DTYPES[dtype])
+    total = sum(sizes.values())
     of_peft = next(filter(_PEFT.search, sizes), None)
     if of_peft and (CONFIG in beside or (out / CONFIG).exists()):
         raise LayerWiseError(
@@ -94,15 +116,14 @@ def consolidate(
             f"find in the model of {beside.get(CONFIG, out / CONFIG)}: load the adapter that the "
             f"run saved with peft and merge it there, or write all tensors to a file *{SUFFIX}"
         )
-    with bars("write", sum(sizes.values())) as done:
+    with bars("write", total) as done:
         if one_file:
             out.parent.mkdir(parents=True, exist_ok=True)
-            names = list(sizes)
-            atomic.write_whole(out, partial(_write, contents, names, DTYPES[dtype]))
-            done(sum(sizes.values()))
+            atomic.write_whole(out, partial(_write, contents, list(sizes), DTYPES[dtype]))
+            done(total)
         else:
             _write_folder(contents, sizes, DTYPES[dtype], out, beside, max_shard_bytes, done)
-    lines = [f"{out}: {len(sizes)} tensors, {sum(sizes.values())} bytes in {dtype}, from {source}"]
+    lines = [f"{out}: {len(sizes)} tensors, {total} bytes in {dtype}, from {source}"]
     if beside:
         first, *_ = beside.values()
         files = ", ".join(path.name for path in beside.values())
@@ -148,15 +169,38 @@ def _write_folder(
         atomic.abandon(out)
 
 
-def _beside(source: Path, out: Path, config: Path | None) -> dict[str, Path]:
-    """Find the files to copy beside the weights, except those in ``out`` that belong to the
-    user.
+def _beside(source: Path, out: Path, asked: Path | None) -> dict[str, Path]:
+    """Find the files that ``from_pretrained`` needs beside the weights, by their names there.
+
+    They come from the folder of the checkpoint ``source``, else from its parent, where a Trainer
+    writes them. Those in ``out`` that belong to the user stay as they are.
+
+    Args:
+        asked: a config of any name, or a folder with a ``config.json``, to use instead.
+
+    Raises:
+        LayerWiseError: ``asked`` has none.
     """
-    found = find_companions(source, config)
-    if config is None and out.is_dir():
-        kept = others_in(out, replaces=WEIGHTS)
+    config = source / CONFIG
+    kept: Collection[str] = ()
+    if asked is not None:
+        config = asked / CONFIG if asked.is_dir() else asked
+        if not config.is_file():
+            raise LayerWiseError(
+                f"{config} is no file; give --config a config.json or a folder with one"
+            )
     else:
-        kept = []
+        if not config.is_file():
+            config = source.parent / CONFIG
+        if out.is_dir():
+            kept = others_in(out, replaces=WEIGHTS)
+    if not config.is_file():
+        return {}
+    found = {CONFIG: config}
+    for name in _COMPANIONS:
+        path = config.with_name(name)
+        if path.is_file() and path != config:
+            found[name] = path
     return {name: path for name, path in found.items() if name not in kept}
 
 
@@ -164,15 +208,11 @@ def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
     """Return the bytes of each name in the result, in model order if it is known."""
     sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in contents.trained.items()}
     for name, value in contents.others.items():
-        if value.is_floating_point():
-            itemsize = dtype.itemsize
-        else:
-            itemsize = value.element_size()
-        sizes[name] = value.numel() * itemsize
+        kept_as = dtype if value.is_floating_point() else value.dtype
+        sizes[name] = value.numel() * kept_as.itemsize
     if contents.model is None:
         return sizes
-    ordered = {name: sizes[name] for name in contents.model.module if name in sizes}
-    return ordered | sizes
+    return {name: sizes[name] for name in contents.model.module if name in sizes} | sizes
 
 
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
@@ -195,14 +235,13 @@ def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: P
         value = _cast(name, contents.weight(name), dtype).contiguous()
         # Copy it: it shares a buffer with another name, and safetensors refuses shared memory.
         if value.untyped_storage().data_ptr() in storages:
-            tensors[name] = value.clone()
-        else:
-            tensors[name] = value
-        storages.add(tensors[name].untyped_storage().data_ptr())
-    metadata = {
-        "format": "pt",
-        **{alias: name for alias, name in contents.aliases.items() if name in tensors},
-    }
+            value = value.clone()
+        tensors[name] = value
+        storages.add(value.untyped_storage().data_ptr())
+    metadata = {"format": "pt"}
+    for alias, name in contents.aliases.items():
+        if name in tensors:
+            metadata[alias] = name
     # safetensors makes its files readable only for their owner, whatever the umask.
     path.touch()
     mode = path.stat().st_mode

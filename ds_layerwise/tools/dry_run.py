@@ -255,10 +255,7 @@ def _links(
         ConfigError: as in :func:`.plan.network.links.find_links`; or tensor-parallel ranks would be
             spread unevenly over nodes.
     """
-    if links:
-        where = "links"
-    else:
-        where = "layerwise.links"
+    where = "links" if links else "layerwise.links"
     links_with = partial(links_of_run, links or run.layerwise.links, on_host=None, where=where)
     full = links_with(ranks_per_node=ranks_per_node)
     per_node = full.ranks_per_node

@@ -10,7 +10,8 @@ from typing import Any
 
 from ds_layerwise.config.config_file import at, read_config
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.report import fits_table
+from ds_layerwise.plan.forecast.quantities import size_text, time_text
+from ds_layerwise.plan.forecast.report import table_of
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.tools.dry_run import DryRun
 
@@ -36,6 +37,8 @@ _STAGES = (1, 2, 3)
 #: The config's own bucket size stays if messages take at most this many times as long as with the
 #: best one.
 _AS_FAST = 1.05
+#: The width of a terminal.
+_NARROW = 80
 _PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
 
 
@@ -76,7 +79,6 @@ class Change:
 class Fit:
     """A change with which every rank has enough memory."""
 
-    num_devices: int
     change: Change
     left: int
     """The bytes of a device that are left on the rank that needs most."""
@@ -186,19 +188,21 @@ def _tried(
         if at(given, path) == value:
             del values[path]
     time = size.wire.total + prediction.update
-    return Fit(num_devices, replace(change, values=values), size.left or 0, time)
+    return Fit(replace(change, values=values), size.left or 0, time)
 
 
 def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:
     """Return a table of ``found``, one list for each number of ``devices``, and below it the first
     change of each as a part of a config.
     """
-    rows = []
+    title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
+    table = table_of(title, ("devices", "change", "left", "a step"), ("change",))
     prices: dict[str, None] = {}
     below = []
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            rows.append((num_devices, str(fit.change), fit.left, fit.nanoseconds))
+            costs = size_text(fit.left), time_text(fit.nanoseconds)
+            table.add_row(str(num_devices), str(fit.change), *costs)
             prices[fit.change.price] = None
         if not fits:
             below.append(f"devices: {num_devices}; nothing that was tried fits")
@@ -209,5 +213,10 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
             if fits[0].change.ep_size > 1:
                 part += f", with experts shared by {fits[0].change.ep_size} ranks"
             below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
+    about = (
+        "change: of the config; left: for what the forward and the backward pass keep, activations "
+        "above all, and what drivers and libraries take; a step: predicted, one micro-batch, "
+        "without the passes; devices: --ranks."
+    )
     lines = rendered([*filter(None, prices), *below])
-    return f"{fits_table(rows, memory_bytes)}\n{lines}".rstrip()
+    return f"{rendered([table, about], _NARROW)}\n{lines}".rstrip()

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config.sections import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.forecast.model_file import refuse_conditions
-from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
 
@@ -72,7 +70,7 @@ class HfShapes:
         try:
             config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
             auto = transformers.AutoModelForCausalLM.from_config
-            make: Callable[..., Any] = partial(auto, trust_remote_code=False)
+            make = partial(auto, trust_remote_code=False)
             for name in config.architectures or ():
                 if hasattr(transformers, name):
                     make = getattr(transformers, name)
@@ -110,13 +108,12 @@ class HfShapes:
     def route(
         self,
         overrides: Sequence[Override],
-        *,
-        per_head: bool,
-        auto_split: bool,
-        recipes: Recipes,
-        by_kind: ByKind,
+        **options: Any,
     ) -> dict[str, Route]:
         """Route each parameter, as in training with all of them in one group.
+
+        Args:
+            options: further arguments of :func:`.routing.routing_rules.route_parameters`.
 
         Raises:
             RoutingError: as in :func:`.routing.routing_rules.route_parameters`.
@@ -131,12 +128,5 @@ class HfShapes:
 
         if not self.params:
             raise RoutingError("the model has no parameters")
-        return route_parameters(
-            self.model,
-            [{"params": list(self.model.parameters())}],
-            overrides=overrides,
-            per_head=per_head,
-            auto_split=auto_split,
-            recipes=recipes,
-            by_kind=by_kind,
-        )
+        group = {"params": list(self.model.parameters())}
+        return route_parameters(self.model, [group], overrides=overrides, **options)

@@ -55,10 +55,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
             ``trust``.
     """
     folder = find(path)
-    if is_universal(folder):
-        kind = "universal"
-    else:
-        kind = "regular"
+    kind = "universal" if is_universal(folder) else "regular"
     names = names_in(folder)
     size = sum((folder / name).stat().st_size for name in names)
     report = Report(folder, f"{folder}: {kind} checkpoint, {len(names)} files, {size:,} bytes")
@@ -82,7 +79,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     numel = 0
     steps = set()
     for contents in report.contents:
-        numel += sum(math.prod(shape) for shape in contents.trained.values())
+        numel += sum(map(math.prod, contents.trained.values()))
         steps.add(contents.saved.header.step)
     ranks = {None: "unknown world size", 1: "1 rank"}.get(
         first.world_size, f"{first.world_size} ranks"
@@ -178,15 +175,15 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
                 yield name, f"{path} does not hold the part of {name} that its layout says"
                 continue
             # DeepSpeed's scripts use all tensors in the file, whether or not they are listed.
-            tensors = {WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index]}
             states = state_dict[BASE_OPTIMIZER_STATE]["state"][index]
-            for key in ("exp_avg", "exp_avg_sq"):
-                tensors[key] = states.get(key)
+            tensors = {
+                WEIGHTS: state_dict[SINGLE_PARTITION_OF_FP32_GROUPS][index],
+                "exp_avg": states.get("exp_avg"),
+                "exp_avg_sq": states.get("exp_avg_sq"),
+            }
             for key, value in tensors.items():
-                size = "no"
-                if value is not None:
-                    size = value.numel()
-                if value is None or tuple(value.shape) != (numel,):
+                if value is None or value.shape != (numel,):
+                    size = "no" if value is None else value.numel()
                     has = f"{path} has {size} elements of {key} of {name}"
                     yield name, f"{has}, but {numel} in its layout"
 

@@ -39,10 +39,11 @@ from ds_layerwise.plan.network.exchange_rounds import (
     deal,
     exchange_bytes,
     has_owners,
+    travels_in_cuts,
 )
-from ds_layerwise.plan.network.links import Group, Links, group_of
+from ds_layerwise.plan.network.links import TCP, Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
-from ds_layerwise.plan.network.transport import MAX_PENDING, InLevels, in_levels, itemsize
+from ds_layerwise.plan.network.transport import MAX_PENDING, in_levels, itemsize
 from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.recipes.base import dtypes
 from ds_layerwise.recipes.base.dtypes import MasterDtype
@@ -50,9 +51,8 @@ from ds_layerwise.recipes.base.dtypes import MasterDtype
 
 def max_over_mean(loads: Sequence[int]) -> float:
     """Return the load of the busiest rank over the mean; 1 if there is no load."""
-    total = sum(loads)
-    if total:
-        return max(loads) * len(loads) / total
+    if any(loads):
+        return max(loads) * len(loads) / sum(loads)
     return 1.0
 
 
@@ -72,36 +72,33 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
     """Count the elements that each rank sends for all buckets, or only for those with an index in
     ``only``.
     """
-    sent = {}
-    in_cuts = defaultdict(list)
+    by_ep_size = defaultdict(list)
     for bucket in layout.buckets:
-        if only is not None and bucket.index not in only:
-            continue
-        if bucket.ep_size not in sent:
-            sent[bucket.ep_size] = np.zeros((3, bucket.holders), np.int64)
-        reduce, gather, forward = sent[bucket.ep_size]
-        others = bucket.holders - 1
-        if bucket.way == "ragged":
-            filled, own = _filled_shards(bucket)
-            reduce += bucket.numel
-            reduce[filled] -= own
-            gather[filled] += others * own
-            continue
-        reduce += bucket.numel - bucket.cut_numel
-        gather += others * bucket.cut_numel
-        if bucket.way == "cuts":
-            forward += bucket.cut_numel
-            in_cuts[bucket.ep_size].append(bucket)
-    for ep_size, buckets in in_cuts.items():
-        _, gather, forward = sent[ep_size]
+        if only is None or bucket.index in only:
+            by_ep_size[bucket.ep_size].append(bucket)
+    total = np.zeros((3, layout.world_size), np.int64)
+    for ep_size, buckets in by_ep_size.items():
+        sent = np.zeros((3, buckets[0].holders), np.int64)
+        reduce, gather, forward = sent
+        others = buckets[0].holders - 1
+        for bucket in buckets:
+            if bucket.way == "ragged":
+                filled, own = _filled_shards(bucket)
+                reduce += bucket.numel
+                reduce[filled] -= own
+                gather[filled] += others * own
+                continue
+            reduce += bucket.numel - bucket.cut_numel
+            gather += others * bucket.cut_numel
+            if bucket.way == "cuts":
+                forward += bucket.cut_numel
+        in_cuts = list(filter(travels_in_cuts, buckets))
         _, filled, own, stays = in_own_cuts(
-            [b.shards for b in buckets], [b.cut_numel for b in buckets]
+            [b.shards for b in in_cuts], [b.cut_numel for b in in_cuts]
         )
         np.subtract.at(forward, filled, stays)
         np.add.at(gather, filled, own - stays)
-    total = np.zeros((3, layout.world_size), np.int64)
-    for ep_size, elements in sent.items():
-        total += np.repeat(elements, ep_size, axis=1)
+        total += np.repeat(sent, ep_size, axis=1)
     return WireElements(*map(tuple, total.tolist()))
 
 
@@ -240,8 +237,8 @@ def memory_bytes(
     """
     stored_as = {dtype: dtype for dtype in layout.dtypes} | dict(grads_stored_as or {})
     grads = 0
-    for dtype in layout.dtypes:
-        if stage == 1:
+    if stage == 1:
+        for dtype in layout.dtypes:
             grads += itemsize(stored_as[dtype]) * layout.buffer_numel(dtype)
     params, hosted = _param_bytes(layout, stage, params_on_host)
     reduced = [0] * layout.world_size
@@ -408,38 +405,42 @@ def traffic_bytes(
     node_sums = [0] * MAX_PENDING
     own = np.zeros((3, MAX_PENDING, layout.world_size), np.int64)
     gathered = 0
-    if links is None:
-        rings = InLevels()
-    else:
-        rings = in_levels(layout.buckets, wires, links, reduction)
+    links = links or TCP
+    rings = in_levels(layout.buckets, wires, links, reduction)
     for bucket, wire in zip(layout.buckets, wires, strict=True):
         turn = bucket.index % MAX_PENDING
-        if links is None:
-            group = None
-        else:
-            group = group_of(bucket.holders, links, bucket.ep_size)
+        group = group_of(bucket.holders, links, bucket.ep_size)
         for most, nbytes in zip(own, _own_bytes(bucket, wire, group, stage, reduction)):
-            _raise_to_own(most[turn], bucket, nbytes)
+            if bucket.way == "ragged":
+                filled, lengths = _filled_shards(bucket)
+                by_shard = most[turn].reshape(bucket.holders, bucket.ep_size)
+                by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
+            else:
+                np.maximum(most[turn], bucket.cut_numel * nbytes, out=most[turn])
         copies = int(stage > 1 or (bucket.holders > 1 and stored_as[bucket.dtype] != wire))
-        if group and (bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction)):
+        if bucket.index in rings.reduce or _adds_in_nodes(bucket, group, reduction):
             # Sorted by the places in a node, at stage 2 in addition to the source.
             copies = min(stage, 2)
+            sum_bytes = SUM_BYTES
             if reduction == "native":
                 sum_bytes = itemsize(wire)
-            else:
-                sum_bytes = SUM_BYTES
             node_sums[turn] = max(node_sums[turn], bucket.numel // group.local * sum_bytes)
-        if group and bucket.index in rings.gather:
+        if bucket.index in rings.gather:
             numel = bucket.numel + bucket.numel // group.local
             gathered = max(gathered, numel * itemsize(bucket.dtype))
         sent[turn] = max(sent[turn], bucket.numel * itemsize(wire) * copies)
     rounds = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
     there = exchange_bytes(rounds, layout.world_size, owners_have="float32").tolist()
-    back = _returned_bytes(layout, stage).tolist()
+    # The rounds in which parameters go back.
+    if stage == 3:
+        returns = cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
+    else:
+        returns = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
+    back = returns.tolist()
     found = []
     for rank, received in enumerate((own.sum(axis=(0, 1)) + sum(node_sums)).tolist()):
         reduced = RankTraffic(sum(sent), received)
-        if links is None or links.on_host:
+        if links.on_host:
             found.append(replace(reduced, exchanged=max(there[rank], back[rank])))
             continue
         returned = RankTraffic(0, gathered * (stage < 3), back[rank])
@@ -448,59 +449,35 @@ def traffic_bytes(
     return tuple(found)
 
 
-def _returned_bytes(layout: Layout, stage: int) -> Ints:
-    """Return the most bytes of the rounds in which parameters go back, by rank."""
-    if stage == 3:
-        return cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
-    return exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
-
-
 def _adds_in_nodes(bucket: Bucket, group: Group, reduction: Reduction) -> bool:
     return reduction == "ordered" and bucket.way != "ragged" and group.has_levels
 
 
 def _own_bytes(
-    bucket: Bucket, wire: str, group: Group | None, stage: int, reduction: Reduction
+    bucket: Bucket, wire: str, group: Group, stage: int, reduction: Reduction
 ) -> tuple[int, int, int]:
     """Return the bytes per element of a rank's own part: received, partial sums, added."""
-    if stage > 1:
-        added = SUM_BYTES
-    else:
-        added = 0
+    added = SUM_BYTES if stage > 1 else 0
     holders = bucket.holders
     if holders == 1:
         return 0, 0, added
     received = itemsize(wire)
     if reduction == "native":
         # The backend may write directly to the place of the sums.
+        stays = "float32"
         if bucket.way == "cuts":
             stays = sum_dtype(wire, reduction, stage)
-        else:
-            stays = "float32"
         if bucket.way != "ragged" and wire == stays:
             received = 0
         return received, 0, added
     partial = 0
-    if group and not group.links.on_host:
+    if not group.links.on_host:
+        inside = 1
         if _adds_in_nodes(bucket, group, reduction):
             inside = group.local
-        else:
-            inside = 1
         partial = SUM_BYTES * most_partial_sums(holders, per_node=inside)
     # With two ranks, each reads its own part in place.
     return received * (holders if holders > 2 else 1), partial, added
-
-
-def _raise_to_own(most: Ints, bucket: Bucket, nbytes: int) -> None:
-    """Raise ``most``, by rank, to at least ``nbytes`` per element of the rank's own shard
-    or cut.
-    """
-    if bucket.way != "ragged":
-        np.maximum(most, bucket.cut_numel * nbytes, out=most)
-        return
-    filled, lengths = _filled_shards(bucket)
-    by_shard = most.reshape(bucket.holders, bucket.ep_size)
-    by_shard[filled] = np.maximum(by_shard[filled], lengths[:, None] * nbytes)
 
 
 @dataclass(frozen=True)
@@ -528,16 +505,9 @@ class LayoutReport:
                 for owner in bucket.owners(slot):
                     work[owner] += work_of[slot.name]
                     whole[owner] += slot.numel
-        numel = 0
-        for bucket in layout.buckets:
-            numel += sum(slot.numel for slot in bucket.slots)
-        return cls(
-            num_buckets=len(layout.buckets),
-            numel=numel,
-            padding=sum(layout.buffer_numel(dtype) for dtype in layout.dtypes) - numel,
-            work=tuple(work),
-            whole_numel=tuple(whole),
-        )
+        numel = sum(spec.numel for spec in specs)
+        padding = sum(map(layout.buffer_numel, layout.dtypes)) - numel
+        return cls(len(layout.buckets), numel, padding, tuple(work), tuple(whole))
 
     @property
     def padding_fraction(self) -> float:

@@ -33,7 +33,7 @@ from ds_layerwise.plan.forecast.cost import (
     wire_elements,
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.network.links import NVLINK_IB, Links
+from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Axis, Route, Routes, whole_shape
@@ -77,10 +77,7 @@ def specs_of(
         for part, its in seen.items() if route.whole else ():
             whole = whole_shape(its, route.tp_axis, tp_size)
             if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
-                if part:
-                    of_part = f", part {part} {its},"
-                else:
-                    of_part = ""
+                of_part = f", part {part} {its}," if part else ""
                 raise RoutingError(f"{name} {shape}{of_part} {why}")
             flops += work(route.recipe, its, route.tp_axis)
         specs.append(
@@ -154,7 +151,7 @@ class Forecast:
         fetching: Fetching | None = None,
         tp_size: int = 1,
         reduction: Reduction = "ordered",
-        links: Links | None = None,
+        links: Links = TCP,
         master_dtype: MasterDtype = "float32",
         max_waiting: int | None = None,
     ) -> Forecast:
@@ -172,9 +169,7 @@ class Forecast:
             max_waiting: see :attr:`max_waiting`.
         """
         wires = wires_of(layout, specs)
-        opened = []
-        for bucket in layout.buckets:
-            opened.append(opened_bytes(bucket, routes, master_dtype))
+        opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
         bytes_of = partial(
             memory_bytes,
             layout,
@@ -245,10 +240,7 @@ class Forecast:
 
     @property
     def _bucket_bytes(self) -> list[int]:
-        found = []
-        for bucket in self.layout.buckets:
-            found.append(bucket.numel * DTYPE_BYTES[bucket.dtype])
-        return found
+        return [bucket.numel * DTYPE_BYTES[bucket.dtype] for bucket in self.layout.buckets]
 
     @property
     def start_up(self) -> tuple[int, ...]:
@@ -338,9 +330,7 @@ class Forecast:
         The busiest rank is the one that sends most of both together.
         """
         sent = self.sent()
-        totals = []
-        for counts in zip(*itertools.chain(*sent.values()), strict=True):
-            totals.append(sum(counts))
+        totals = list(map(sum, zip(*itertools.chain(*sent.values()), strict=True)))
         busiest = totals.index(max(totals))
         found = {}
         for dtype, each in sent.items():
@@ -396,10 +386,7 @@ class _Kind(NamedTuple):
 def _kinds_of(slot: Slot, route: Route, tp_size: int) -> Iterator[tuple[_Kind, int]]:
     """Yield the kinds of matrices that an owner of ``slot`` updates, with their numbers."""
     # A parameter that is copied for its update is updated alone.
-    if route.copied:
-        alone = slot.name
-    else:
-        alone = ""
+    alone = slot.name if route.copied else ""
     for seen in route.seen(slot.numel).values():
         *batch, rows, cols = route.multiplied(seen if len(seen) > 1 else (1, *seen), tp_size)
         yield _Kind(route.recipe, rows, cols, alone, route.copied), math.prod(batch)
@@ -482,7 +469,7 @@ def forecast(
     num_ranks: int,
     *,
     bucket_numel: int | None = None,
-    links: Links | None = None,
+    links: Links = NVLINK_IB,
     reduction: Reduction = "ordered",
     tp_size: int = 1,
 ) -> Forecast:
@@ -516,7 +503,7 @@ def forecast(
         params_on_host=run.params_on_host,
         fetching=run.fetching,
         reduction=reduction,
-        links=links or NVLINK_IB,
+        links=links,
         master_dtype=run.layerwise.master_dtype,
         max_waiting=run.layerwise.max_waiting_buckets,
         tp_size=tp_size,

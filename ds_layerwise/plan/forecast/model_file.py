@@ -30,7 +30,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import Field
 
-from ds_layerwise.config.sections import Name, Recipes
+from ds_layerwise.config.sections import Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
@@ -45,7 +45,7 @@ from ds_layerwise.plan.routes.routes import (
     with_heads,
     with_parts,
 )
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Section, build
+from ds_layerwise.recipes.base.fields import OR_NULL, Count, Name, Section, build
 from ds_layerwise.recipes.base.recipe import Shape
 from ds_layerwise.recipes.targets.conditions import Facts
 from ds_layerwise.recipes.targets.fused_parts import Split, as_one_change, checked_split
@@ -216,7 +216,14 @@ def route_model(
             is set and no override gives the number of heads, which a file does not have.
         ConfigError: names and shapes do not show which parameters a key is for.
     """
-    _refuse_what_a_file_does_not_say(overrides, by_kind)
+    why = "names and shapes alone do not say which parameters"
+    refuse_conditions(overrides, Override.OF_THE_MODEL, why=f"{why} those are")
+    if key := by_kind.asks_for_tables():
+        value = str(getattr(by_kind, key)).removesuffix(".0")
+        raise ConfigError(
+            f"layerwise.{key} is {value}, and {why} are embeddings and output heads; plan without "
+            "it, or name them in layerwise.overrides"
+        )
     if per_head and not any(each.num_heads or each.split for each in overrides):
         raise RoutingError(
             "optimizer.params.per_head_muon is true, but a model file does not have the number of "
@@ -231,10 +238,7 @@ def route_model(
         wanted = mine.get("optimizer", param.optimizer)
         by_user = "optimizer" in mine
         recipe = recipe_named(wanted, recipes, mine)
-        if by_user:
-            reason = "layerwise.overrides"
-        else:
-            reason = "model file"
+        reason = "layerwise.overrides" if by_user else "model file"
         shape = None
         sent_away = False
         if recipe.whole:
@@ -255,12 +259,9 @@ def route_model(
         route = with_changes(route, mine, recipes)
         route = by_kind.decayed(route, param.shape, vector=is_vector(param.name))
         route = with_heads(route, mine.get("num_heads"), explicit=True)
-        if auto_split and route.whole:
+        known = None
+        if auto_split and route.whole and "num_heads" not in mine:
             known = param.split
-        else:
-            known = None
-        if "num_heads" in mine:
-            known = None
         if (split := mine.get("split", known)) is not None:
             parts = parts_of(route, split, outputs=-1 if param.transposed else -2)
             route = with_parts(route, parts)
@@ -284,17 +285,6 @@ def refuse_conditions(overrides: Sequence[Override], keys: Collection[str], *, w
                 )
 
 
-def _refuse_what_a_file_does_not_say(overrides: Sequence[Override], by_kind: ByKind) -> None:
-    why = "names and shapes alone do not say which parameters"
-    refuse_conditions(overrides, Override.OF_THE_MODEL, why=f"{why} those are")
-    if key := by_kind.asks_for_tables():
-        value = str(getattr(by_kind, key)).removesuffix(".0")
-        raise ConfigError(
-            f"layerwise.{key} is {value}, and {why} are embeddings and output heads; plan without "
-            "it, or name them in layerwise.overrides"
-        )
-
-
 def deal_out_experts(
     params: Sequence[tuple[str, Shape]], ep_size: int
 ) -> tuple[list[tuple[str, Shape]], dict[str, int]]:
@@ -316,17 +306,18 @@ def deal_out_experts(
     """
     if ep_size == 1:
         return list(params), {}
-    matches = {name: match for name, _ in params if (match := _EXPERT.fullmatch(name))}
+    matches = {}
+    shapes: dict[str, dict[int, dict[str, Shape]]] = {}
+    for name, shape in params:
+        if match := _EXPERT.fullmatch(name):
+            matches[name] = match
+            experts = shapes.setdefault(match[1], {})
+            experts.setdefault(int(match[2]), {})[match[3]] = shape
     if not matches:
         raise ConfigError(
             f"ep_size is {ep_size}, and no parameter of the model is an expert with a number in "
             "its name, like mlp.experts.7.up_proj.weight; plan it with ep_size 1"
         )
-    shapes: dict[str, dict[int, dict[str, Shape]]] = {}
-    for name, shape in params:
-        if match := matches.get(name):
-            experts = shapes.setdefault(match[1], {})
-            experts.setdefault(int(match[2]), {})[match[3]] = shape
     own = {where: _own_experts(where, experts, ep_size) for where, experts in shapes.items()}
     left = []
     for name, shape in params:
@@ -376,10 +367,7 @@ def _parsed(where: str, entries: Sequence[Any]) -> list[tuple[str, ModelParam | 
             parsed.append((here, _Repeated(values, _parsed(f"{here}.params", block.params))))
             continue
         param = build(_Entry, here, entry)
-        parts = {}
-        for key in ("split", "split_groups"):
-            if key in entry:
-                parts[key] = entry[key]
+        parts = {key: entry[key] for key in ("split", "split_groups") if key in entry}
         split = as_one_change(checked_split(here, parts)).get("split")
         model_param = ModelParam(param.name, param.shape, param.optimizer, param.transposed, split)
         parsed.append((here, model_param))

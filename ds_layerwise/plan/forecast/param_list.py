@@ -30,15 +30,8 @@ def listed(
     for spec in specs:
         route = routes[spec.name]
         group = groups[route.group]
-        decay = route.recipe.own_weight_decay
-        if decay is None:
-            if route.weight_decay is None:
-                decay = group["weight_decay"]
-            else:
-                decay = route.weight_decay
-        if route.parts is None:
-            parts = {}
-        else:
+        parts = {}
+        if route.parts is not None:
             parts = route.seen(spec.numel)
         rows.append(
             {
@@ -48,7 +41,7 @@ def listed(
                 "reason": route.reason,
                 "matrices": None if route.matrix_shape is None else list(route.matrix_shape),
                 "parts": {name: list(seen) for name, seen in parts.items()},
-                "weight_decay": decay,
+                "weight_decay": route.hyper(group)["weight_decay"],
                 "weight_decay_summary": route.recipe.decay_summary(),
                 "lr_ratio": route.lr_ratio(group),
                 "min_lr": route.min_lr,

@@ -91,7 +91,7 @@ def predict(
     routes: Routes,
     run: RunConfig,
     *,
-    links: Links | None = None,
+    links: Links = NVLINK_IB,
     reduction: Reduction = "ordered",
     tp_size: int = 1,
     memory_bytes: int | None = None,
@@ -101,12 +101,10 @@ def predict(
 
     Args:
         routes: by name, of at least ``specs``.
-        links: :data:`.plan.network.links.NVLINK_IB` if None.
         tp_size: the number of tensor-parallel parts of a matrix.
         memory_bytes: the memory of one device; None if it is unknown.
         bucket_numels: the sizes that the plan's own is compared with.
     """
-    links = links or NVLINK_IB
     layout = plan.layout
 
     def size_of(costs: Forecast, bucket_numel: int) -> BucketSize:
@@ -115,9 +113,8 @@ def predict(
             Load.of_bucket(bucket, wire, reduction, run.stage)
             for bucket, wire in zip(buckets, costs.wires, strict=True)
         ]
-        if memory_bytes is None:
-            left = None
-        else:
+        left = None
+        if memory_bytes is not None:
             left = memory_bytes - max(costs.needed)
         ways = [bucket.way for bucket in buckets]
         wire = wire_time(loads, ways, links, reduction, run.stage)

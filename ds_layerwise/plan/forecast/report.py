@@ -12,9 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_layerwise.config.sections import Hyper, OptimizerConfig
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.plan.forecast.cost import max_over_mean
-from ds_layerwise.plan.forecast.forecast import Forecast
+from ds_layerwise.plan.forecast.forecast import Forecast, Sent
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
 from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, time_text, work_text
 from ds_layerwise.plan.forecast.text_tables import rendered
@@ -27,8 +27,6 @@ from ds_layerwise.recipes.presets import PRESETS
 #: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110
 _PLAN_WIDTH = 222
-#: The width of a terminal.
-_NARROW = 80
 
 
 def start_up_table(
@@ -81,13 +79,13 @@ def plan_table(
     if len(forecasts) == 1:
         above = write([*head, *_costs(forecasts[0])], _WIDTH)
         return f"{above}\n{write(below, _PLAN_WIDTH)}".rstrip()
-    if forecasts[0].stage == 1:
-        what = "gradients and parameters in a step"
-    else:
-        what = "gradients in one backward pass and parameters in a step"
-        if forecasts[0].stage == 3:
-            what = f"parameters in one forward and backward pass, {what}"
-    rows = [_row(forecast) for forecast in forecasts]
+    in_passes = "gradients in one backward pass and parameters in a step"
+    what = {
+        1: "gradients and parameters in a step",
+        2: in_passes,
+        3: f"parameters in one forward and backward pass, {in_passes}",
+    }[forecasts[0].stage]
+    rows = list(map(_row, forecasts))
     if not any(any(forecast.saved) for forecast in forecasts):
         for row in rows:
             del row["saved"]
@@ -98,7 +96,7 @@ def plan_table(
             "ranks: data-parallel ones; layout: a digest, which all ranks of a run compare; "
             "buckets: reduced one after another; NS max/mean: matrix updates (Newton-Schulz) of "
             "the busiest rank over the mean; total, params, grads, masters, states: between two "
-            f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
+            f"steps; {'saved: by fewer bits; ' * ('saved' in rows[0])}host: more in the "
             "memory of the host; under way: messages, at most; in a step: an update works in it, "
             "at most; at start: the peak before the first step; checkpoint: on disk, of all ranks, "
             "without what is not trained; padding: for alignment alone",
@@ -137,19 +135,17 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
     """Return a plan's numbers for programs: bytes, elements, FLOPs, and predicted seconds."""
     report = forecast.report
     layout = forecast.layout
-    sent = forecast.sent()
     most = forecast.sent_by_busiest()
-    keys = ("gradients", "parameters")
     dtypes = {}
-    for dtype in layout.dtypes:
-        means = []
-        for by_rank in sent[dtype]:
-            means.append(sum(by_rank) / layout.world_size)
+    for dtype, (gradients, parameters) in forecast.sent().items():
         dtypes[dtype] = {
             "gradients_accumulate_in": forecast.stored_as[dtype],
             "gradients_travel_in": forecast.wire_as(dtype),
-            "sent_bytes": dict(zip(keys, means, strict=True)),
-            "sent_by_busiest_bytes": dict(zip(keys, most[dtype], strict=True)),
+            "sent_bytes": {
+                "gradients": sum(gradients) / layout.world_size,
+                "parameters": sum(parameters) / layout.world_size,
+            },
+            "sent_by_busiest_bytes": dict(zip(Sent._fields, most[dtype], strict=True)),
         }
     found = {
         "ranks": layout.world_size,
@@ -190,14 +186,8 @@ def _with_totals(ranks: Iterable[Any]) -> list[dict[str, int]]:
 def _prediction_json(prediction: Prediction) -> dict[str, Any]:
     sizes = []
     for size in prediction.sizes:
-        sizes.append(
-            {
-                "elements": size.bucket_numel,
-                "buckets": size.num_buckets,
-                "seconds": _seconds(size.wire),
-                **_fit_json(size),
-            }
-        )
+        counts = {"elements": size.bucket_numel, "buckets": size.num_buckets}
+        sizes.append({**counts, "seconds": _seconds(size.wire), **_fit_json(size)})
     return {
         "links": prediction.links.model_dump(),
         "reduction": prediction.reduction,
@@ -265,30 +255,11 @@ def _fitting(
         )
     if not any(fit):
         ranks = ", ".join(row["ranks"] for row in rows)
-        mended = "; with another bucket size it does, see below"
-        if all(prediction.best is None for prediction in predictions):
-            mended = ""
+        mended = ""
+        if any(prediction.best for prediction in predictions):
+            mended = "; with another bucket size it does, see below"
         parts.append(f"none of the numbers of ranks asked for fits: {ranks}{mended}")
     return parts
-
-
-def fits_table(rows: Iterable[tuple[int, str, int, float]], memory_bytes: int) -> str:
-    """Return a table of changes with which a run fits.
-
-    Args:
-        rows: the number of devices, the change, the bytes that are left, the nanoseconds of a step.
-        memory_bytes: the memory of one device.
-    """
-    title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
-    table = _table(title, ("devices", "change", "left", "a step"), ("change",))
-    for devices, change, left, nanoseconds in rows:
-        table.add_row(str(devices), change, size_text(left), time_text(nanoseconds))
-    about = (
-        "change: of the config; left: for what the forward and the backward pass keep, activations "
-        "above all, and what drivers and libraries take; a step: predicted, one micro-batch, "
-        "without the passes; devices: --ranks."
-    )
-    return rendered([table, about], _NARROW)
 
 
 def _fit(size: BucketSize) -> str:
@@ -316,10 +287,7 @@ def _predicted(
         for rate, ranks in rates.items()
     )
     first = predictions[0]
-    if forecasts[0].stage == 1:
-        every = ""
-    else:
-        every = " once in each backward pass at stages 2 and 3,"
+    every = " once in each backward pass at stages 2 and 3," * (forecasts[0].stage > 1)
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
         "elements a bucket: reduce_bucket_size, here and as it might be; ways: how many buckets "
@@ -365,7 +333,7 @@ def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str,
     return row
 
 
-def _table(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Table:
+def table_of(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Table:
     """Return a table without rows. Only columns of ``texts`` may be folded, others never are."""
     table = Table(title=title, title_justify="left")
     for header in headers:
@@ -377,22 +345,10 @@ def _table(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Ta
 
 
 def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    table = _table(title, rows[0])
+    table = table_of(title, rows[0])
     for row in rows:
         table.add_row(*row.values())
     return table
-
-
-def _hint(forecast: Forecast) -> list[str]:
-    owned = forecast.report.whole_numel
-    idle = owned.count(0)
-    if idle in (0, len(owned)):
-        return []
-    return [
-        f"{idle} of {len(owned)} ranks own no matrix: there are fewer matrices than ranks, or one "
-        "is larger than a rank's share. Splitting fused projections into their parts "
-        "(layerwise.overrides, split or num_heads) makes more of them."
-    ]
 
 
 def _head(
@@ -408,11 +364,8 @@ def _head(
     used = {route.group for route in routes.values()}
     trained = [routes[spec.name] for spec in specs]
     lines = []
-    for recipe in _recipes(routes, specs):
-        mine = []
-        for route in trained:
-            if route.recipe == recipe:
-                mine.append(route)
+    for recipe in _recipes(trained):
+        mine = [route for route in trained if route.recipe == recipe]
         text = recipe.summary(partial(_hyper, mine, groups, used))
         line = f"{_called(recipe, chosen)}: {text}"
         if recipe in products:
@@ -435,11 +388,8 @@ def _head(
 def _hyper(routes: Sequence[Route], groups: ParamGroups, used: Iterable[int], key: str) -> str:
     if key == "eps":
         return _span(route.hyper(groups[route.group])["eps"] for route in routes)
-    own = [getattr(route, key) for route in routes]
-    values = []
-    for value in own:
-        if value is not None:
-            values.append(value)
+    own = {getattr(route, key) for route in routes}
+    values = [*own - {None}]
     if None in own:
         values += [groups[i][key] for i in used]
     if key == "betas":
@@ -449,23 +399,20 @@ def _hyper(routes: Sequence[Route], groups: ParamGroups, used: Iterable[int], ke
 
 def _preset(chosen: OptimizerConfig) -> str:
     """List the settings of a preset, and those that the config replaces."""
-    given = {**chosen.for_the_run(), **{key: getattr(chosen, key) for key in Hyper.keys()}}
+    given = {**chosen.for_the_run(), **dict(iter(chosen))}
     own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
     taken = []
     for key in chosen.from_preset:
         if key in given:
             value = given[key]
             taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
-    if own:
-        left_out = f"; the config replaces its {', '.join(own)}"
-    else:
-        left_out = ""
+    left_out = f"; the config replaces its {', '.join(own)}" if own else ""
     return f"{', '.join(taken) or 'nothing'}{left_out}"
 
 
-def _recipes(routes: Routes, specs: Sequence[ParamSpec]) -> list[Recipe]:
+def _recipes(trained: Iterable[Route]) -> list[Recipe]:
     """Return the recipes in use: those of whole parameters first, then by name."""
-    used = {routes[spec.name].recipe for spec in specs}
+    used = {route.recipe for route in trained}
     return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
 
 
@@ -483,9 +430,7 @@ def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
         changed.append(f"weight decay {decay}")
     if kept := recipe.kept_summary():
         changed.append(kept)
-    if changed:
-        return f"{recipe.rule} with {', '.join(changed)}"
-    return recipe.rule
+    return f"{recipe.rule} with {', '.join(changed)}" if changed else recipe.rule
 
 
 def _span(values: Iterable[float]) -> str:
@@ -501,24 +446,25 @@ def _parameters(
     chosen: OptimizerConfig,
     groups: ParamGroups,
 ) -> Table:
-    place = {recipe: i for i, recipe in enumerate(_recipes(routes, specs))}
+    in_order = _recipes(routes[spec.name] for spec in specs)
     rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
     for spec in specs:
         route = routes[spec.name]
-        rows.setdefault((place[route.recipe], route.reason, route.bare), []).append(spec)
-    table = _table(
+        key = (in_order.index(route.recipe), route.reason, route.bare)
+        rows.setdefault(key, []).append(spec)
+    table = table_of(
         "parameters",
         ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"),
         ("optimizer", "because", "for example"),
     )
-    for (_, reason, bare), members in sorted(rows.items()):
+    for (index, reason, bare), members in sorted(rows.items()):
         names = [members[0].name]
         if bare:
             # Layers have the same few names with different numbers.
             names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
         mine = [routes[spec.name] for spec in members]
         hypers = [route.hyper(groups[route.group]) for route in mine]
-        recipe = mine[0].recipe
+        recipe = in_order[index]
         table.add_row(
             f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
             f"{reason}, bare" if bare else reason,
@@ -566,7 +512,7 @@ def _costs(forecast: Forecast) -> list[Table | str]:
         )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
-        kinds = "parameters, masters and states" if forecast.stage == 3 else "masters and states"
+        kinds = "parameters, " * (forecast.stage == 3) + "masters and states"
         rows["on the host"] = (
             f"{size_text(host)} more of {kinds} on the fullest rank; a step takes "
             f"{size_text(staging)} of its device to work on them (less with a smaller "
@@ -584,9 +530,10 @@ def _costs(forecast: Forecast) -> list[Table | str]:
         f"time{_waiting(forecast)}"
     )
     rows["in a step, at most"] = f"{size_text(max(forecast.workspace))} that an update works in"
-    start_up = size_text(max(forecast.start_up))
     if forecast.stage < 3:
-        rows["at start, at most"] = f"{start_up}, while parameters move into their buffer"
+        rows["at start, at most"] = (
+            f"{size_text(max(forecast.start_up))}, while parameters move into their buffer"
+        )
     rows["a checkpoint"] = f"{size_text(forecast.checkpoint)}, without what is not trained"
     rows["padding"] = (
         f"{count_text(report.padding)} elements, {100 * report.padding_fraction:.3f}{GLUE}%"
@@ -595,7 +542,7 @@ def _costs(forecast: Forecast) -> list[Table | str]:
         if forecast.stage == 1:
             sent = f"{size_text(reduced + gathered)} a step"
         else:
-            passes = "backward pass" if forecast.stage == 2 else "forward and backward pass"
+            passes = "forward and " * (forecast.stage == 3) + "backward pass"
             sent = f"{size_text(reduced)} a {passes} and {size_text(gathered)} a step"
         rows[f"{dtype} parameters"] = (
             f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
@@ -608,10 +555,17 @@ def _costs(forecast: Forecast) -> list[Table | str]:
     table.add_column(overflow="fold")
     for row in rows.items():
         table.add_row(*row)
-    return [
+    costs: list[Table | str] = [
         table,
         "matrix updates, owned matrices: of those that one rank updates whole; x the mean: 1.000 "
         "is balanced; padding: for alignment alone. Memory is of one device, and counts no "
         "activations, drivers and libraries.",
-        *_hint(forecast),
     ]
+    idle = report.whole_numel.count(0)
+    if idle not in (0, layout.world_size):
+        costs.append(
+            f"{idle} of {layout.world_size} ranks own no matrix: there are fewer matrices than "
+            "ranks, or one is larger than a rank's share. Splitting fused projections into their "
+            "parts (layerwise.overrides, split or num_heads) makes more of them."
+        )
+    return costs

@@ -181,9 +181,7 @@ class Bucket:
 
     @property
     def _default_way(self) -> Way:
-        if self.is_even:
-            return "even"
-        return "ragged"
+        return "even" if self.is_even else "ragged"
 
     @property
     def _lengths(self) -> str:
@@ -280,7 +278,7 @@ class Bucket:
         i = bisect_left(filled, number)
         if i == len(filled):
             return self.stop, self.stop
-        return starts[i], starts[i] + (lengths[i] if filled[i] == number else 0)
+        return starts[i], starts[i] + lengths[i] * (filled[i] == number)
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """Yield ``(rank, numel)`` of every shard that has elements, in rank order."""
@@ -359,7 +357,7 @@ class Bucket:
 
     def to_values(self) -> dict[str, Any]:
         """Return the bucket as JSON values; :meth:`of_values` reads them."""
-        values: dict[str, Any] = {
+        values = {
             "dtype": self.dtype,
             "whole": self.whole,
             "start": self.start,

@@ -94,9 +94,8 @@ def deal(
             for owner, start, numel in zip(*bucket.shards[:3], strict=True):
                 if turn[owner] == len(rounds):
                     rounds.append([])
-                rounds[turn[owner]].append(
-                    Shard(bucket, owner, start - bucket.start, start - bucket.start + numel)
-                )
+                start -= bucket.start
+                rounds[turn[owner]].append(Shard(bucket, owner, start, start + numel))
                 turn[owner] += 1
         deals += [Deal(ep_size, dtype, tuple(shards)) for shards in rounds]
     return deals
@@ -129,14 +128,12 @@ def exchange_bytes(
         deals: in the order in which they begin. As many rounds are pending at a time as buckets.
         owners_have: the dtype of the shards at their owners; None if it is the dtype that is sent.
     """
-    most = np.zeros(world_size, np.int64)
-    under_way: deque[Ints] = deque(maxlen=MAX_PENDING)
-    for each in deals:
-        under_way.append(
-            _held(each, world_size // each.ep_size, in_place=owners_have in (None, each.dtype))
-        )
-        most = np.maximum(most, np.sum(list(under_way), axis=0))
-    return most
+
+    def held(each: Deal) -> Ints:
+        in_place = owners_have in (None, each.dtype)
+        return _held(each, world_size // each.ep_size, in_place=in_place)
+
+    return _most_under_way(map(held, deals), world_size)
 
 
 def cut_sizes(each: Deal) -> dict[int, int]:
@@ -155,14 +152,23 @@ def cut_bytes(deals: Iterable[Deal], world_size: int) -> Ints:
     """Return the most bytes that rounds of parameters to the cuts of ZeRO stage 3 hold at a time,
     by rank: the elements that an owner sends and those that every rank receives.
     """
-    most = np.zeros(world_size, np.int64)
-    under_way: deque[Ints] = deque(maxlen=MAX_PENDING)
-    for each in deals:
+
+    def held(each: Deal) -> Ints:
         sizes = cut_sizes(each)
         numel = np.full(world_size, sum(sizes.values()), np.int64)
         for owner, size in sizes.items():
             numel[owner] += size * world_size
-        under_way.append(numel * itemsize(each.dtype))
+        return numel * itemsize(each.dtype)
+
+    return _most_under_way(map(held, deals), world_size)
+
+
+def _most_under_way(held: Iterable[Ints], world_size: int) -> Ints:
+    """Return the most bytes of pending rounds, by rank, from the bytes of each round."""
+    most = np.zeros(world_size, np.int64)
+    under_way: deque[Ints] = deque(maxlen=MAX_PENDING)
+    for each in held:
+        under_way.append(each)
         most = np.maximum(most, np.sum(list(under_way), axis=0))
     return most
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,10 +55,7 @@ class Timing:
         """
         others = self.size - 1
         moved = self.nbytes * others / self.size
-        if self.where == "inside":
-            first = "inside_us"
-        else:
-            first = "between_us"
+        first = "inside_us" if self.where == "inside" else "between_us"
         if self.where == "everywhere":
             leaves = (self.size - ranks_per_node) / others
             return {"together": moved * leaves, first: 1e3, "peer_us": 1e3 * others}
@@ -152,12 +149,8 @@ class Measured:
         """Return a table in plain text."""
         lines = []
         for key, value in self.links.model_dump().items():
-            if isinstance(value, float):
-                shown = f"{value:,.4g}"
-            else:
-                shown = str(value).lower()
-            line = f"{key:14}  {shown:>8} {_UNITS.get(key, ''):7}  {self.sources[key]}"
-            lines.append(line)
+            shown = f"{value:,.4g}" if isinstance(value, float) else str(value).lower()
+            lines.append(f"{key:14}  {shown:>8} {_UNITS.get(key, ''):7}  {self.sources[key]}")
         off = self.fit.off
         lines.append(
             "on these links, predicted times of collectives match the measured ones within a "
@@ -211,7 +204,7 @@ def measured_links(
         raise LayerWiseError(require_like(ranks_per_node, num_nodes))
     found = fit(timings, ranks_per_node)
     times = found.values
-    values: dict[str, Any] = {
+    values = {
         "ranks_per_node": ranks_per_node,
         "on_host": on_host,
         "memory_gb_s": memory_gb_s,
@@ -247,12 +240,10 @@ def measured_links(
 
 def require_like(ranks_per_node: int, num_nodes: int) -> str:
     """Return the error for the keys of :func:`missing_keys` without another source."""
-    where = "one node"
-    start = "several"
+    there = "one node; start it on several"
     if num_nodes > 1:
-        where = "nodes of one rank"
-        start = "nodes of several ranks"
+        there = "nodes of one rank; start it on nodes of several ranks"
     return (
-        f"{', '.join(missing_keys(ranks_per_node, num_nodes))} cannot be measured on {where}; "
-        f"start it on {start}, or name links that have them with --like"
+        f"{', '.join(missing_keys(ranks_per_node, num_nodes))} cannot be measured on {there}, or "
+        "name links that have them with --like"
     )

@@ -64,8 +64,6 @@ def reduction_of_run(setting: Reduction | Literal["auto"], *, on_host: bool) -> 
     """Return the method of sums of a run; "auto" is the backend's method, unless the data is in
     host memory.
     """
-    if setting == "auto":
-        if on_host:
-            return "ordered"
-        return "native"
-    return setting
+    if setting != "auto":
+        return setting
+    return "ordered" if on_host else "native"

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.draft_buckets import Draft
@@ -179,14 +178,12 @@ def reduce_all_ns(
 
     @_once
     def levels(load: Load, way: Way) -> tuple[int, int]:
-        group = group_of(load.holders, links, load.ep_size)
-        if way == "ragged":
-            return reduce_ns(load, way, load.numel, group, reduction), 0
+        group = _group(load, links)
         inside, between = reduce_levels(load, load.numel, group, reduction)
         # Nothing overlaps, or there is only the second level.
-        if links.on_host or not inside:
-            return (inside + between, 0)
-        return (inside, between)
+        if way == "ragged" or links.on_host or not inside:
+            return reduce_ns(load, way, load.numel, group, reduction), 0
+        return inside, between
 
     for load, way in zip(loads, ways, strict=True):
         took, beside = levels(load, way)
@@ -322,7 +319,7 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
     loads = list(loads)
     cuts = [-(-load.numel // group.size) for load in loads]
     counts, filled, lengths, stays = in_own_cuts([load.shards for load in loads], cuts)
-    received: NDArray[np.int64] = np.zeros((2, group.size), np.int64)
+    received = np.zeros((2, group.size), np.int64)
     sent = np.zeros_like(received)
     widths = np.array([(load.sum_bytes, load.param_bytes) for load in loads], np.int64).T
     for row, nbytes in enumerate(widths):
@@ -356,7 +353,7 @@ def choose_ways(
 
         It is 0 if the gain is less than the time of that part.
         """
-        group = group_of(load.holders, links, load.ep_size)
+        group = _group(load, links)
         straight = sum(_both_ns(load, way, load.numel, group, reduction))
         numel = padded_for_cuts(load.numel, load.holders, alignment)
         cut = sum(_both_ns(load, "cuts", numel, group, reduction))
@@ -370,14 +367,13 @@ def choose_ways(
     for index, load in enumerate(loads):
         if ways[index] == "even":
             continue
-        if reduction == "ordered" and group_of(load.holders, links, load.ep_size).has_levels:
+        if reduction == "ordered" and _group(load, links).has_levels:
             ways[index] = "cuts"
         elif gained := gain(load, ways[index]):
             gains[load.ep_size][index] = gained
-    for ep_size, gained_by in gains.items():
+    for gained_by in gains.values():
         cut_loads = [loads[index] for index in gained_by]
-        group = group_of(cut_loads[0].holders, links, ep_size)
-        if sum(gained_by.values()) > sum(exchange(cut_loads, group)):
+        if sum(gained_by.values()) > sum(exchange(cut_loads, _group(cut_loads[0], links))):
             for index in gained_by:
                 ways[index] = "cuts"
     return ways
@@ -423,8 +419,7 @@ def wire_time(
 
     @_once
     def both(load: Load, way: Way) -> tuple[int, int]:
-        group = group_of(load.holders, links, load.ep_size)
-        return _both_ns(load, way, load.numel, group, reduction)
+        return _both_ns(load, way, load.numel, _group(load, links), reduction)
 
     for load, way in zip(loads, ways, strict=True):
         last, gathered = both(load, way)
@@ -434,8 +429,8 @@ def wire_time(
         if stage == 3 and way != "by_param":
             from_owners[load.ep_size].append(load)
     sums = params = 0
-    for ep_size, cut in in_cuts.items():
-        moved = exchange(cut, group_of(cut[0].holders, links, ep_size))
+    for cut in in_cuts.values():
+        moved = exchange(cut, _group(cut[0], links))
         sums += moved.sums
         params += moved.params
     if stage == 3:
@@ -452,7 +447,7 @@ def _to_cuts_ns(loads: Iterable[Load], group: Group) -> int:
     """Return the time in which owners send every rank its cut of each whole parameter, at ZeRO
     stage 3.
     """
-    sent: NDArray[np.float64] = np.zeros(group.size)
+    sent = np.zeros(group.size)
     for load in loads:
         lengths = np.fromiter(load.shards.lengths, np.float64, len(load.shards.filled))
         np.add.at(sent, np.array(load.shards.filled, np.int64), lengths * load.param_bytes)

@@ -67,10 +67,7 @@ def take_rows(
     new_owners = {}
     for (numel, _), equal in by_size.items():
         counts = np.bincount([owners[item.position] for item in equal], minlength=holders)
-        if numel * holders <= limit:
-            num_rows = int(counts.min())
-        else:
-            num_rows = 0
+        num_rows = int(counts.min()) if numel * holders <= limit else 0
         rows += [equal[i * holders : (i + 1) * holders] for i in range(num_rows)]
         # Rows take the first parameters in backward order. The rest makes the last reductions,
         # which overlap with nothing, short.

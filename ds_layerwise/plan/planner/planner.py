@@ -48,7 +48,7 @@ def plan_layout(
     bucket_numel: int,
     policy: str = "balanced",
     alignment: int = 64,
-    links: Links | None = None,
+    links: Links = NVLINK_IB,
     reduction: Reduction = "ordered",
     stage: int = 1,
 ) -> Layout:
@@ -66,8 +66,7 @@ def plan_layout(
             buckets larger if they would be mostly padding. The policy does not affect parameters
             that are cut by element.
         alignment: slots and shards start at multiples of this.
-        links: the links for which ``balanced`` chooses transports;
-            :data:`.plan.network.links.NVLINK_IB` if None.
+        links: the links for which ``balanced`` chooses transports.
         reduction: the method of sums; see :mod:`.plan.network.reduction`.
         stage: the ZeRO stage. From stage 2 on, no bucket is a row of equal matrices: their
             gradients would need memory of their own while they wait for each other. At stage 3,
@@ -94,18 +93,17 @@ def draft_layout(
     world_size: int,
     *,
     bucket_numel: int,
-    policy: str = "balanced",
-    alignment: int = 64,
-    links: Links | None = None,
-    reduction: Reduction = "ordered",
-    stage: int = 1,
+    policy: str,
+    alignment: int,
+    links: Links,
+    reduction: Reduction,
+    stage: int,
 ) -> list[Draft]:
     """Return the buckets of :func:`plan_layout` in launch order. Arguments and errors are the same.
 
     A prediction of times needs only these. They take half the time of a layout, and not its memory.
     """
     _check(specs, world_size, bucket_numel, policy, alignment, reduction)
-    links = links or NVLINK_IB
     streams = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
@@ -131,10 +129,7 @@ def draft_layout(
                     drafts.append(_equal_shards(bucket, holders, stream.wire))
             else:
                 owned[stream] = items
-        if stage == 1:
-            limit = row_limit(bucket_numel, model_numel)
-        else:
-            limit = 0
+        limit = row_limit(bucket_numel, model_numel) if stage == 1 else 0
         return drafts + _balance(owned, world_size, bucket_numel, limit, send)
 
     drafts = made(bucket_numel)
@@ -186,10 +181,7 @@ def _or_faster(
         return wire.total - (wire.reduce - wire.last) // 2
 
     limit = took(drafts).tail
-    able = []
-    for other in others:
-        if took(other).tail <= limit:
-            able.append(other)
+    able = [other for other in others if took(other).tail <= limit]
     fastest = min(able, key=felt, default=drafts)
     if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts):
         return fastest
@@ -297,10 +289,9 @@ class _Shelves:
         """
         taken: list[Item] = []
         while fits := bisect_right(self._sizes, room):
+            size = self._sizes[fits - 1]
             if not taken and numel in self._shelves:
                 size = numel
-            else:
-                size = self._sizes[fits - 1]
             taken.append(self._shelves[size].popleft())
             room -= taken[-1].span
             if not self._shelves[size]:

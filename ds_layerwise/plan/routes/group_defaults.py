@@ -107,13 +107,9 @@ class ByKind:
             lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
             eps_scale=eps if route.eps is None else 1.0,
         )
-        if route.lr is None:
-            why = f"rate x {lr:g} by width"
-        else:
-            why = "eps by width"
         if found == route:
             return found
-        return found.because(why)
+        return found.because(f"rate x {lr:g} by width" if route.lr is None else "eps by width")
 
     def decayed(
         self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
@@ -149,10 +145,7 @@ def idle_keys(
         groups: the keys that the script has set in each parameter group.
     """
     acting = _acting_keys(optimizer, routes)
-    idle = []
-    for key in optimizer.given:
-        if key not in acting:
-            idle.append(f"optimizer.params.{key}")
+    idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
     idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
     for i, keys in enumerate(groups):
         if "max_lr" not in keys:
@@ -187,11 +180,8 @@ def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[s
         acting.add("muon_lr" if recipe.whole else "adam_lr")
     if optimizer.matrix.whole:
         acting |= {"scalar_optimizer", "per_head_muon"}
-    decays = []
-    for route in routes:
-        if not route.whole:
-            decays.append(route.weight_decay)
-    if optimizer.scalar_weight_decay in decays:
+    decay = optimizer.scalar_weight_decay
+    if any(not route.whole and route.weight_decay == decay for route in routes):
         acting.add("scalar_weight_decay")
     return acting
 

@@ -4,12 +4,12 @@ the ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
+from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED
 from ds_layerwise.recipes.base.low_bit_settings import MOST_KEPT
 
@@ -50,7 +50,20 @@ def check_kept(
             "set stochastic_rounding of optimizer.params to true, or remove it"
         )
     for name, states in kept.items():
-        _check_codes(name, routes[name], states.values(), config, host_ratio)
+        if "8bit" not in states.values():
+            continue
+        if host_ratio:
+            raise ConfigError(
+                f"{name} has states in '8bit', and zero_optimization.offload_optimizer keeps "
+                "states on the host, where '8bit' is not supported; store them in 'bfloat16', or "
+                "remove it"
+            )
+        if not routes[name].whole and config.alignment % SCALED:
+            raise ConfigError(
+                f"{name} has states in '8bit', and layerwise.alignment is {config.alignment}: "
+                f"{SCALED} consecutive elements share a scale, which would change with the number "
+                f"of ranks; set it to a multiple of {SCALED}"
+            )
     check_accuracy(routes, specs, groups)
 
 
@@ -73,16 +86,14 @@ def check_accuracy(
         recipe = route.recipe
         for key, spec in route.states(1).items():
             dtype = spec.kept_as
-            if dtype:
-                share = recipe.share_kept(key, route.hyper(groups[route.group]))
-            else:
-                share = 0.0
+            if dtype is None:
+                continue
+            share = recipe.share_kept(key, route.hyper(groups[route.group]))
             if share <= MOST_KEPT or (dtype == "bfloat16" and recipe.rounds_by_chance):
                 continue
+            way_out = "store it in 'bfloat16' with stochastic_rounding"
             if dtype == "bfloat16":
                 way_out = "set stochastic_rounding to true, with which small changes add up"
-            else:
-                way_out = "store it in 'bfloat16' with stochastic_rounding"
             raise ConfigError(
                 f"{told}{route.name}: {key} of {recipe.rule} keeps {share:g} of itself in a step "
                 f"and would be stored in {dtype!r}, whose steps are so coarse that above "
@@ -97,18 +108,14 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
     where = f"layerwise.master_dtype is {config.master_dtype!r}"
     dtypes = {spec.dtype for spec in specs}
     if "bfloat16" not in dtypes or "float16" in dtypes:
+        why = "float32: a float32 weight is its own master, so that there is nothing to save"
         if "float16" in dtypes:
-            found = "float16"
-        else:
-            found = "float32"
-        why = {
-            "float16": "a float16 weight is not a part of its float32 master, it has fewer bits of "
-            "exponent",
-            "float32": "a float32 weight is its own master, so that there is nothing to save",
-        }[found]
+            why = (
+                "float16: a float16 weight is not a part of its float32 master, it has fewer bits "
+                "of exponent"
+            )
         raise ConfigError(
-            f"{where}, and parameters are {found}: {why}; train in bf16 (bf16.enabled), or remove "
-            "it"
+            f"{where}, and parameters are {why}; train in bf16 (bf16.enabled), or remove it"
         )
     if config.alignment % BLOCK:
         raise ConfigError(
@@ -119,22 +126,4 @@ def _check_masters(specs: Sequence[ParamSpec], config: LayerWiseConfig, host_rat
         raise ConfigError(
             f"{where}, and zero_optimization.offload_optimizer keeps masters on the host, where "
             "they take no memory of the device; remove one of the two"
-        )
-
-
-def _check_codes(
-    name: str, route: Route, kept: Iterable[str | None], config: LayerWiseConfig, host_ratio: float
-) -> None:
-    if "8bit" not in kept:
-        return
-    if host_ratio:
-        raise ConfigError(
-            f"{name} has states in '8bit', and zero_optimization.offload_optimizer keeps states on "
-            "the host, where '8bit' is not supported; store them in 'bfloat16', or remove it"
-        )
-    if not route.whole and config.alignment % SCALED:
-        raise ConfigError(
-            f"{name} has states in '8bit', and layerwise.alignment is {config.alignment}: {SCALED} "
-            "consecutive elements share a scale, which would change with the number of ranks; "
-            f"set it to a multiple of {SCALED}"
         )

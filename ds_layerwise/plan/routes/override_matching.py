@@ -87,10 +87,7 @@ def overrides_by_name(
             used.update(matching)
     for index, override in enumerate(overrides):
         if not override.optional and index not in used:
-            if override.given():
-                told = f" ({override.conditions_told()})"
-            else:
-                told = ""
+            told = f" ({override.conditions_told()})" if override.given() else ""
             raise RoutingError(
                 f"{override.label(index)}{told} matches no trainable parameter; is "
                 'the pattern misspelled? With "optional": true it may match none'
@@ -113,10 +110,7 @@ def _same_for_experts(name: str, merged: Sequence[Changes]) -> Changes:
     for other in others:
         for key in first.values.keys() | other.values.keys():
             if first.values.get(key) != other.values.get(key):
-                if key in first.values:
-                    one, two = (first, other)
-                else:
-                    one, two = (other, first)
+                one, two = (first, other) if key in first.values else (other, first)
                 raise RoutingError(
                     f"{one.name}: layerwise.overrides sets {key} to {one.values[key]!r}, and for "
                     f"{two.name} to {two.values.get(key, 'nothing')!r}; the two are experts that "
@@ -139,11 +133,7 @@ def grouped(
     """
     found = {}
     for name, called in params.items():
-        first = called[0].name
-        keys = []
-        for key, group in groups.items():
-            if group.hold(called[0]):
-                keys.append(key)
+        keys = None
         for facts in called:
             own = [key for key, group in groups.items() if group.hold(facts)]
             if len(own) > 1:
@@ -152,11 +142,13 @@ def grouped(
                     f"layerwise.norm_groups.{own[1]}, and counts in the norm of one; narrow one of "
                     "the two"
                 )
+            if keys is None:
+                keys = own
             if own != keys:
                 raise RoutingError(
-                    f"{first} is in layerwise.norm_groups.{(keys + own)[0]}, or {facts.name}, and "
-                    "not both; the two are experts that go by one name, on different ranks, and "
-                    "are clipped alike: put both into one group"
+                    f"{called[0].name} is in layerwise.norm_groups.{(keys + own)[0]}, or "
+                    f"{facts.name}, and not both; the two are experts that go by one name, on "
+                    "different ranks, and are clipped alike: put both into one group"
                 )
         if keys:
             found[name] = keys[0]
@@ -194,7 +186,7 @@ def check_norm_groups(
     """
     known = {}
     for key, group in groups.items():
-        if not group.given().keys() & set(NormGroup.OF_THE_MODEL):
+        if group.given().keys().isdisjoint(NormGroup.OF_THE_MODEL):
             known[key] = group
     found = grouped({name: [Facts(name=name, shape=shape)] for name, shape in params}, known)
     require_members(known, set(found.values()))

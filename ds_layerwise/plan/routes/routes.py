@@ -83,20 +83,13 @@ class Route:
         must agree on it.
         """
         own = ", ".join(f"{key} {getattr(self, key)}" for key in (*_OF_ROUTES, "eps_scale"))
-        if self.whole:
-            kind = "matrix"
-        else:
-            kind = "scalar"
-        parts = self.parts
-        if parts:
+        kind = "matrix" if self.whole else "scalar"
+        seen = ""
+        if parts := self.parts:
             seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}"
-        else:
-            seen = ""
-        settings = self.recipe.settings()
-        if settings:
-            rule = f"{self.recipe.rule} with {settings}"
-        else:
-            rule = self.recipe.rule
+        rule = self.recipe.rule
+        if settings := self.recipe.settings():
+            rule = f"{rule} with {settings}"
         return f"the {kind} optimizer, {rule}, {own}{seen}"
 
     def because(self, more: str) -> Route:
@@ -133,9 +126,8 @@ class Route:
         It is empty if there is nothing to add, or if this rank's tensor-parallel part does not
         determine it.
         """
-        if self.parts is None or self.is_cut:
-            own = ""
-        else:
+        own = ""
+        if self.parts is not None and not self.is_cut:
             own = self.parts.meaning(self.recipe)
         return ", ".join(filter(None, (self.recipe.meaning, own)))
 
@@ -147,15 +139,12 @@ class Route:
         Args:
             group: with ``configured_lr``, its ``lr`` before any scheduler.
         """
-        if self.betas is None:
-            betas = group["betas"]
-        else:
-            betas = self.betas
+        betas = group["betas"] if self.betas is None else self.betas
         if self.lr is None:
             lr = float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
         else:
             lr = self.lr * (float(group["lr"]) / float(group["configured_lr"]))
-        found = {"lr": lr if self.min_lr is None else max(lr, self.min_lr)}
+        found: dict[str, Any] = {"lr": lr if self.min_lr is None else max(lr, self.min_lr)}
         for key in ("weight_decay", "momentum", "eps"):
             own = getattr(self, key)
             found[key] = float(group[key] if own is None else own)
@@ -163,22 +152,19 @@ class Route:
             found["weight_decay"] = float(self.recipe.own_weight_decay)
         if self.eps is None:
             found["eps"] *= self.eps_scale
+        found["betas"] = tuple(map(float, betas))
         if "of_client" in group:
-            of_client = {"of_client": group["of_client"]}
-        else:
-            of_client = {}
-        return {**found, "betas": tuple(map(float, betas)), **of_client}
+            found["of_client"] = group["of_client"]
+        return found
 
     @property
     def copied(self) -> int:
         """The bytes of parts that its update copies; see
         :meth:`.recipes.targets.fused_parts.Parts.copied`.
         """
-        parts = self.parts
-        shape = self.matrix_shape
-        if parts is None or shape is None:
+        if self.parts is None or self.matrix_shape is None:
             return 0
-        return parts.copied(self.recipe, shape)
+        return self.parts.copied(self.recipe, self.matrix_shape)
 
     def configured_lr(self, group: Mapping[str, Any]) -> float:
         """Return its rate while ``lr`` of ``group``, its own group, has the configured value."""
@@ -285,7 +271,9 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
         elif key not in ("optimizer", "num_heads", "split"):
             settings[key] = value
     recipe = route.recipe
-    takes = _keys_taken(recipe)
+    of_all = Recipe.keys()
+    of_rule = [key for key in recipe.keys() if key not in of_all]
+    takes = (*of_rule, *recipe.hyper, "weight_decay", *of_all, "lr", "lr_scale", "min_lr")
     for key in (*settings, *own):
         if key not in takes:
             raise RoutingError(
@@ -304,30 +292,18 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     return replace(route, recipe=recipe, **own)
 
 
-def _keys_taken(recipe: Recipe) -> list[str]:
-    own = []
-    for key in recipe.keys():
-        if key not in Recipe.keys():
-            own.append(key)
-    return [*own, *recipe.hyper, "weight_decay", *Recipe.keys(), "lr", "lr_scale", "min_lr"]
-
-
 def _check_decay(name: str, recipe: Recipe, wanted: float | None) -> None:
     decay = recipe.own_weight_decay
-    if decay is None or wanted in (None, decay):
-        return
-    raise RoutingError(
-        f"layerwise.overrides sets weight_decay to {wanted:g} for {name}, but "
-        f"{'constrained' if decay else 'hyperball'} of {recipe.rule} is set, with which it is "
-        f"{decay:g}; leave weight_decay out, or that"
-    )
+    if decay is not None and wanted not in (None, decay):
+        raise RoutingError(
+            f"layerwise.overrides sets weight_decay to {wanted:g} for {name}, but "
+            f"{'constrained' if decay else 'hyperball'} of {recipe.rule} is set, with which it is "
+            f"{decay:g}; leave weight_decay out, or that"
+        )
 
 
 def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], what: str) -> None:
-    if recipe.lr_ratio == "matrix_lr_ratio":
-        of_the_run = recipes.matrix
-    else:
-        of_the_run = recipes.scalar
+    of_the_run = recipes.matrix if recipe.lr_ratio == "matrix_lr_ratio" else recipes.scalar
     has_other_size = recipe.takes_rate_of_adamw != of_the_run.takes_rate_of_adamw
     if has_other_size and not {"lr", "lr_scale"} & changes.keys():
         raise RoutingError(
@@ -350,12 +326,11 @@ def with_effect(
         return route, changes
     takes = {"optimizer", "weight_decay", "lr", "lr_scale", "min_lr"}
     takes.update(route.recipe.keys(), route.recipe.hyper)
-    counts = {}
-    for key, value in changes.items():
-        if key in takes:
-            counts[key] = value
-    idle = ", ".join(key for key in changes if key not in counts)
-    return route.because(f"{idle} without effect") if idle else route, counts
+    counts = dict(changes)
+    idle = [key for key in changes if key not in takes]
+    for key in idle:
+        del counts[key]
+    return route.because(f"{', '.join(idle)} without effect") if idle else route, counts
 
 
 #: The fields of a route that overrides change.
@@ -390,10 +365,7 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
     if num_heads is None:
         return route
     shape = route.matrix_shape
-    if route.transposed:
-        axis = 1
-    else:
-        axis = 0
+    axis = int(route.transposed)
     if shape is None or len(shape) != 2 or shape[axis] % num_heads:
         if explicit:
             raise RoutingError(
@@ -443,10 +415,7 @@ def with_parts(route: Route, parts: Parts | None) -> Route:
     """Return ``route`` with a rule that sees ``parts``, as far as they are on this rank."""
     if parts is None:
         return route
-    if parts.groups > 1:
-        groups = f" of {parts.groups} groups"
-    else:
-        groups = ""
+    groups = f" of {parts.groups} groups" * (parts.groups > 1)
     return replace(route, parts=parts).because(f"parts {', '.join(parts.names)}{groups}")
 
 

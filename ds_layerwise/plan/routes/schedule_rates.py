@@ -117,24 +117,10 @@ def check_peaks(
             f"{where} is 'auto', which only Hugging Face's Trainer and Accelerate replace; give it "
             "a value"
         )
-    if isinstance(given, (list, tuple)):
-        peaks = list(given)
-    else:
-        peaks = [given] * len(groups)
-    if key in params:
-        omission = ""
-    else:
-        omission = f" (the default of {kind})"
-    _refuse_others(
-        peaks,
-        [group["lr"] for group in groups],
-        groups,
-        config,
-        used=used,
-        key=key,
-        where=where,
-        omission=omission,
-    )
+    peaks = given if isinstance(given, (list, tuple)) else [given] * len(groups)
+    omission = "" if key in params else f" (the default of {kind})"
+    lrs = [group["lr"] for group in groups]
+    _refuse_others(peaks, lrs, groups, config, used=used, key=key, where=where, omission=omission)
 
 
 def check_schedule(
@@ -169,16 +155,8 @@ def check_schedule(
             if (base := _numbers(getattr(part, "base_lrs", None), groups))
         ]
     for part, key, peaks in found:
-        _refuse_others(
-            peaks,
-            lrs,
-            groups,
-            config,
-            used=used,
-            key=key,
-            where=f"{type(part).__name__}'s {key}",
-            omission="",
-        )
+        where = f"{type(part).__name__}'s {key}"
+        _refuse_others(peaks, lrs, groups, config, used=used, key=key, where=where)
 
 
 def _parts(schedule: Any) -> list[Any]:
@@ -195,10 +173,7 @@ def _parts(schedule: Any) -> list[Any]:
 def _peak_of(schedule: Any, groups: ParamGroups) -> tuple[str, list[float]] | None:
     """Return the argument with the peak, and its value for each group; None if there is none."""
     kind = next((kind.__name__ for kind in type(schedule).__mro__ if kind.__name__ in PEAKS), None)
-    if kind is None:
-        key = "max_lr"
-    else:
-        key = PEAKS[kind][0]
+    key = "max_lr" if kind is None else PEAKS[kind][0]
     kept = getattr(schedule, "min_lr" if kind == "LRRangeTest" else "max_lrs", None)
     if kept is None:
         # OneCycleLR keeps it in the groups; classes outside of torch keep the argument as they got
@@ -208,19 +183,15 @@ def _peak_of(schedule: Any, groups: ParamGroups) -> tuple[str, list[float]] | No
         else:
             kept = getattr(schedule, key, None)
     peaks = _numbers(kept, groups)
-    if peaks is None:
-        return None
-    return (key, peaks)
+    return None if peaks is None else (key, peaks)
 
 
 def _numbers(kept: Any, groups: Sequence[object]) -> list[float] | None:
     """Return the rates that a scheduler keeps, one per group; None if they are not rates."""
-    if isinstance(kept, (list, tuple)):
-        rates = kept
-    else:
-        rates = [kept] * len(groups)
+    if not isinstance(kept, (list, tuple)):
+        kept = [kept] * len(groups)
     try:
-        return list(map(float, rates))
+        return list(map(float, kept))
     except (TypeError, ValueError):
         return None
 
@@ -234,7 +205,7 @@ def _refuse_others(
     used: Mapping[int, Collection[str]],
     key: str,
     where: str,
-    omission: str,
+    omission: str = "",
 ) -> None:
     # If a list has another length, DeepSpeed itself reports the right one.
     for index, (each, lr, group) in enumerate(zip(peaks, lrs, groups)):
@@ -249,24 +220,15 @@ def _refuse_others(
         if one_rate or math.isclose(peak, lr, rel_tol=1e-6):
             continue
         own = not math.isclose(lr, config.lr, rel_tol=1e-6)
-        if own:
-            name = f"param_groups[{index}].lr"
-        else:
-            name = "optimizer.params.lr"
+        name = f"param_groups[{index}].lr" if own else "optimizer.params.lr"
+        shown = [f"{float(each):g}" for each in lrs]
+        value = f"[{', '.join(shown)}]" if own and len({*map(float, lrs)}) > 1 else shown[0]
+        instead = f"set {key} to {value}, or lr"
         if key == "base_lrs":
             instead = "do not change lr of the groups, or set lr"
-        else:
-            instead = f"set {key} to {_value_for(lrs, own)}, or lr"
         raise ConfigError(
             f"{where} is {peak:g}{omission}, and {name} is {lr:g}: both rates follow lr in a fixed "
             f"ratio, so that muon_lr would become {peak * matrix:.4g} instead of "
             f"{lr * matrix:.4g}, and adam_lr {peak * scalar:.4g} instead of {lr * scalar:.4g}; "
             f"{instead} to {peak:g}"
         )
-
-
-def _value_for(given: Sequence[float], is_own: bool) -> str:
-    lrs = list(map(float, given))
-    if is_own and len(set(lrs)) > 1:
-        return f"[{', '.join(f'{lr:g}' for lr in lrs)}]"
-    return f"{lrs[0]:g}"

@@ -63,25 +63,23 @@ def cut(
             )
         part = (*shape[:dim], shape[dim] // tp_size, *shape[dim + 1 :])
         parts.append((name, part))
-        if route is not None:
-            cut_routes[name] = _cut_route(route, shape, part, dim, tp_size)
-    return parts, cut_routes
-
-
-def _cut_route(route: Route, shape: Shape, part: Shape, dim: int, tp_size: int) -> Route:
-    if route.matrix_shape is None:
-        return with_cut(route, None, tp_size)
-    if route.matrix_shape != shape or route.parts is not None:
-        if route.parts is None:
+        if route is None:
+            continue
+        if route.matrix_shape is None:
+            cut_routes[name] = with_cut(route, None, tp_size)
+            continue
+        if route.matrix_shape != shape or route.parts is not None:
             seen = str(route.matrix_shape)
-        else:
-            seen = f"parts {', '.join(route.parts.names)}"
-        raise ConfigError(
-            f"{route.name} {shape} is updated as matrices of {seen}, and a plan cannot tell how "
-            "tensor parallelism would cut these; plan without num_heads, per_head_muon, split and "
-            "auto_split"
-        )
-    return replace(with_cut(route, -2 if dim == 0 else -1, tp_size), matrix_shape=part)
+            if route.parts is not None:
+                seen = f"parts {', '.join(route.parts.names)}"
+            raise ConfigError(
+                f"{name} {shape} is updated as matrices of {seen}, and a plan cannot tell how "
+                "tensor parallelism would cut these; plan without num_heads, per_head_muon, split "
+                "and auto_split"
+            )
+        along = with_cut(route, -2 if dim == 0 else -1, tp_size)
+        cut_routes[name] = replace(along, matrix_shape=part)
+    return parts, cut_routes
 
 
 def _module_of(name: str) -> str:
@@ -98,9 +96,7 @@ def _dim_of(name: str, shape: Shape, transposed: bool, tied: bool, cutter: Cutte
     if module in COPIED:
         return None
     if module in TABLES:
-        if cutter == "megatron" or tied:
-            return 0
-        return None
+        return 0 if cutter == "megatron" or tied else None
     if module in OUTPUT_LAYERS:
         return 0
     known = OPENS_BLOCK + CLOSES_BLOCK + TABLES + OUTPUT_LAYERS
@@ -112,7 +108,5 @@ def _dim_of(name: str, shape: Shape, transposed: bool, tied: bool, cutter: Cutte
         )
     closes = module in CLOSES_BLOCK
     if len(shape) == 1:
-        if closes:
-            return None
-        return 0
+        return None if closes else 0
     return int(closes != transposed)

@@ -25,6 +25,10 @@ Positive = Annotated[float, Field(gt=0)]
 #: The fraction of an exponential moving average that is kept at a step.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Betas = tuple[Decay, Decay]
+#: A fraction of something.
+Share = Annotated[float, Field(ge=0, le=1)]
+#: A text that is not empty.
+Name = Annotated[str, Field(min_length=1)]
 #: An integer of at least 1 that fits 32 bits.
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
@@ -79,7 +83,18 @@ def build(section: type[T], where: str, values: Any) -> T:
             raise ConfigError(f"{where}.{key} is missing; it needs {', '.join(required)}")
     schema = _schema_of(section)
     for key, value in values.items():
-        _refuse_placeholders(f"{where}.{key}", value, schema["properties"][key])
+        of_key = schema["properties"][key]
+        choices = (of_key.get("default"), *of_key.get("enum", ()))
+        if isinstance(value, str) and value == "auto" and "auto" not in choices:
+            raise ConfigError(
+                f"{where}.{key} is 'auto', which only Hugging Face's Trainer and Accelerate "
+                "replace; give it a value"
+            )
+        if value is None and not of_key.get("may_be_null"):
+            # A field's type may allow None for a key that is not set, but the config must not set
+            # it to null.
+            wanted = _expected(of_key, "float_type")
+            raise ConfigError(f"{where}.{key} must be {wanted}, got None")
     try:
         return section.model_validate({key: normalised(value) for key, value in values.items()})
     except ValidationError as e:
@@ -127,18 +142,13 @@ def normalised(value: object) -> Any:
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return tuple(map(normalised, value))
     if isinstance(value, int) and abs(value) > sys.float_info.max:
-        if value > 0:
-            return math.inf
-        return -math.inf
+        return math.inf if value > 0 else -math.inf
     return value
 
 
 def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
     """Return the one of ``known`` that ``key`` most likely stands for; None if there is none."""
-    close = difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)
-    if close:
-        return close[0]
-    return None
+    return next(iter(difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)), None)
 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:
@@ -156,21 +166,8 @@ def _schema_of(section: type[Section]) -> Any:
 
 @lru_cache(maxsize=None)
 def _adapter_of(kind: Any) -> tuple[TypeAdapter[Any], Any]:
-    adapter: TypeAdapter[Any] = TypeAdapter(kind, config=_STRICT)
+    adapter = TypeAdapter(kind, config=_STRICT)
     return adapter, adapter.json_schema()
-
-
-def _refuse_placeholders(where: str, value: object, schema: Any) -> None:
-    choices = (schema.get("default"), *schema.get("enum", ()))
-    if isinstance(value, str) and value == "auto" and "auto" not in choices:
-        raise ConfigError(
-            f"{where} is 'auto', which only Hugging Face's Trainer and Accelerate replace; give it "
-            "a value"
-        )
-    if value is None and not schema.get("may_be_null"):
-        # A field's type may allow None for a key that is not set, but the config must not set it to
-        # null.
-        raise ConfigError(f"{where} must be {_expected(schema, 'float_type')}, got None")
 
 
 def _translated(
@@ -222,10 +219,7 @@ def _expected(schema: Any, error_type: str) -> Any:
         return schema["expects"]
     if "anyOf" in schema:
         first, *rest = (branch for branch in schema["anyOf"] if branch.get("type") != "null")
-        described = []
-        for branch in rest:
-            if "expects" in branch:
-                described.append(branch["expects"])
+        described = [branch["expects"] for branch in rest if "expects" in branch]
         return " or ".join([_expected(first, error_type), *described])
     if "enum" in schema or "const" in schema:
         choices = schema.get("enum", [schema.get("const")])

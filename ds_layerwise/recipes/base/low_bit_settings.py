@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
 
 from ds_layerwise.recipes.base.dtypes import StateDtype
 from ds_layerwise.recipes.base.recipe import Recipe, Shape, States, like
@@ -18,9 +16,6 @@ MOST_KEPT = 1 - 2**-6
 class Kept(Recipe):
     """A recipe with a field for each state that may be stored in fewer bits."""
 
-    kept_by: ClassVar[Mapping[str, str]] = {}
-    """The fields with the dtypes of states, by state."""
-
     stochastic_rounding: bool = False
     """Use stochastic rounding for bfloat16 states, so that small changes add up; see
     :mod:`ds_layerwise.optimizers.low_bit`.
@@ -29,34 +24,10 @@ class Kept(Recipe):
     def like(self, shape: Shape, *names: str) -> States:
         """Return states of the parameter's own shape, with the dtypes in the fields."""
         specs = like(shape, *names)
-        for name, dtype in self._low_bit_dtypes().items():
+        for name, dtype in self.low_bit_dtypes().items():
             if name in specs:
                 specs[name] = replace(specs[name], kept_as=dtype, signed=name != "exp_avg_sq")
         return specs
-
-    def _low_bit_dtypes(self) -> dict[str, StateDtype]:
-        dtypes = {}
-        for state, field in self.kept_by.items():
-            dtypes[state] = getattr(self, field)
-        return {state: dtype for state, dtype in dtypes.items() if dtype != "float32"}
-
-    @property
-    def rounds_by_chance(self) -> bool:
-        """True with ``stochastic_rounding``."""
-        return self.stochastic_rounding
-
-    def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """Return the fraction of itself that ``state`` keeps in a step."""
-        if state == "momentum_buffer":
-            return float(hyper["momentum"])
-        return float(hyper["betas"][state == "exp_avg_sq"])
-
-    def kept_summary(self) -> str:
-        """Return the states in fewer bits for the start-up table; empty if there are none."""
-        dtypes = self._low_bit_dtypes()
-        by_chance = self.rounds_by_chance and "bfloat16" in dtypes.values()
-        states = ", ".join(f"{state} in {dtype}" for state, dtype in dtypes.items())
-        return states + " rounded by chance" * by_chance
 
 
 class KeptMomentum(Kept):
@@ -80,10 +51,7 @@ class KeptAverage(Kept):
 class KeptMoments(KeptAverage):
     """A recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
 
-    kept_by = {
-        "exp_avg": "exp_avg_dtype",
-        "exp_avg_sq": "exp_avg_sq_dtype",
-    }
+    kept_by = {**KeptAverage.kept_by, "exp_avg_sq": "exp_avg_sq_dtype"}
 
     exp_avg_sq_dtype: StateDtype = "float32"
     """The dtype of the average of squared gradients."""

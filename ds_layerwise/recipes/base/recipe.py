@@ -89,6 +89,10 @@ class Recipe(Section):
     some of ``momentum, betas, eps``.
     """
 
+    kept_by: ClassVar[Mapping[str, str]] = {}
+    """The fields with the dtypes of states that may be stored in fewer bits, by state; see
+    :mod:`.recipes.base.low_bit_settings`.
+    """
     full_batch_numel: ClassVar[int] = 0
     """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
     never.
@@ -154,18 +158,31 @@ class Recipe(Section):
         """
         return ""
 
+    def low_bit_dtypes(self) -> dict[str, StateDtype]:
+        """Return the dtypes of states that are stored in fewer bits than float32, by state."""
+        dtypes = {}
+        for state, field in self.kept_by.items():
+            if getattr(self, field) != "float32":
+                dtypes[state] = getattr(self, field)
+        return dtypes
+
     @property
     def rounds_by_chance(self) -> bool:
         """True if bfloat16 states use stochastic rounding; False if they round to nearest."""
-        return False
+        return bool(getattr(self, "stochastic_rounding", False))
 
     def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
-        """Return the fraction of itself that a low-bit ``state`` keeps in a step."""
-        raise NotImplementedError
+        """Return the fraction of itself that ``state`` keeps in a step."""
+        if state == "momentum_buffer":
+            return float(hyper["momentum"])
+        return float(hyper["betas"][state == "exp_avg_sq"])
 
     def kept_summary(self) -> str:
-        """Return the states in fewer bits than float32, as text; empty if there are none."""
-        return ""
+        """Return the states in fewer bits for the start-up table; empty if there are none."""
+        dtypes = self.low_bit_dtypes()
+        by_chance = self.rounds_by_chance and "bfloat16" in dtypes.values()
+        states = ", ".join(f"{state} in {dtype}" for state, dtype in dtypes.items())
+        return states + " rounded by chance" * by_chance
 
     @property
     def sees_tensor_shards(self) -> bool:

@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import normalised
+from ds_layerwise.recipes.base.fields import T, normalised
 from ds_layerwise.recipes.base.recipe import HyperText, Recipe, Shape, States
 
 #: The path of a class: its module, a colon, its name.
@@ -102,8 +102,7 @@ class AnyTorch(Recipe):
         """Return the FLOPs of the matrix products of a step, counted in a probe. Decompositions do
         not count.
         """
-        flops: int = _probe().kept_of(self, shape).flops
-        return flops
+        return int(_probe().kept_of(self, shape).flops)
 
     def workspace(self, shape: Shape) -> int:
         """Return the bytes of a copy of the gradient, which a class may write to, and of two more
@@ -230,8 +229,7 @@ def _name_of_script() -> str:
     script = sys.modules["__main__"]
     if spec := getattr(script, "__spec__", None):
         return str(spec.name)
-    file = getattr(script, "__file__", None)
-    if file:
+    if file := getattr(script, "__file__", None):
         return PurePath(file).stem
     return "__main__"
 
@@ -239,15 +237,15 @@ def _name_of_script() -> str:
 @lru_cache(maxsize=None)
 def recipe_of(path: str, *, whole: bool) -> type[AnyTorch]:
     """Return the recipe of the class at ``path``. Only that class can use its states."""
-    recipe: type[AnyTorch] = subclass(WholeTorch if whole else ElementTorch, path)
-    return recipe
+    return subclass(WholeTorch if whole else ElementTorch, path)
 
 
-def subclass(base: type[AnyTorch], path: str, **values: Any) -> Any:
+def subclass(base: type[T], path: str, **values: Any) -> type[T]:
     """Return a subclass of ``base`` for a class by its path, with ``values`` as class variables."""
     body = {"rule": path, "family": path, "__module__": __name__, "__doc__": base.__doc__, **values}
     metaclass: Any = type(base)
-    return metaclass(path, (base,), body)
+    made: type[T] = metaclass(path, (base,), body)
+    return made
 
 
 def _again(path: str, whole: bool, settings: dict[str, Any]) -> AnyTorch:

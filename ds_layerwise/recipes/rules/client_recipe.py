@@ -57,7 +57,7 @@ class ClientTorch(AnyTorch):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the group. Overrides cannot change any of them."""
-        return dict(self.told)
+        return self.arguments
 
 
 def client_recipe(
@@ -67,9 +67,7 @@ def client_recipe(
     use its states.
     """
     whole = split == "whole"
-    kind = subclass(ClientTorch, path, whole=whole, prototype=prototype, told=dict(told))
-    recipe: ClientTorch = kind()
-    return recipe
+    return subclass(ClientTorch, path, whole=whole, prototype=prototype, told=dict(told))()
 
 
 def check_override(name: str, changes: Mapping[str, Any]) -> None:

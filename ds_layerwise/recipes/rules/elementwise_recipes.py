@@ -153,9 +153,7 @@ class AdEMAMix(TwoMoments):
         """Return betas and eps, and the decay and the weight of the slow average, as text."""
 
         def warm(steps: int) -> str:
-            if steps:
-                return f" after {steps} steps"
-            return ""
+            return f" after {steps} steps" * (steps > 0)
 
         return (
             f"{super().summary(hyper)}, beta3 {self.beta3:g}{warm(self.beta3_warmup_steps)}, alpha "

@@ -54,13 +54,8 @@ class Kronecker(KeptMoments):
 
     def sides(self, shape: Shape) -> dict[str, int]:
         """Return the lengths of the sides that have a factor, by its name."""
-        *_, rows, cols = shape
-        sides = {"L": rows, "R": cols}
-        found = {}
-        for key, side in sides.items():
-            if side <= self.max_side:
-                found[key] = side
-        return found
+        sides = zip("LR", shape[-2:], strict=True)
+        return {key: side for key, side in sides if side <= self.max_side}
 
     def squares(self, shape: Shape, *prefixes: str) -> States:
         """Return a square for each side that has a factor, for each of ``prefixes``."""
@@ -82,11 +77,9 @@ class Kronecker(KeptMoments):
         """Return the bytes that weight decay needs: with l2 a copy of the gradient, cautious two of
         an update.
         """
-        *_, rows, cols = shape
-        return 4 * (
-            math.prod(shape) * (self.weight_decay_method == "l2")
-            + 2 * self.together(shape) * rows * cols * self.cautious_weight_decay
-        )
+        updates = self.together(shape) * math.prod(shape[-2:])
+        copies = math.prod(shape) * (self.weight_decay_method == "l2")
+        return 4 * (copies + 2 * updates * self.cautious_weight_decay)
 
     def together(self, shape: Shape) -> int:
         """Return the number of matrices of a stack that go through the linear algebra together."""

@@ -70,7 +70,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             shape,
             method=self.ns_method,
             beside=self.held_beside,
-            after=4 if self.cautious_weight_decay else 0,
+            after=4 * self.cautious_weight_decay,
         )
         return max(iteration, self.hook_workspace(shape))
 
@@ -87,11 +87,6 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     def sees_tensor_shards(self) -> bool:
         """True with ``muon_tp_mode`` "blockwise"."""
         return self.muon_tp_mode == "blockwise"
-
-    @property
-    def takes_rate_of_adamw(self) -> bool:
-        """False unless a subclass overrides it."""
-        return False
 
     def summary(self, hyper: HyperText) -> str:
         """Return the momentum, the scale of the update, and the hooks as text."""
@@ -132,9 +127,7 @@ class Scaled(Orthogonalized):
 
 
 def _times(factor: float) -> str:
-    if factor == 1:
-        return ""
-    return f" x {factor:g}"
+    return f" x {factor:g}" * (factor != 1)
 
 
 class Muon(Scaled):
@@ -181,8 +174,7 @@ class NorMuon(Adaptive):
 
     def axis(self, rows: int, cols: int) -> Axis:
         """Return the axis of a ``(rows, cols)`` matrix over which squares are averaged."""
-        per_row = self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols
-        if per_row:
+        if self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols:
             return -1
         return -2
 
@@ -307,9 +299,7 @@ class Scion(Orthogonalized):
     @property
     def own_weight_decay(self) -> float | None:
         """1 with ``constrained``, so that weights decay by the learning rate; else None."""
-        if self.constrained:
-            return 1.0
-        return None
+        return 1.0 if self.constrained else None
 
     def scale_summary(self) -> str:
         """Return the radius as text, and whether it bounds weights."""

@@ -70,6 +70,16 @@ def most_together(count: int, numel: int, most: int) -> int:
     return min(count, max(1, most // numel))
 
 
+def padded_batch(shape: Shape) -> tuple[int, int, int]:
+    """Return the number of matrices that share products on an accelerator, and their sides with
+    padding, the shorter one first.
+    """
+    *batch, rows, cols = shape
+    together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
+    m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+    return together, m, n
+
+
 def newton_schulz_workspace(
     shape: Shape, *, method: NsMethod, beside: int = 0, after: int = 0
 ) -> int:
@@ -87,11 +97,9 @@ def newton_schulz_workspace(
         beside: the number of further matrices of that shape that are held at the same time.
         after: the number of matrices of that shape that are held when the iteration is over.
     """
-    *batch, rows, cols = shape
-    together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
-    m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+    rows, cols = shape[-2:]
+    together, m, n = padded_batch(shape)
+    most = max(2 * m * n + 4 * m * m, 3 * m * n + m * m)
     if method == "standard" or rows == cols:
         most = 3 * m * n + 2 * m * m
-    else:
-        most = max(2 * m * n + 4 * m * m, 3 * m * n + m * m)
     return 4 * together * (max(most + beside * rows * cols, after * rows * cols) + 4 * n)

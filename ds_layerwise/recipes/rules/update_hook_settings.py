@@ -11,18 +11,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from ds_layerwise.recipes.base.fields import OrNull, Positive
+from ds_layerwise.recipes.base.fields import OrNull, Positive, Share
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.newton_schulz_cost import (
-    ALIGNMENT,
-    MAX_BATCH_NUMEL,
-    most_together,
     newton_schulz_flops,
     newton_schulz_workspace,
+    padded_batch,
 )
-
-#: The fraction of a change that is kept.
-Share = Annotated[float, Field(ge=0, le=1)]
 
 #: The number of Newton-Schulz steps of ``polar_express`` for one sign in
 #: :func:`.orthogonalize.spectral.capped`.
@@ -105,9 +100,7 @@ class UpdateHooks(Recipe):
     @property
     def own_weight_decay(self) -> float | None:
         """0 with ``hyperball``; else None, for that of the group."""
-        if self.hyperball is None:
-            return None
-        return 0.0
+        return None if self.hyperball is None else 0.0
 
     def hook_flops(self, shape: Shape) -> int:
         """Return the FLOPs of ``spectral_clip``; the others are negligible."""
@@ -127,26 +120,17 @@ class UpdateHooks(Recipe):
         """
         if self.spectral_clip is None:
             return 0
-        *batch, rows, cols = shape
-        together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
-        m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
-        return max(
-            newton_schulz_workspace(shape, method="standard"),
-            4 * together * (5 * m * m + 2 * m * n),
-        )
+        together, m, n = padded_batch(shape)
+        squares = 4 * together * (5 * m * m + 2 * m * n)
+        return max(newton_schulz_workspace(shape, method="standard"), squares)
 
     def hook_summary(self) -> str:
         """Return the hooks as text for the start-up table; it starts with a comma unless it is
         empty.
         """
-        named = {
-            "hyperball": self.hyperball,
-            "radial_brake": self.radial_brake,
-            "spectral_clip": self.spectral_clip,
-        }
         summary = ""
-        for key, value in named.items():
-            if value is not None:
+        for key in ("hyperball", "radial_brake", "spectral_clip"):
+            if (value := getattr(self, key)) is not None:
                 summary += f", {key} {list(value) if isinstance(value, tuple) else value}"
         return summary + ", relative_update" * self.relative_update
 

@@ -12,12 +12,11 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.recipes.base.fields import Section
+from ds_layerwise.recipes.base.fields import Name, Section
 from ds_layerwise.recipes.base.recipe import Shape
 
-Text = Annotated[str, Field(min_length=1)]
 #: One text, or several of which one must match.
-Texts = Text | Annotated[tuple[Text, ...], Field(min_length=1)]
+Texts = Name | Annotated[tuple[Name, ...], Field(min_length=1)]
 _Whole = Annotated[int, Field(ge=0)]
 #: The sizes of all axes, None for any size.
 _Size = Annotated[_Whole | None, Field(json_schema_extra={"expects": "a size, or null for any"})]
@@ -146,16 +145,15 @@ class Conditions(Section):
         name.
         """
         given = self.given()
-        if given.keys() == {"name"} and isinstance(self.name, str):
+        if given == {"name": self.name} and isinstance(self.name, str):
             return repr(self.name)
         return ", ".join(f"{key} {_as_config(value)!r}" for key, value in given.items())
 
     def _shapes(self) -> Any:
         # One shape contains numbers, a list of shapes contains shapes.
-        one = self.shape is not None and not any(isinstance(size, tuple) for size in self.shape)
-        if one:
-            return (self.shape,)
-        return self.shape
+        if self.shape is None or any(isinstance(size, tuple) for size in self.shape):
+            return self.shape
+        return (self.shape,)
 
 
 def _meets(wanted: Any, test: Callable[[Any], object]) -> bool:

@@ -14,6 +14,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
@@ -132,10 +133,7 @@ class Parts:
 
     def shapes(self, shape: Shape) -> dict[str, Shape]:
         """Return the shape in which the rule sees each part of a parameter of ``shape``."""
-        found = {}
-        for name, place in self.places(shape).items():
-            found[name] = place.shape
-        return found
+        return {name: place.shape for name, place in self.places(shape).items()}
 
     def places(self, shape: Shape) -> dict[str, Place]:
         """Return the place of each part in a parameter of ``shape``."""
@@ -163,12 +161,9 @@ class Parts:
         axes = [outer] if batch or part.heads else []
         axes += [along, across] if self.axis == -2 else [across, along]
         seen = tuple(map(_size_of, axes))
-        runs = [_joined(axis) for axis in axes]
-        flat = sum(runs, [])
-        strides = tuple(stride for _, stride in flat)
-        if len(flat) == len(runs):
-            return Place(seen, seen, strides, start)
-        return Place(seen, tuple(size for size, _ in flat), strides, start)
+        # If each axis is one run, the sizes of runs are those of the axes.
+        sizes, strides = zip(*chain.from_iterable(map(_joined, axes)), strict=True)
+        return Place(seen, sizes, strides, start)
 
     def states(self, recipe: Recipe, shape: Shape) -> States:
         """Return the states of a parameter of ``shape`` under ``recipe``.
@@ -202,14 +197,13 @@ class Parts:
         """Return the bytes of copies for the parts that no strides make a matrix of: of the
         parameter, its gradient, and the states that are like it.
         """
-        copies = []
+        copied = 0
         for place in self.places(shape).values():
             if not place.is_view:
-                copies.append(place.shape)
+                copied += math.prod(place.shape)
         like = whole_states(recipe)
         states = recipe.states((1, 1)).items()
-        of_states = sum(spec.rule_nbytes for key, spec in states if key in like)
-        return sum(map(math.prod, copies)) * (8 + of_states)
+        return copied * (8 + sum(spec.rule_nbytes for key, spec in states if key in like))
 
 
 def whole_states(recipe: Recipe) -> frozenset[str]:

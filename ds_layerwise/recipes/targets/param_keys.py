@@ -111,11 +111,7 @@ class ParamKey:
     @property
     def choices(self) -> dict[str, Any]:
         """The given conditions of which one must match."""
-        found = {}
-        for key in _ANY:
-            if each_of(getattr(self, key)):
-                found[key] = getattr(self, key)
-        return found
+        return {key: value for key in _ANY if each_of(value := getattr(self, key))}
 
     @property
     def narrowed(self) -> dict[str, Any]:
@@ -142,8 +138,9 @@ class ParamKey:
             RoutingError: the key has ``module``, and ``modules`` is None; or an attribute is
                 neither true nor false.
         """
-        kinds = None if modules is None else tuple(modules)
-        facts = Facts(name=param_name, shape=tuple(param.shape), param=param, modules=kinds)
+        if modules is not None:
+            modules = tuple(modules)
+        facts = Facts(name=param_name, shape=tuple(param.shape), param=param, modules=modules)
         return self.conditions().hold(facts) and self.chooses(facts)
 
     def chooses(self, facts: Facts) -> bool:

@@ -15,12 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import Count, OrNull, Positive, Section, build, entries_of
+from ds_layerwise.recipes.base.fields import (
+    Count,
+    Name,
+    OrNull,
+    Positive,
+    Section,
+    Share,
+    build,
+    entries_of,
+)
 
 #: The kind of outputs of a layer: queries, the rotated part of queries whose keys share theirs,
 #: keys, or something else.
@@ -68,7 +75,7 @@ class AttentionEntry(Section):
 
     example = '{"name": "*.attn", "heads": 8, "qkv": "qkv"}'
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Name
     """A glob over the paths of modules."""
     heads: Count
     """The number of query heads."""
@@ -119,7 +126,7 @@ class QkClip(Section):
 
     threshold: Positive = 100.0
     """The bound for the largest logit of each head."""
-    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    alpha: Share = 0.5
     """The share of the scaling that queries get; keys get the rest."""
     hook: bool = True
     """Measure logits in the attention of transformers; false if the script passes them to

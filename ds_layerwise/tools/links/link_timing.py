@@ -133,7 +133,7 @@ class _Clock:
             self.finish()
             taken.append((time.perf_counter() - start) / in_a_row)
         everyone = comm.gather_objects(taken, group=None)
-        return float(statistics.median(max(each) for each in zip(*everyone, strict=True)))
+        return float(statistics.median(map(max, zip(*everyone, strict=True))))
 
     def steady(self, operation: Callable[[], object]) -> float:
         """Return :meth:`seconds` of ``operation`` after a warm-up, with a suitable number of
@@ -173,10 +173,7 @@ def _series(
     clock: _Clock, where: Where, size: int, group: comm.Group, *, takes_part: bool
 ) -> Iterator[Timing]:
     """Measure a ring and an all-to-all with messages of increasing length."""
-    if clock.on_host:
-        longest = _LONGEST_ON_HOST
-    else:
-        longest = _LONGEST
+    longest = _LONGEST_ON_HOST if clock.on_host else _LONGEST
     for kind in ("ring", "all_to_all"):
         yield _timing(clock, kind, where, size, group, _SHORT, takes_part=takes_part)
         nbytes = _FIRST
@@ -225,10 +222,7 @@ def _tflops(clock: _Clock) -> tuple[float, str]:
     products.
     """
     recipe = recipes.Muon()
-    if clock.on_host:
-        shape = _MATRIX_ON_HOST
-    else:
-        shape = _MATRIX
+    shape = _MATRIX_ON_HOST if clock.on_host else _MATRIX
     rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(

@@ -14,7 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.checkpoint.files.atomic import INCOMPLETE, point
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.network.link_fit import Measured, measured_links, missing_keys, require_like
+from ds_layerwise.plan.network.link_fit import measured_links, missing_keys, require_like
 from ds_layerwise.plan.network.links import links_of_run
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.tools.links import link_timing
@@ -101,7 +101,10 @@ def write_links(out: Path, *, like: str | None, overwrite: bool) -> str:
             like_name=like or "",
         )
         if comm.rank_of(None) == 0:
-            _write(found, out)
+            try:
+                point(out, json.dumps(found.links.model_dump(), indent=2) + "\n")
+            except OSError as e:
+                raise LayerWiseError(f"{out} cannot be written: {e}") from e
     return "\n".join(
         [
             f"{shape.num_nodes} x {shape.ranks_per_node} ranks, {device.type}, Newton-Schulz in "
@@ -123,12 +126,5 @@ def _check_out(out: Path, *, overwrite: bool) -> None:
         trial = out.with_name(out.name + INCOMPLETE)
         trial.touch()
         trial.unlink()
-    except OSError as e:
-        raise LayerWiseError(f"{out} cannot be written: {e}") from e
-
-
-def _write(found: Measured, out: Path) -> None:
-    try:
-        point(out, json.dumps(found.links.model_dump(), indent=2) + "\n")
     except OSError as e:
         raise LayerWiseError(f"{out} cannot be written: {e}") from e

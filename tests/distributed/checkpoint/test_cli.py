@@ -22,7 +22,7 @@ from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 from tests.support.universal import convert
 
-pytestmark = rooms("cli", "consolidate", "to_universal", "hf_files")
+pytestmark = rooms("cli", "consolidate", "to_universal")
 
 
 def assert_equal_contents(found, expected, where):
