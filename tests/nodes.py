@@ -391,7 +391,7 @@ def newest_of_both(one: Path, other: Path) -> str:
 def rounds(options: argparse.Namespace, folder: Path) -> int:
     """Go through all chains, so many times; returns how many times one was not as it has to be."""
     cluster, truth, failed = Cluster(folder, options.ranks), dict[int, list[dict[str, Any]]](), 0
-    for number in range(options.times):
+    for number in range(options.first - 1, options.first - 1 + options.times):
         rng, right = random.Random(f"{options.seed} {number}"), True
         for stage in options.stages:
             for way in options.ways:
@@ -419,6 +419,7 @@ def out_of_time(*_: object) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=1, help="how often (default: 1)")
+    parser.add_argument("--first", type=int, default=1, help="the number of the first time (default: 1)")
     parser.add_argument("--seed", type=int, default=1, help="of who is lost, and when (default: 1)")
     parser.add_argument("--ranks", type=int, default=2, help="on a node (default: 2)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)

@@ -158,7 +158,7 @@ class Run:
         if number == LISTED[kind]:
             return self.listed()
         if number == STOPPED[kind]:
-            return FileEvents(0, self.stop, self.functions[int(self.options.stop_at * len(self.functions))])
+            return self.stopping(self.functions[int(self.options.stop_at * len(self.functions))])
         return nullcontext()
 
     @contextmanager
@@ -166,6 +166,13 @@ class Run:
         with FileEvents() as events:
             yield
         self.functions = list(dict.fromkeys(events.names))
+
+    @contextmanager
+    def stopping(self, function: str) -> Iterator[None]:
+        with FileEvents(0, self.stop, function):
+            yield
+            # Some functions are called only where ranks wait for one another.
+            self.stop()
 
     def stop(self) -> None:
         """Wait to be killed."""
