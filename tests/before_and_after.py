@@ -293,10 +293,13 @@ def leaves(value, path=""):
 
 
 def contents(path):
-    """What to compare of a file. The list of checksums has a random number in it, and what it lists is compared."""
+    """What to compare of a file: not the random identifier of a save, nor the list of checksums, which has it, too."""
     if path.name == "layerwise_manifest.json":
         return {}
-    return leaves(torch.load(path, weights_only=False)) if path.suffix == ".pt" else {"bytes": path.read_bytes()}
+    if path.suffix != ".pt":
+        return {"bytes": path.read_bytes()}
+    found = leaves(torch.load(path, weights_only=False))
+    return {key: leaf for key, leaf in found.items() if not key.endswith(" save_id")}
 
 
 def differ(ours, theirs, label):
