@@ -259,9 +259,11 @@ def _last_kernel(model: nn.Module) -> Iterator[tuple[Tensor, str]]:
         return
     if first.transposed or first.in_channels != last.out_channels:
         return
-    in_list, _ = _surroundings(model, path)
+    for outer, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and path.startswith(f"{outer}."):
+            return
     weights = weights_of(last)
-    if not in_list and has_matrices(model, leave_out=set(weights)):
+    if has_matrices(model, leave_out=set(weights)):
         for weight in weights:
             yield weight, "output head (last convolution)"
 

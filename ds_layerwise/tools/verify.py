@@ -136,8 +136,8 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
     problems += _against_model_file(contents)
     if contents.model and contents.model.module.keys().isdisjoint(contents.trained):
         report.warnings.append(
-            f"{contents.model.path} has no trained weights to compare with; at ZeRO stage 3 that is "
-            "right, and the optimizer's files have them"
+            f"{contents.model.path} has no trained weights to compare with; at ZeRO stage 3 that "
+            "is right, and the optimizer's files have them"
         )
     sizes = {name: contents.num_bytes(name, states=states) for name in sound}
     with bars("compare", sum(sizes.values())) as done:

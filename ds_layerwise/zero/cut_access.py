@@ -132,4 +132,4 @@ class CutAccess:
                     f"{access.name}: this rank's cut has {expected} elements, got a value of "
                     f"{cut.numel()}; pass a tensor of the size that safe_get_local_* returns"
                 )
-        return self._run.whole_of_cuts(access.name, cut.float())
+        return self._run.whole_of_cuts(access.name, cut.detach().float())

@@ -30,6 +30,10 @@ def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--output_dir", default=output_dir)
     parser.add_argument("--resume_from_checkpoint", help="a folder of checkpoints")
     args, words = parser.parse_known_args()
+    refused = {"--gradient_accumulation_steps", "--lora_dim"}
+    for word in words:
+        if word.partition("=")[0] in refused:
+            parser.error(f"{word}: this recipe counts each batch as a step, at one rate for all")
     if not (args.clone / folder).is_dir():
         parser.error(
             f"no {folder} in {args.clone}: "

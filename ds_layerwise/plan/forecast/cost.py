@@ -170,12 +170,12 @@ class RankMemory:
 
 
 def state_bytes_by(
-    routes: Routes, specs: Sequence[ParamSpec], *, in_float32: bool = False
+    routes: Routes, specs: Sequence[ParamSpec], *, in_float32: Container[str] = ()
 ) -> StateBytes:
     """Return :func:`state_bytes_of`, exact to the byte for states stored in blocks.
 
     Args:
-        in_float32: True to count all states as float32.
+        in_float32: the dtypes of stored states to count as float32.
     """
     by_share = state_bytes_of(specs)
 
@@ -186,7 +186,7 @@ def state_bytes_by(
         nbytes = 0
         for spec in routes[name].states(numel).values():
             if not spec.on_host:
-                nbytes += spec.rule_nbytes if in_float32 else spec.nbytes
+                nbytes += spec.rule_nbytes if spec.kept_as in in_float32 else spec.nbytes
         return nbytes
 
     return state_bytes
@@ -267,11 +267,11 @@ def memory_bytes(
 
 
 def checkpoint_bytes(layout: Layout, state_bytes: StateBytes, stage: int) -> int:
-    """Count the bytes of a checkpoint: masters and states in float32, and before stage 3 weights as
-    they are trained. What is not trained is not counted.
+    """Count the bytes of a checkpoint: float32 masters, states, and before stage 3 weights as they
+    are trained. What is not trained is not counted, nor what other ranks of model parallelism save.
 
     Args:
-        state_bytes: of states in float32.
+        state_bytes: of states as they are saved.
     """
     total = 0
     for bucket in layout.buckets:

@@ -131,7 +131,7 @@ class Forecast:
     most of them; see :func:`opened_bytes`.
     """
     checkpoint: int
-    """The bytes of a checkpoint, of all ranks together."""
+    """The bytes of a checkpoint, of all ranks together; of a pipeline, those of one stage."""
     max_waiting: int | None = None
     """The number of buckets whose gradients may wait at stage 2; None for all."""
     whole: Whole = Whole(0, 0)
@@ -183,9 +183,11 @@ class Forecast:
         memory = in_float32 = bytes_of(
             state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
         )
-        wide_states = state_bytes_by(routes, specs, in_float32=True)
         if any(opened):
-            in_float32 = bytes_of(state_bytes=wide_states)
+            wide = state_bytes_by(routes, specs, in_float32=("bfloat16", "8bit"))
+            in_float32 = bytes_of(state_bytes=wide)
+        # A save writes the numbers of 8-bit states, and bfloat16 ones as they are.
+        as_saved = state_bytes_by(routes, specs, in_float32=("8bit",))
         traffic = traffic_bytes(
             layout,
             stage=stage,
@@ -215,7 +217,7 @@ class Forecast:
             workspace,
             in_float32,
             tuple(most_opened),
-            checkpoint_bytes(layout, wide_states, stage),
+            tp_size * checkpoint_bytes(layout, as_saved, stage),
             max_waiting,
             whole,
         )

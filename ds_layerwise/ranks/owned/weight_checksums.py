@@ -131,8 +131,11 @@ def checksum_of(values: Tensor) -> Tensor:
         words = pad(part, (0, -part.numel() % in_a_word)).view(torch.int64)
         places = torch.arange(first + 1, first + 1 + words.numel(), device=values.device)
         # Sums of products alone would be the same where values change places symmetrically.
-        mixed = places.mul_(_SPREAD).bitwise_xor_(words).mul_(_SPREAD)
+        mixed = places.mul_(_SPREAD).bitwise_xor_(words)
         plain = words.sum()
+        # So that the last values of words, too, change all bits of a product.
+        torch.bitwise_right_shift(mixed, 32, out=words)
+        mixed.bitwise_xor_(words).mul_(_SPREAD)
         torch.bitwise_right_shift(mixed, 29, out=words)
         total += torch.stack([plain, words.bitwise_xor_(mixed).sum()])
         # So that the next ones have their memory.

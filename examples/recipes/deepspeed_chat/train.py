@@ -9,6 +9,7 @@ function of the optimizer, as that is made later. The data are made here, not do
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,8 @@ def main() -> None:
     data = Path(args.output_dir, "Dahoas", "rm-static")
     # The tool's first rank reads the folder, and hands on what it has made of it.
     if os.environ["LOCAL_RANK"] == "0":
+        # The tool keeps what it has made of the rows of an earlier run, however many they were.
+        shutil.rmtree(Path(args.output_dir, "rows"), ignore_errors=True)
         make_data(data, args.max_steps)
     sys.path.insert(0, str(args.clone / chat))
     words = [

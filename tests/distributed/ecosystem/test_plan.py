@@ -79,7 +79,7 @@ class TestAgainstTheEngine(DistributedTest):
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("case", [
         {}, {**BF16}, {"stage": 2, **BF16}, {"stage": 3}, {"stage": 3, **BF16},
-        {**BF16, "params": {"momentum_dtype": "8bit"}},
+        {**BF16, "params": {"momentum_dtype": "8bit"}}, {**BF16, "params": {"momentum_dtype": "bfloat16"}},
         {**BF16, "layerwise": {"master_dtype": "bfloat16+remainder"}}], ids=str)
     def test_a_checkpoint_is_as_large_as_is_said(self, case, tmp_path):
         engine = start(nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 512)), ds_config(**case))

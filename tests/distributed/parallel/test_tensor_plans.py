@@ -100,3 +100,15 @@ class TestAgainstTheEngine(DistributedTest):
         assert plan == as_json(engine.optimizer.forecast())
         assert plan != planned(qwen3(tied=False), config, tmp_path / f"{dist.get_rank()} whole", "--tp_size", 4,
                                "--ranks_per_node", 8, through_file=True)
+
+    def test_a_checkpoint_has_the_parts_of_all_ranks(self, tmp_path):
+        mpu, layer = Mpu(2), nn.Linear(256, 1024, bias=False)
+        layer.weight = nn.Parameter(part(layer.weight.data, 0, mpu))
+        mark(layer.weight, 0, partition_stride=1)
+        engine = start(nn.Sequential(layer), ds_config(), mpu=mpu)
+        engine.backward(engine(torch.ones(2, 256)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        dist.barrier()
+        written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.04)

@@ -405,7 +405,7 @@ class TestAccess(DistributedTest):
         for engine, (get, set_, get_state, set_state, get_grad, set_grad) in zip(engines, (WHOLE, LOCAL), strict=True):
             train_engine(engine, 1)
             for param in engine.module.parameters():
-                set_(param, get(param) * 2 + 1)
+                set_(param, (get(param) * 2 + 1).requires_grad_())
                 set_state(param, get_state(param, "exp_avg") / 2, "exp_avg")
             embed = engine.module.embed.weight
             set_state(embed, get_state(embed, "step") + 3, "step")

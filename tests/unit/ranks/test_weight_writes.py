@@ -107,6 +107,17 @@ def test_pieces_that_change_places_are_told(monkeypatch):
     assert checksum(values.roll(6)) != checksum(values)
 
 
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
+def test_values_of_16_bits_that_change_places_are_told_wherever_in_a_word(place):
+    values = torch.randperm(256, generator=torch.Generator().manual_seed(1)).view(64, 4).bfloat16()
+    seen = {checksum(values)}
+    for one, other in itertools.combinations(range(64), 2):
+        swapped = values.clone()
+        swapped[[one, other], place] = values[[other, one], place]
+        seen.add(checksum(swapped))
+    assert len(seen) == 1 + 64 * 63 // 2
+
+
 def test_values_that_change_places_symmetrically_are_told():
     one, other = torch.tensor([1.0, 2, 2, 1]), torch.tensor([2.0, 1, 1, 2])
     assert checksum(one) != checksum(other)

@@ -290,7 +290,11 @@ def test_models_that_are_easily_mistaken(kind):
     # Something with parameters follows.
     (nn.Sequential(nn.Conv2d(8, 3, 3), nn.GroupNorm(1, 3)), False)])
 def test_the_last_convolution_of_a_model_of_images(last, is_head):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), last)
+    for kind in (nn.Sequential, lambda *layers: nn.ModuleList(layers)):
+        check_last_kernel(kind(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), last), is_head)
+
+
+def check_last_kernel(model, is_head):
     routes = route_parameters(model, [{"params": list(model.parameters())}])
     kernels = [route for name, route in routes.items() if name.startswith("2.") and len(
         model.get_parameter(name).shape) == 4]
