@@ -85,7 +85,7 @@ class RunConfig:
         if not client and not is_ours(section.get("type")):
             raise ConfigError(
                 "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got "
-                f"{section.get('type')!r}{': there is no optimizer section' * (not section)}"
+                f"{section.get('type')!r}{'' if section else ': there is no optimizer section'}"
             )
         optimizer = OptimizerConfig()
         if not client:

@@ -126,7 +126,7 @@ def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         and getattr(getattr(module, "config", None), "model_type", None) is not None
     }
     for path, module in found.items():
-        inside = f"{path}.".lstrip(".")
+        inside = f"{path}." if path else ""
         if not any(other != path and other.startswith(inside) for other in found):
             yield path, module
 

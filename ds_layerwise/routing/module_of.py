@@ -35,7 +35,7 @@ def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module, list[nn.Param
 
 def kind_of(module: nn.Module) -> type[nn.Module]:
     """Return the class of ``module`` before it was parametrized."""
-    kind = type_before_parametrizations(module)
+    kind: type[nn.Module] = type_before_parametrizations(module)
     return kind
 
 
@@ -85,11 +85,19 @@ def weights_of(module: nn.Module) -> list[Tensor]:
     parametrized = _lists(module).get("weight")
     if parametrized is not None:
         params = parametrized._parameters.values()
-        return [param for param in params if param is not None and not is_gain(param)]
+        found: list[Tensor] = []
+        for param in params:
+            if param is not None and not is_gain(param):
+                found.append(param)
+        return found
     # The older tools store the computed weight as an ordinary attribute.
     if "weight" in vars(module):
-        for name, older in module._parameters.items():
-            if name in _OLDER and isinstance(older, Tensor):
+        for name in _OLDER:
+            if name in module._parameters:
+                older = module._parameters[name]
+            else:
+                older = None
+            if isinstance(older, Tensor):
                 return [older]
     weight = getattr(module, "weight", None)
     if isinstance(weight, Tensor):
@@ -104,10 +112,15 @@ def is_gain(param: Tensor) -> bool:
 
 def _lists(module: nn.Module) -> dict[str, ParametrizationList]:
     # The module dict of a scripted module has no get().
+    modules = module._modules
+    if "parametrizations" in modules:
+        lists = modules["parametrizations"]
+    else:
+        lists = None
+    if not isinstance(lists, nn.ModuleDict):
+        return {}
     found = {}
-    for key, lists in module._modules.items():
-        if key == "parametrizations" and isinstance(lists, nn.ModuleDict):
-            for name, entry in lists.items():
-                if isinstance(entry, ParametrizationList):
-                    found[name] = entry
+    for name, entry in lists.items():
+        if isinstance(entry, ParametrizationList):
+            found[name] = entry
     return found

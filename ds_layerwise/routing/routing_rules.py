@@ -114,7 +114,6 @@ def route_parameters(
     auto_split: bool = True,
     recipes: Recipes = Recipes(),
     tp_size: int = 1,
-    tp_rank: int = 0,
     elsewhere: Elsewhere | None = None,
     experts: Mapping[str, Sequence[str]] | None = None,
     by_kind: ByKind = ByKind(),
@@ -133,7 +132,6 @@ def route_parameters(
         recipes: the recipes of the run, for matrices and for the rest.
         tp_size: the number of ranks that tensor parallelism has cut parameters for. Its marks count
             only if it is at least 2.
-        tp_rank: the index of this rank among them; it changes nothing, since all of them agree.
         experts: see :func:`.routing.param_facts.facts_of`.
         own_decay: the indices of the parameter groups that set a weight decay themselves.
         by_group: the recipes of the groups of a client optimizer, which sees parameters unchanged.

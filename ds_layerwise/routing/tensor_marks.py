@@ -121,7 +121,7 @@ def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
     if num_heads % tp_size or not in_one_run:
         raise RoutingError(
             f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel "
-            f"ranks{', which have several runs of rows each' * (not in_one_run)}; orthogonalise "
+            f"ranks{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise "
             "it as one matrix, without num_heads and per_head_muon"
         )
     return num_heads // tp_size

@@ -9,6 +9,7 @@ their weights and tokenizers, as ``from_pretrained`` reads them.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 from pathlib import Path
@@ -135,6 +136,51 @@ class Rows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.rows[index]
+
+
+def arguments(output_dir: str, **options: Any) -> argparse.ArgumentParser:
+    """A parser with what run.py gives every recipe.
+
+    Args:
+        options: of the parser.
+    """
+    parser = argparse.ArgumentParser(**options)
+    parser.add_argument("--max_steps", type=int, default=60)
+    parser.add_argument("--output_dir", default=output_dir)
+    parser.add_argument("--resume_from_checkpoint", help="a folder of checkpoints")
+    return parser
+
+
+class Losses:
+    """The losses of an engine, means over ranks, one a step, and a checkpoint half way.
+
+    Args:
+        args: see :func:`arguments`; a run that is resumed has the losses up to its checkpoint.
+    """
+
+    def __init__(self, engine: Any, args: argparse.Namespace) -> None:
+        self.engine, self.args = engine, args
+        self.values: list[float] = []
+        if args.resume_from_checkpoint:
+            _, state = engine.load_checkpoint(args.resume_from_checkpoint)
+            self.values = state["losses"]
+
+    def add(self, loss: Tensor) -> None:
+        """Add ``loss`` of a step that is over."""
+        mean = loss.detach().clone().float()
+        torch.distributed.all_reduce(mean)
+        self.values.append(mean.item() / torch.distributed.get_world_size())
+        if len(self.values) == self.args.max_steps // 2:
+            self.engine.save_checkpoint(
+                f"{self.args.output_dir}/checkpoint-{len(self.values)}",
+                client_state={"losses": self.values},
+            )
+
+    def end(self) -> None:
+        """Write them, and leave the other ranks."""
+        if torch.distributed.get_rank() == 0:
+            write_losses(self.args.output_dir, self.values)
+        torch.distributed.destroy_process_group()
 
 
 def write_losses(folder: str, losses: list[float]) -> None:

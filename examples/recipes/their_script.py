@@ -23,12 +23,9 @@ import material
 
 def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
     """Arguments of a recipe with such a script, and the others, which are the script's."""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser = material.arguments(output_dir, allow_abbrev=False)
     parser.add_argument("--clone", type=Path, required=True, help="of DeepSpeedExamples")
     parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--output_dir", default=output_dir)
-    parser.add_argument("--resume_from_checkpoint", help="a folder of checkpoints")
     args, words = parser.parse_known_args()
     refused = {"--gradient_accumulation_steps", "--lora_dim"}
     for word in words:
@@ -43,41 +40,30 @@ def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
     return args, words
 
 
-class Record:
-    """The losses of an engine, one a step, and a checkpoint half way or to go on from.
+class Record(material.Losses):
+    """Takes the losses of an engine from a script's calls of ``backward`` and ``step``.
 
     The script of a resumed run gives its first batches again. They go by without a step, until
     they are those that come after the checkpoint.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> None:
-        self.engine, self.args = engine, args
-        self.losses: list[float] = []
-        if args.resume_from_checkpoint:
-            _, state = engine.load_checkpoint(args.resume_from_checkpoint)
-            self.losses = state["losses"]
-        self.to_pass = len(self.losses)
+        super().__init__(engine, args)
+        self.to_pass = len(self.values)
         self._backward, self._step = engine.backward, engine.step
         engine.backward, engine.step = self.backward, self.step
 
     def backward(self, loss: torch.Tensor) -> None:
-        if self.to_pass:
-            return
-        mean = loss.detach().clone().float()
-        torch.distributed.all_reduce(mean)
-        self.losses.append(mean.item() / torch.distributed.get_world_size())
-        self._backward(loss)
+        if not self.to_pass:
+            self.loss = loss.detach()
+            self._backward(loss)
 
     def step(self) -> None:
         if self.to_pass:
             self.to_pass -= 1
             return
         self._step()
-        if len(self.losses) == self.args.max_steps // 2:
-            self.engine.save_checkpoint(
-                f"{self.args.output_dir}/checkpoint-{len(self.losses)}",
-                client_state={"losses": self.losses},
-            )
+        self.add(self.loss)
 
 
 def run(
@@ -104,6 +90,4 @@ def run(
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
-    if torch.distributed.get_rank() == 0:
-        material.write_losses(args.output_dir, records[0].losses)
-    torch.distributed.destroy_process_group()
+    records[0].end()

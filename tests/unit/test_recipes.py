@@ -185,6 +185,16 @@ def test_arguments_that_a_recipe_does_not_know_are_the_scripts(monkeypatch, tmp_
     assert words == ["--local_rank=1", "--deepspeed", "--max_seq_len", "64"]
 
 
+@pytest.mark.parametrize("words", [["--gradient_accumulation_steps", "2"], ["--lora_dim=8"]])
+def test_arguments_that_a_recipe_would_get_wrong_are_refused(words, monkeypatch, tmp_path, capsys):
+    (tmp_path / "ds.json").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["train.py", "--clone", str(tmp_path), "--config", str(tmp_path / "ds.json"),
+                                      *words])
+    with pytest.raises(SystemExit):
+        load("their_script", monkeypatch).parse("out", ".")
+    assert f"{words[0]}: this recipe counts each batch as a step" in capsys.readouterr().err
+
+
 class Engine:
     """The part of an engine that a record uses; its weight is the sum of the losses that it was trained with."""
 
@@ -216,7 +226,7 @@ def test_a_script_that_saves_nothing_is_resumed_where_its_batches_go_on(monkeypa
         for loss in (16.0, 8.0, 4.0, 2.0, 1.0):
             engine.backward(torch.tensor(loss))
             engine.step()
-        ends.append((engine.weight, record.losses))
+        ends.append((engine.weight, record.values))
     assert list(saved) == ["out/checkpoint-2"] and saved["out/checkpoint-2"][0] == 24.0
     assert ends == [(31.0, [16.0, 8.0, 4.0, 2.0, 1.0])] * 2
 

@@ -276,8 +276,10 @@ def checkpoint_bytes(layout: Layout, state_bytes: StateBytes, stage: int) -> int
     total = 0
     for bucket in layout.buckets:
         weight = itemsize(bucket.dtype) if stage < 3 else 0
-        for _, name, numel in _held(bucket):
-            total += (weight + SUM_BYTES) * numel + state_bytes(name, numel)
+        for slot in bucket.slots:
+            saved = (weight + SUM_BYTES) * slot.numel + state_bytes(slot.name, slot.numel)
+            # Of experts, each of so many ranks has its own under a name.
+            total += bucket.ep_size * saved
     return total
 
 

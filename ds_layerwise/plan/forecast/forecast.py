@@ -180,14 +180,13 @@ class Forecast:
             host_ratio=host_ratio,
             params_on_host=params_on_host,
         )
-        memory = in_float32 = bytes_of(
-            state_bytes=state_bytes_by(routes, specs), master_dtype=master_dtype
-        )
+        as_saved = state_bytes_by(routes, specs)
+        memory = in_float32 = bytes_of(state_bytes=as_saved, master_dtype=master_dtype)
         if any(opened):
             wide = state_bytes_by(routes, specs, in_float32=("bfloat16", "8bit"))
             in_float32 = bytes_of(state_bytes=wide)
-        # A save writes the numbers of 8-bit states, and bfloat16 ones as they are.
-        as_saved = state_bytes_by(routes, specs, in_float32=("8bit",))
+            # A save writes the numbers of 8-bit states, and bfloat16 ones as they are.
+            as_saved = state_bytes_by(routes, specs, in_float32=("8bit",))
         traffic = traffic_bytes(
             layout,
             stage=stage,

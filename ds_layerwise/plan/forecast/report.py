@@ -96,7 +96,7 @@ def plan_table(
             "ranks: data-parallel ones; layout: a digest, which all ranks of a run compare; "
             "buckets: reduced one after another; NS max/mean: matrix updates (Newton-Schulz) of "
             "the busiest rank over the mean; total, params, grads, masters, states: between two "
-            f"steps; {'saved: by fewer bits; ' * ('saved' in rows[0])}host: more in the "
+            f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
             "memory of the host; under way: messages, at most; in a step: an update works in it, "
             "at most; at start: the peak before the first step; checkpoint: on disk, of all ranks, "
             "without what is not trained; padding: for alignment alone",
@@ -287,7 +287,9 @@ def _predicted(
         for rate, ranks in rates.items()
     )
     first = predictions[0]
-    every = " once in each backward pass at stages 2 and 3," * (forecasts[0].stage > 1)
+    every = ""
+    if forecasts[0].stage > 1:
+        every = " once in each backward pass at stages 2 and 3,"
     parts: list[Table | str] = [
         _numbers(f"predicted a step, {first.reduction} sums", rows),
         "elements a bucket: reduce_bucket_size, here and as it might be; ways: how many buckets "
@@ -512,7 +514,7 @@ def _costs(forecast: Forecast) -> list[Table | str]:
         )
     if host := max(rank.host for rank in forecast.memory):
         staging = max(rank.staging for rank in forecast.memory)
-        kinds = "parameters, " * (forecast.stage == 3) + "masters and states"
+        kinds = "parameters, masters and states" if forecast.stage == 3 else "masters and states"
         rows["on the host"] = (
             f"{size_text(host)} more of {kinds} on the fullest rank; a step takes "
             f"{size_text(staging)} of its device to work on them (less with a smaller "
@@ -542,7 +544,7 @@ def _costs(forecast: Forecast) -> list[Table | str]:
         if forecast.stage == 1:
             sent = f"{size_text(reduced + gathered)} a step"
         else:
-            passes = "forward and " * (forecast.stage == 3) + "backward pass"
+            passes = "backward pass" if forecast.stage == 2 else "forward and backward pass"
             sent = f"{size_text(reduced)} a {passes} and {size_text(gathered)} a step"
         rows[f"{dtype} parameters"] = (
             f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "

@@ -97,15 +97,18 @@ def draft_owned(
     lengths = []
     end = 0
     for rank in sorted(by_rank):
-        if shard is not None:
-            end = rank * shard
-        start = end
+        if shard is None:
+            start = end
+        else:
+            start = rank * shard
+        end = start
         for item in by_rank[rank]:
             in_order.append(item)
             offsets.append(end)
             end += item.span
         lengths.append(end - start)
-    numels = Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
-    if shard is not None:
+    if shard is None:
+        numels = Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
+    else:
         numels = Numels.equal(shard, holders)
     return Draft(True, numels, in_order, offsets, wire)

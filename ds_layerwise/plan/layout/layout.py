@@ -181,7 +181,9 @@ class Bucket:
 
     @property
     def _default_way(self) -> Way:
-        return "even" if self.is_even else "ragged"
+        if self.is_even:
+            return "even"
+        return "ragged"
 
     @property
     def _lengths(self) -> str:
@@ -278,7 +280,7 @@ class Bucket:
         i = bisect_left(filled, number)
         if i == len(filled):
             return self.stop, self.stop
-        return starts[i], starts[i] + lengths[i] * (filled[i] == number)
+        return starts[i], starts[i] + (lengths[i] if filled[i] == number else 0)
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """Yield ``(rank, numel)`` of every shard that has elements, in rank order."""
@@ -357,7 +359,7 @@ class Bucket:
 
     def to_values(self) -> dict[str, Any]:
         """Return the bucket as JSON values; :meth:`of_values` reads them."""
-        values = {
+        values: dict[str, Any] = {
             "dtype": self.dtype,
             "whole": self.whole,
             "start": self.start,

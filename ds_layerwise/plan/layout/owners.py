@@ -90,13 +90,13 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
     for bucket in buckets:
         by_ep_size[bucket[0].ep_size].append(bucket)
         for item in bucket:
-            by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item.position)
+            by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item)
     if not by_kind:
         return {}
-    placed = _place({kind: len(positions) for kind, positions in by_kind.items()}, world_size)
+    placed = _place({kind: len(items) for kind, items in by_kind.items()}, world_size)
     owners: dict[int, int] = {}
-    for kind, positions in by_kind.items():
-        in_model_order = sorted(positions, reverse=True)
+    for kind, items in by_kind.items():
+        in_model_order = sorted((item.position for item in items), reverse=True)
         owners.update(zip(in_model_order, placed[kind], strict=True))
     for ep_size, alike in by_ep_size.items():
         if world_size > ep_size:
@@ -150,11 +150,15 @@ def _longest_first(
     work or of elements, stays smallest. Parameters without work come last, and only elements count
     for them: otherwise all would go to the one rank with the least work, whatever it holds.
     """
-    sizes = shares or exact
+    if shares is None:
+        sizes = exact
+    else:
+        sizes = shares
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
-    loads = placed.loads
-    if shares is not None:
-        loads = np.zeros_like(loads)
+    if shares is None:
+        loads = placed.loads
+    else:
+        loads = np.zeros_like(placed.loads)
 
     def longest(kind: _Kind) -> tuple[int, int, int, int]:
         work, numel = sizes[kind]
@@ -166,7 +170,10 @@ def _longest_first(
         by_shard = loads.reshape(2, -1, kind.ep_size)
         exactly = placed.loads.reshape(2, -1, kind.ep_size)
         while left:  # each pass places at least one
-            held = by_shard.max(axis=2)
+            if kind.ep_size > 1:
+                held = by_shard.max(axis=2)
+            else:
+                held = loads
             # ``after`` is the load after placement, ``then`` breaks ties, and ``step`` is the least
             # by which a rank that takes one grows: among ranks that are ahead by less, none gets a
             # second parameter before all of them have one.
@@ -187,9 +194,11 @@ def _longest_first(
             chosen = chosen[np.lexsort((then[chosen], after[chosen]))[:left]]
             # A pass over all ranks leaves their differences as they are, so the next passes are the
             # same.
-            times = 1
-            if len(chosen) == len(after) and (shares is None or len(after) == 1):
+            same = len(chosen) == len(after) and (shares is None or len(after) == 1)
+            if same:
                 times = left // len(after)
+            else:
+                times = 1
             exactly[:, chosen] += times * np.array(exact[kind])[:, None, None]
             if shares is not None:
                 by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]
@@ -347,14 +356,14 @@ def spread(
         by_size: dict[tuple[int, int], deque[Item]] = defaultdict(deque)
         for item in bucket:
             by_size[item.numel, item.work].append(item)
-        held: Counter[int] = Counter()
+        held: dict[int, int] = {}
         for size in sorted(by_size, reverse=True):
             equal = by_size[size]
             while equal:
                 for rank in takers[size].take(len(equal), held):
                     item = equal.popleft()
                     left[rank] -= item.numel
-                    held[rank] += item.span
+                    held[rank] = held.get(rank, 0) + item.span
                     spread[item.position] = rank
     return min(owners, spread, key=lambda candidate: _longest_shards(buckets, candidate))
 
@@ -373,7 +382,7 @@ class _Takers:
         self._left = left
         # A heap entry may be older than the rank's last parameter; it is then earlier than the
         # rank's true place.
-        self._heap = list(map(self._key, self._quota))
+        self._heap = [self._key(rank) for rank in self._quota]
         heapq.heapify(self._heap)
 
     def _key(self, rank: int) -> tuple[int, int, int]:
@@ -388,9 +397,16 @@ class _Takers:
         """
         found, passed = self._most_to_take(num + 1, held)
         if not found:
-            least = min(held[rank] for rank in self._quota)
-            found = sorted((rank for rank in self._quota if held[rank] == least), key=self._key)
-        taken = found[:num] if len(found) > num else sorted(found)
+            loads = [held[rank] for rank in self._quota]
+            least = min(loads)
+            found = sorted(
+                (rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
+                key=self._key,
+            )
+        if len(found) > num:
+            taken = found[:num]
+        else:
+            taken = sorted(found)
         for rank in taken:
             self._quota[rank] -= 1
         for rank in passed:
@@ -424,7 +440,7 @@ def _longest_shards(buckets: Iterable[Sequence[Item]], owners: dict[int, int]) -
     """
     total = 0
     for bucket in buckets:
-        held: Counter[int] = Counter()
+        held: dict[int, int] = defaultdict(int)
         for item in bucket:
             held[owners[item.position]] += item.span
         total += max(held.values())

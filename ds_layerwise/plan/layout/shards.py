@@ -6,6 +6,7 @@ one by one. That keeps layouts of 10,000 buckets cheap.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, compress, repeat
@@ -101,7 +102,10 @@ class Numels(Sequence[int]):
 
     def with_longer_last(self, more: int) -> Numels:
         """Return these shards with ``more`` elements added to the last non-empty one."""
-        lengths = self.lengths or tuple(self)
+        if self.each is None:
+            lengths = self.lengths
+        else:
+            lengths = tuple(self)
         return Numels.of_filled(self.size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
 
     def __len__(self) -> int:
@@ -119,16 +123,24 @@ class Numels(Sequence[int]):
 
     def __getitem__(self, number: Any) -> Any:
         """Return the number of elements of a shard, or a tuple for a slice."""
-        if isinstance(number, int) and number >= self.size:
-            raise IndexError(f"there are {self.size} shards, got number {number}")
-        if self.each is None or isinstance(number, slice) or number < 0:
+        if isinstance(number, slice) or number < 0:
             return tuple(self)[number]
-        return self.each
+        if number >= self.size:
+            raise IndexError(f"there are {self.size} shards, got number {number}")
+        if self.each is not None:
+            return self.each
+        i = bisect_left(self.filled, number)
+        if i < len(self.filled) and self.filled[i] == number:
+            return self.lengths[i]
+        return 0
 
     def __eq__(self, other: object) -> bool:
         """Tell whether ``other`` has the same lengths."""
         if isinstance(other, Numels):
-            return self.runs() == other.runs()
+            return (self.size, self.each) == (other.size, other.each) and (
+                self.each is not None
+                or (self.filled, self.lengths) == (other.filled, other.lengths)
+            )
         return isinstance(other, (tuple, list)) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
@@ -165,12 +177,23 @@ class Shards(NamedTuple):
         lengths = numels.lengths
         each = numels.each
         if each is None:
-            starts = tuple(accumulate(lengths[:-1], initial=start))
-            return cls(filled, starts, lengths, sum(lengths), False, min(lengths))
+            return cls(
+                filled,
+                tuple(accumulate(lengths[:-1], initial=start)),
+                lengths,
+                sum(lengths),
+                False,
+                min(lengths),
+            )
         numel = len(numels) * each
-        if not each:
-            return cls(filled, (), (), 0, True, 0)
-        return cls(filled, range(start, start + numel, each), numels, numel, True, each)
+        return cls(
+            filled,
+            range(start, start + numel, each) if each else (),
+            numels if each else (),
+            numel,
+            True,
+            each,
+        )
 
 
 class InOwnCuts(NamedTuple):

@@ -144,7 +144,10 @@ def links_of_run(
         ConfigError: as in :func:`find_links`.
     """
     if links == "auto":
-        links = "tcp" if on_host else "nvlink-ib"
+        if on_host:
+            links = "tcp"
+        else:
+            links = "nvlink-ib"
     found = find_links(links, where=where, others=("auto",))
     changed: dict[str, Any] = {}
     if on_host is not None:
@@ -177,13 +180,20 @@ def unlike_the_run(links: str, *, on_host: bool) -> str:
     found = find_links(links, where="layerwise.links")
     if found.on_host == on_host or links not in LINKS and "on_host" not in found.model_fields_set:
         return ""
-    memory = ("devices", "host memory")
-    talks = ("the device's own backend", "gloo")
+    if found.on_host:
+        theirs, here = ("host memory", "devices")
+    else:
+        theirs, here = ("devices", "host memory")
+    if on_host:
+        talks = "gloo"
+    else:
+        talks = "the device's own backend"
     return (
-        f"layerwise.links {links!r} is between {memory[found.on_host]}, but parameters are in "
-        f"{memory[on_host]}: transports are chosen for the collectives of {talks[on_host]}, at the "
-        "rates of these links; measure those that are there with ds-layerwise links, or set it to "
-        '"auto"'
+        f"layerwise.links {links!r} is between {theirs}, but parameters are in {here}: "
+        "transports are chosen "
+        f"for the collectives of {talks}, at the rates of these links; measure those that are "
+        "there with "
+        'ds-layerwise links, or set it to "auto"'
     )
 
 
@@ -204,7 +214,10 @@ def find_links(links: str, *, where: str = "links", others: Sequence[str] = ()) 
     path = Path(links)
     wanted = f"{where} must be one of {', '.join(names)} or a file, got {links!r}"
     try:
-        text = path.read_bytes() if path.is_file() else None
+        if path.is_file():
+            text = path.read_bytes()
+        else:
+            text = None
     except OSError as e:
         raise ConfigError(f"{wanted}: {e.strerror}") from e
     if text is None:
@@ -339,9 +352,10 @@ class Group:
         out = (self.size - self.local) / (self.size - 1)
         shared = out * self.local * (most if mean is None else mean) / self.node_gb_s
         moved = max(most * (1 - out) / self.links.inside_gb_s, most * out / self.rank_gb_s, shared)
-        first = self.links.between_us
         if self.nodes == 1:
             first = self.links.inside_us
+        else:
+            first = self.links.between_us
         return round(moved + 1e3 * (first + self.links.peer_us * (self.size - 1)))
 
     def added_up(self, read: float, written: float) -> int:

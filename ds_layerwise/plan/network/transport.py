@@ -179,10 +179,12 @@ def reduce_all_ns(
     @_once
     def levels(load: Load, way: Way) -> tuple[int, int]:
         group = _group(load, links)
+        if way == "ragged":
+            return reduce_ns(load, way, load.numel, group, reduction), 0
         inside, between = reduce_levels(load, load.numel, group, reduction)
         # Nothing overlaps, or there is only the second level.
-        if way == "ragged" or links.on_host or not inside:
-            return reduce_ns(load, way, load.numel, group, reduction), 0
+        if links.on_host or not inside:
+            return inside + between, 0
         return inside, between
 
     for load, way in zip(loads, ways, strict=True):

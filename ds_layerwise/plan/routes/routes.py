@@ -415,7 +415,9 @@ def with_parts(route: Route, parts: Parts | None) -> Route:
     """Return ``route`` with a rule that sees ``parts``, as far as they are on this rank."""
     if parts is None:
         return route
-    groups = f" of {parts.groups} groups" * (parts.groups > 1)
+    groups = ""
+    if parts.groups > 1:
+        groups = f" of {parts.groups} groups"
     return replace(route, parts=parts).because(f"parts {', '.join(parts.names)}{groups}")
 
 

@@ -153,7 +153,9 @@ class AdEMAMix(TwoMoments):
         """Return betas and eps, and the decay and the weight of the slow average, as text."""
 
         def warm(steps: int) -> str:
-            return f" after {steps} steps" * (steps > 0)
+            if steps:
+                return f" after {steps} steps"
+            return ""
 
         return (
             f"{super().summary(hyper)}, beta3 {self.beta3:g}{warm(self.beta3_warmup_steps)}, alpha "

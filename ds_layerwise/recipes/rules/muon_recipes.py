@@ -70,7 +70,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             shape,
             method=self.ns_method,
             beside=self.held_beside,
-            after=4 * self.cautious_weight_decay,
+            after=4 if self.cautious_weight_decay else 0,
         )
         return max(iteration, self.hook_workspace(shape))
 
@@ -127,7 +127,9 @@ class Scaled(Orthogonalized):
 
 
 def _times(factor: float) -> str:
-    return f" x {factor:g}" * (factor != 1)
+    if factor == 1:
+        return ""
+    return f" x {factor:g}"
 
 
 class Muon(Scaled):

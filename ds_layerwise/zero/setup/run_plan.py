@@ -112,7 +112,6 @@ def plan(
             auto_split=config.auto_split,
             recipes=rules.recipes,
             tp_size=settings.tp_size,
-            tp_rank=settings.tp_rank,
             elsewhere=elsewhere,
             experts=names,
             by_kind=ByKind.of(rules, config),

@@ -5,7 +5,6 @@ bash examples/recipes/nanogpt/run.sh
 
 from __future__ import annotations
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -17,11 +16,8 @@ import material
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = material.arguments("out/recipes/nanogpt")
     parser.add_argument("--nanogpt", type=Path, default=Path("nanoGPT"), help="a clone of nanoGPT")
-    parser.add_argument("--max_steps", type=int, default=60)
-    parser.add_argument("--output_dir", default="out/recipes/nanogpt")
-    parser.add_argument("--resume_from_checkpoint", help="a folder of checkpoints")
     parser.add_argument("--local_rank", type=int, default=-1)
     deepspeed.add_config_arguments(parser)
     args = parser.parse_args()
@@ -54,28 +50,17 @@ def main() -> None:
         {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
     ]
     engine, *_ = deepspeed.initialize(args=args, model=model, model_parameters=groups)
-    losses: list[float] = []
-    if args.resume_from_checkpoint:
-        _, state = engine.load_checkpoint(args.resume_from_checkpoint)
-        losses = state["losses"]
-    while len(losses) < args.max_steps:
-        draw = torch.Generator().manual_seed(1000 * len(losses) + engine.global_rank)
+    losses = material.Losses(engine, args)
+    while len(losses.values) < args.max_steps:
+        draw = torch.Generator().manual_seed(1000 * len(losses.values) + engine.global_rank)
         starts = torch.randint(len(tokens) - material.CONTEXT, (16,), generator=draw)
         window = starts[:, None] + torch.arange(material.CONTEXT + 1)
         batch = tokens[window].to(engine.device)
         _, loss = engine(batch[:, :-1], batch[:, 1:].contiguous())
         engine.backward(loss)
         engine.step()
-        mean = loss.detach().clone()
-        torch.distributed.all_reduce(mean)
-        losses.append(mean.item() / torch.distributed.get_world_size())
-        if len(losses) == args.max_steps // 2:
-            engine.save_checkpoint(
-                f"{args.output_dir}/checkpoint-{len(losses)}", client_state={"losses": losses}
-            )
-    if engine.global_rank == 0:
-        material.write_losses(args.output_dir, losses)
-    torch.distributed.destroy_process_group()
+        losses.add(loss)
+    losses.end()
 
 
 if __name__ == "__main__":
