@@ -39,7 +39,7 @@ least one operation for each of its tensors, within it, which torch's profiler s
 no counts of what a CPU runs."""
 
 #: How many a step may take, and a backward pass for each of the bare module's.
-MOST_IN_STEP, MOST_IN_BACKWARD = 1300, 1.2
+MOST_IN_STEP, MOST_IN_BACKWARD = 1150, 1.2
 
 
 class Operations(TorchDispatchMode):

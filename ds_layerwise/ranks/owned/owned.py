@@ -327,7 +327,7 @@ class Owned:
         """
         if index not in self._begun:
             self._begun.add(index)
-            rescale_(self.reduced.pieces_of(index, self.reduced.bucket(index)))
+            rescale_({piece.name: self.reduced.piece(piece.name) for piece in self.pieces[index]})
             self.follow_values(index, brought)
 
     def _open(
