@@ -9,6 +9,7 @@ refusal, with one line on stderr.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
@@ -292,6 +293,15 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _plan(options: argparse.Namespace) -> int:
+    # A plan keeps all that it makes: searching that for garbage takes a tenth of the time.
+    gc.disable()
+    try:
+        return _print_plan(options)
+    finally:
+        gc.enable()
+
+
+def _print_plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.param_list import as_text
     from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.plan.forecast.text_tables import rendered

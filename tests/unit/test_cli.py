@@ -1,5 +1,6 @@
 """``ds-layerwise``: its arguments, its exit codes, its progress bars. What it does is tested in tests/distributed."""
 
+import gc
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise import cli
+from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.tools.dry_run import DryRun
 from tests.support.cli import Terminal
 from tests.support.rooms import rooms
 
@@ -52,6 +55,18 @@ def test_a_refusal_is_one_line_and_exit_code_2(argv, tmp_path, monkeypatch, caps
     assert (out, err) == ("", "ds-layerwise: in is not a folder; give the folder of a checkpoint, or one with a file "
                               "named latest\n")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_is_made_without_searches_for_garbage(monkeypatch):
+    searched = []
+
+    def refuse(*_, **__):
+        searched.append(gc.isenabled())
+        raise LayerWiseError("no plan")
+
+    monkeypatch.setattr(DryRun, "of", refuse)
+    assert cli.main(["plan", "--model", "gpt2-124m", "--config", "ds.json", "--ranks", "1"]) == 2
+    assert searched == [False] and gc.isenabled()
 
 
 def test_links_without_a_launcher_say_how_to_start_them(tmp_path, monkeypatch, capsys):
