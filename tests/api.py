@@ -19,7 +19,7 @@ from tests.support.house_rules import Function
 PAGE = DOCS / "api.md"
 _MARK = "<!-- api: python -m tests.outputs --write -->\n"
 
-#: Methods of DeepSpeed's engine that scripts call and that act in another way here, each with what runs around it.
+#: Methods of DeepSpeed's engine that scripts call and that act differently here, each with the change.
 ENGINE = {
     "save_checkpoint": saving._save_whole, "load_checkpoint": loading._load_checked,
     "load_module_state_dict": loading._load_module_state_dict, "zero_grad": engine_hooks._zero_grad,
@@ -30,7 +30,7 @@ _ROLE = re.compile(r":\w+:`(~?)\.?([\w.]+)`")
 
 
 def with_api(page: str) -> str:
-    """``page`` with all that is below its mark as it is now."""
+    """Return ``page`` with everything below its mark written again."""
     return page.partition(_MARK)[0] + _MARK + "\n" + "\n".join(_lines())
 
 
@@ -63,7 +63,7 @@ def _function(name: str, value: Any) -> Iterator[str]:
 
 
 def _class(cls: type) -> Iterator[str]:
-    """A class, and what it has and takes from bases of the package."""
+    """Yield a class, with the members that it has and inherits from bases of the package."""
     seen: set[str] = set()
     for base in cls.__mro__:
         if base.__module__.split(".")[0] != "ds_layerwise":
@@ -82,7 +82,7 @@ def _class(cls: type) -> Iterator[str]:
 
 
 def _members(node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
-    """Name, signature and docstring of every public field, property and method."""
+    """Yield name, signature and docstring of every public field, property and method."""
     for each, below in zip(node.body, [*node.body[1:], None], strict=True):
         if isinstance(each, Function) and not each.name.startswith("_"):
             decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
@@ -98,7 +98,7 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
 
 
 def _signature(name: str, node: Function, without: int = 0) -> str:
-    """``node`` as a function of this name that lacks the first arguments."""
+    """Return the signature of ``node`` under this name, ``without`` so many of its first arguments."""
     del node.args.args[:without]
     return f"{name}({ast.unparse(node.args)})" + (f" -> {ast.unparse(node.returns)}" if node.returns else "")
 
@@ -111,7 +111,7 @@ def _entry(signature: str, doc: str | None) -> Iterator[str]:
 
 
 def _text(doc: str | None) -> list[str]:
-    """A docstring as paragraphs of Markdown, each with an empty line after it."""
+    """Return a docstring as paragraphs of Markdown, each with an empty line after it."""
     doc = inspect.cleandoc(doc or "").replace("``", "`")
     doc = _ROLE.sub(lambda match: f"`{match[2].rpartition('.')[2] if match[1] else match[2]}`", doc)
     found = []

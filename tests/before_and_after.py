@@ -10,9 +10,9 @@ skipped steps, and a regular and a universal checkpoint of step 10. ``compare`` 
 configuration, files of checkpoints included. ``load`` resumes FOLDER's checkpoints, the regular and the universal one,
 with the package of CHECKOUT, and compares steps 10 to 20 with FOLDER's. The exit code is 1 if anything differs.
 
-A tool, not a test: it takes nothing from ``tests``, and of the package ``ds_layerwise.initialize``, its errors and its
-config alone, so that one copy of it runs on checkouts that look different inside. All ranks run on the CPU, with one
-thread each; bits are comparable on one machine with one version of torch and of DeepSpeed.
+This is a tool, not a test. It takes nothing from ``tests``, and of the package only ``ds_layerwise.initialize``, its
+errors and its config, so that one copy of it runs on checkouts that look different inside. All ranks run on the CPU,
+with one thread each. Bits are comparable on one machine with one version of torch and of DeepSpeed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
-#: A checkpoint is saved after so many steps, and training ends after so many.
+#: A checkpoint is saved after the first number of steps, and training ends after the second.
 SAVED, END = 10, 20
 
 
@@ -60,7 +60,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Parameters of every kind, whose gradients are whole numbers of the batch and a share of themselves."""
+    """A model with parameters of every kind. Gradients are whole numbers of the batch and a share of the parameters."""
 
     def __init__(self, *, tied=True, experts=False, mpu=None):
         super().__init__()
@@ -129,7 +129,8 @@ def pipeline():
 
 def setup(model=Net, *, ranks=2, mpu=False, stage=1, gas=1, overlap=False, zero=None, params=None, layerwise=None,
           groups=None, schedule=None, **sections):
-    """What one configuration trains; the universal format has no parameters that tensor parallelism has cut."""
+    """Return a configuration. Without ``mpu`` it also has the universal format, which takes no tensor-parallel
+    parameters."""
     config = {
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": gas, "steps_per_print": 10**9,
         "zero_optimization": {"stage": stage, "overlap_comm": overlap, "reduce_bucket_size": 600, **(zero or {})},
@@ -140,7 +141,7 @@ def setup(model=Net, *, ranks=2, mpu=False, stage=1, gas=1, overlap=False, zero=
 
 
 def three_groups(module):
-    """Each with rates of its own: the matrices of the blocks, others, and vectors."""
+    """Return three groups, each with its own rates: the matrices of the blocks, other matrices, and vectors."""
     params = dict(module.named_parameters())
     vectors = {name for name, p in params.items() if p.dim() < 2}
     blocks = {name for name in params if name.startswith("blocks.")} - vectors
@@ -184,7 +185,7 @@ SETUPS = {
 
 
 def snapshot(engine):
-    """The model's weights, and every master and state, whole, by name."""
+    """Return the model's weights, and every master and state, whole, by name."""
     from ds_layerwise import StepError
     found = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
     for name, p in engine.module.named_parameters():
@@ -199,7 +200,7 @@ def snapshot(engine):
 
 
 def start(made):
-    """An engine, and what takes one step with it and returns the losses."""
+    """Return an engine, and a function that takes a step with it and returns the losses."""
     import ds_layerwise
     from ds_layerwise.config.sections import OptimizerConfig
     torch.manual_seed(7)
@@ -207,7 +208,7 @@ def start(made):
     module = made.model(mpu=mpu) if mpu else made.model()
     schedule = made.schedule and (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, made.schedule))
     if "decay_vectors" in OptimizerConfig.keys():
-        # Those that do not know the key decay them.
+        # Versions that do not know the key decay vectors.
         made.config["optimizer"]["params"]["decay_vectors"] = True
     engine, *_ = ds_layerwise.initialize(model=module, config=made.config, mpu=mpu, lr_scheduler=schedule,
                                          model_parameters=(made.groups or nn.Module.parameters)(module))
@@ -226,7 +227,7 @@ def start(made):
 
 
 def train(engine, take_step, steps, folder):
-    """Write the numbers of every step."""
+    """Train, and write the numbers of every step."""
     numbers = {}
     for step in steps:
         numbers[f"losses of step {step},"] = [loss.detach().clone() for loss in take_step(step)]
@@ -241,11 +242,11 @@ def write(what, folder, name):
 
 
 def run_rank(rank, made, store, out, source):
-    """One rank's run of a configuration: from the start, or from each checkpoint of ``source``."""
+    """Run a configuration on one rank: from the start, or from each checkpoint of ``source``."""
     for stream in (1, 2):
         os.dup2(os.open(out / f"output_of_rank_{rank}.txt", os.O_CREAT | os.O_WRONLY | os.O_APPEND), stream)
     torch.set_num_threads(1)
-    # It takes a minute to compile, and DeepSpeed can do without.
+    # This operator takes a minute to compile, and DeepSpeed can do without it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # DeepSpeed refuses fp16 on CPUs on which it would be slow.
     type(get_accelerator()).is_fp16_supported = lambda self: True
@@ -280,7 +281,7 @@ def run(name, out, source=None):
 
 
 def leaves(value, path=""):
-    """Everything in nested containers and objects, by its path; a tensor as its dtype, shape and bytes."""
+    """Return everything in nested containers and objects, by its path; a tensor as its dtype, shape and bytes."""
     if isinstance(value, torch.Tensor):
         return {path: (value.dtype, value.shape, value.contiguous().flatten().view(torch.uint8).numpy().tobytes())}
     if isinstance(value, (list, tuple)):
@@ -293,7 +294,7 @@ def leaves(value, path=""):
 
 
 def contents(path):
-    """What to compare of a file: not the random identifier of a save, nor the list of checksums, which has it, too."""
+    """Return the comparable content of a file, without the random identifier of a save and the list of checksums."""
     if path.name == "layerwise_manifest.json":
         return {}
     if path.suffix != ".pt":
@@ -303,7 +304,7 @@ def contents(path):
 
 
 def differ(ours, theirs, label):
-    """Say what differs first between two folders, and whether anything does."""
+    """Print the first difference of two folders, and return whether there is one."""
     files = sorted({path.relative_to(folder) for folder in (ours, theirs) for path in folder.rglob("*")
                     if path.is_file()})
     for file in files:

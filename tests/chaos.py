@@ -4,19 +4,18 @@
     python tests/chaos.py --seed 1 --first 51 --until 73 --keep FOLDER
 
 A campaign is a model that is trained from its first step on, with checkpoints in one folder that all ranks share, or in
-one a node; a run is several of them. Ranks are forks that do what they are told, until an event kills them; then others
-take their places, which may be more or fewer, and with another config. After each event every rank's weights, and all
-masters and states, are compared with those of the twin after as many steps: :mod:`tests.support.reference`, without
-ranks and buffers, and, to the bit, with what the engine had there before. Gradients are whole numbers, so that every
-number of ranks and of micro-batches makes the same sums.
+one per node; a run is several campaigns. Ranks are forks that obey commands until an event kills them. Then others take
+their places: they may be more or fewer, and have another config. After each event every rank's weights, and all masters
+and states, are compared with those of the twin after as many steps (:mod:`tests.support.reference`, without ranks and
+buffers), and, to the bit, with the engine's own values from before. Gradients are whole numbers, so that every number
+of ranks and of micro-batches makes the same sums.
 
-What each event may leave behind is known: a save that was killed is there or not, and the one before it is there if it
-is not; a load that fails has changed nothing; what is damaged is refused, or does not matter. If one rank raises, all
-do.
+The driver knows the possible results of each event. A killed save is there or not; if it is not, the one before it is.
+A load that fails has changed nothing. A damaged file is refused, or does not matter. If one rank raises, all do.
 
-Each event is one line. The last line says how many there were, how many differed, and how many hung, of which each
-ends its campaign. The exit code is 1 if there were any. A tool; ``tests/distributed/checkpoint/test_chaos.py`` runs a
-short one.
+Each event is one line. The last line counts the events, those that differed, and those that hung; each of these ends
+its campaign. The exit code is 1 if there were any. This is a tool; ``tests/distributed/checkpoint/test_chaos.py`` runs
+a short one.
 """
 
 from __future__ import annotations
@@ -52,29 +51,30 @@ from tests.support.harness import _import_what_engines_import, free_port
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.training import MATRICES, VARIANTS, ds_config
 
-#: Of each step, dealt to ranks and micro-batches.
+#: Samples of each step, dealt to ranks and micro-batches.
 UNITS = 8
-#: The largest difference from the twin, of the norm of a tensor: float32 products in another order, over many steps.
+#: The largest relative difference from the twin, of the norm of a tensor, after many steps of float32 products in
+#: another order.
 BOUND = {"fp32": 1e-4, "bf16": 1e-4}
-#: Of each eleven steps, those that are skipped, and what one element of a gradient is there.
+#: Skipped steps of each eleven, and the value of one element of a gradient there.
 SICK = {5: float("nan"), 8: float("inf")}
 
 
-#: By rank, what goes wrong there; and what each rank has answered, None for one that is dead.
+#: Faults by rank; and the answer of each rank, None for a dead one.
 Faults = dict[int, dict[str, Any]]
 Answers = list[dict[str, Any] | None]
 
 
 class Difference(Exception):
-    """Something is not as it has to be."""
+    """A value is not as it has to be."""
 
 
 class Hang(Exception):
-    """A rank does not answer; says where each of them is."""
+    """A rank does not answer. The message says where each rank is."""
 
 
 def sick(step: int) -> float:
-    """What one element of a gradient of this step is, NaN or infinite; 0 where all are well."""
+    """Return the value of one element of a gradient in this step, NaN or infinite; 0 where all elements are finite."""
     return SICK.get(step % 11, 0.0)
 
 
@@ -102,7 +102,7 @@ class Twin:
                        for key, value in {"fp32": p, **twin.state[name]}.items()}})
 
     def at(self, step: int) -> dict[str, Any]:
-        """What is there after so many steps."""
+        """Return the snapshot after so many steps."""
         while len(self._steps) <= step:
             number = len(self._steps) - 1
             grads: dict[str, Any] = {
@@ -115,7 +115,7 @@ class Twin:
         return self._steps[step]
 
     def differences(self, reports: list[dict[str, Any]], step: int) -> list[str]:
-        """What is otherwise on any of the ranks after so many steps."""
+        """List the differences of any rank from the twin after so many steps."""
         expected, found = self.at(step), []
         for rank, report in enumerate(reports):
             found += [f"rank {rank} has {key} {report[key]}, expected {value}" for key, value in
@@ -142,12 +142,12 @@ class Twin:
 
 
 def _is_rounded(value: Any) -> bool:
-    """Whether these are bfloat16: an element on the edge of two may be rounded to the other."""
+    """Return whether all values are bfloat16. One between two of these may be rounded to either."""
     return bool((value.view(np.uint32) & 0xFFFF == 0).all())
 
 
 def assembled(reports: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Masters (key ``fp32``) and states by (parameter, key), put together from all ranks."""
+    """Return masters (key ``fp32``) and states by (parameter, key), put together from all ranks."""
     parts: dict[tuple[str, str], list[tuple[int, Any]]] = {}
     for report in reports:
         for name, start, master, state in report["pieces"]:
@@ -158,7 +158,7 @@ def assembled(reports: list[dict[str, Any]]) -> dict[tuple[str, str], Any]:
 
 
 class Ranks:
-    """Forks that hold a process group, from its beginning to when they are killed."""
+    """The forks of a process group, from its beginning until they are killed."""
 
     def __init__(self, num_ranks: int, local_size: int, limit: float) -> None:
         self.limit, self.num_ranks, self.local_size = limit, num_ranks, local_size
@@ -180,13 +180,13 @@ class Ranks:
 
     def ask(self, command: str, arguments: dict[str, Any] | None = None, faults: Faults | None = None,
             *, deadly: str = "") -> Answers:
-        """Let all ranks do the same, with their ``faults``; returns their answers, None of who died.
+        """Give all ranks the same command, with their ``faults``. Return their answers, None for a rank that died.
 
         Args:
-            deadly: "all" if the others are killed when one dies, "one" if they are waited for.
+            deadly: "all" if the others are killed when a rank dies, "one" if the others are waited for.
 
         Raises:
-            Hang: they are not done in time.
+            Hang: the ranks are not done in time.
             Difference: a rank died, and nobody has killed it.
         """
         faults, answers = faults or {}, dict[int, Any]()
@@ -212,7 +212,7 @@ class Ranks:
                         self.kill()
                         return [answers.get(rank) for rank in range(self.num_ranks)]
             if deadly and None in answers.values():
-                # A script ends when it has raised, or in its next collective, which the others notice.
+                # A script ends after an error, or in its next collective, which the others notice.
                 for rank in answers:
                     self._kill(rank)
             if time.monotonic() > until and len(answers) < self.num_ranks:
@@ -225,8 +225,8 @@ class Ranks:
         """Let the script end on all ranks.
 
         Raises:
-            Hang: one does not.
-            Difference: one fails.
+            Hang: a rank does not end.
+            Difference: a rank fails.
         """
         for connection in self._connections:
             connection.send_bytes(pickle.dumps(("end", {"how": how}, {})))
@@ -242,7 +242,7 @@ class Ranks:
             raise Difference(f"scripts end, by {how}, with codes {codes}")
 
     def places(self, ranks: list[int]) -> str:
-        """Where these ranks are, by their own words."""
+        """Return the places of these ranks in the code, in their own words."""
         for rank in ranks:
             if self._processes[rank].is_alive():
                 os.kill(self._processes[rank].pid or 0, signal.SIGUSR1)
@@ -251,7 +251,7 @@ class Ranks:
                          for rank in range(self.num_ranks) if rank in ranks)
 
     def kill(self) -> None:
-        """End them all, and what they have started."""
+        """End all ranks, and the processes that they have started."""
         for rank in range(self.num_ranks):
             self._kill(rank)
         for process in self._processes:
@@ -265,28 +265,28 @@ class Ranks:
                 pass
 
     def forget(self) -> None:
-        """Remove what they have left."""
+        """Kill the ranks and remove their files."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 @dataclass
 class Save:
-    """What a checkpoint has to hold."""
+    """The content that a checkpoint must have."""
 
     serial: int
     step: int
     done: list[list[int]]
-    """Which units of the next step were done after 0, 1, ... micro-batches of it."""
+    """Units of the next step that were done after 0, 1, ... micro-batches of it."""
     gas: int
     path: str
-    """What the run had been through; the same path leads to the same bits."""
+    """The history of the run. The same path leads to the same bits."""
     has_object: bool = False
 
 
 @dataclass
 class Options:
-    """What may change from one start of the script to the next."""
+    """Settings that may change from one start of the script to the next."""
 
     ranks: int
     stage: int
@@ -297,7 +297,7 @@ class Options:
     universal: bool
     writer: str
     offload: float
-    """Which part of the masters and states is in host memory; at stage 3, where it is all, the weights' cuts, too."""
+    """The share of masters and states in host memory; if it is 1 at stage 3, the weights' cuts are there, too."""
 
     def __str__(self) -> str:
         more = [name for name, value in (("overlap", self.overlap), ("late weights", self.late_weights),
@@ -309,20 +309,20 @@ class Options:
 
 @dataclass
 class Disk:
-    """What may lie in the folders of checkpoints."""
+    """The content that folders of checkpoints may have."""
 
     tags: dict[str, set[int]] = field(default_factory=dict)
-    """By tag, the serial numbers of the saves that may be there; 0 stands for none."""
+    """Serial numbers of the saves that may be there, by tag; 0 stands for no save."""
     latest: set[str | None] = field(default_factory=lambda: {None})
-    """The tags that may be named as the latest; None for no name at all."""
+    """Tags that may be named as the latest; None for no name at all."""
 
     def at(self, tag: str) -> set[int]:
-        """The saves that may be in ``tag``."""
+        """Return the saves that may be in ``tag``."""
         return self.tags.setdefault(tag, {0})
 
 
 class Campaign:
-    """One model, from its first step to the end of the campaign, and what happens to it."""
+    """A model and its events, from its first step to the end of the campaign."""
 
     def __init__(self, rng: random.Random, root: Path, limit: float) -> None:
         self.rng, self.root, self.limit = rng, root, limit
@@ -332,9 +332,10 @@ class Campaign:
         self.name_variant = rng.choice(sorted(VARIANTS))
         self.precision = rng.choice(["fp32", "fp32", "bf16"])
         self.clip = rng.choice([0.0, 1.0])
-        # On disks of its own a rank finds no other's part, so what each holds must not change.
+        # A rank on a disk of its own finds no other rank's part, so each must keep its part of the parameters.
         self.bucket_numel = rng.choice([600, 10**9])
-        # Parameters have elements at stage 3; and on disks of its own what a rank holds must not change.
+        # Stage 3 splits in another way, so ranks on disks of their own keep to it. It takes no parameters without
+        # elements.
         self.stages = rng.choice([[1, 2], [3] if self.on_nodes else [1, 2, 3, 3, 3]])
         if self.name_variant == "odd":
             self.stages = [1, 2]
@@ -353,7 +354,7 @@ class Campaign:
         where = f"{2 if self.on_nodes else 1} disk{'s' * self.on_nodes}"
         return f"{where}, {self.name_variant}, {self.precision}, clip {self.clip:g}; {self.options}"
 
-    # What the script does
+    # Actions of the script
 
     def _options(self) -> Options:
         rng = self.rng
@@ -372,7 +373,7 @@ class Campaign:
         return self.options.ranks
 
     def start(self) -> None:
-        """Start the script afresh: step 0, whatever there is on disks."""
+        """Start the script afresh: at step 0, with any content on disks."""
         if self.ranks is not None:
             self.ranks.forget()
         options = self.options
@@ -397,7 +398,7 @@ class Campaign:
                                                "local_rank": 0}))
 
     def folders(self) -> list[str]:
-        """By rank, where it saves."""
+        """Return by rank the folder where it saves."""
         if not self.on_nodes:
             return [str(self.root / "saved")] * self.num_ranks
         return [str(self.root / f"node {rank // self.local_size}" / "saved") for rank in range(self.num_ranks)]
@@ -408,17 +409,17 @@ class Campaign:
         return self.ranks.ask(command, arguments, faults, deadly=deadly)
 
     def all_well(self, answers: Answers) -> list[dict[str, Any]]:
-        """The answers, none of which may be an error."""
+        """Return the answers. None may be an error."""
         for rank, answer in enumerate(answers):
             if answer is None or "raised" in answer:
                 raise Difference(f"rank {rank} raised: {answer and answer['raised']}")
         return [answer for answer in answers if answer is not None]
 
     def alike(self, answers: Answers) -> str:
-        """What all ranks have raised, empty if none has.
+        """Return the error that all ranks have raised; empty if none has.
 
         Raises:
-            Difference: some have, and others not.
+            Difference: some ranks have raised, and others not.
         """
         raised = [answer.get("raised", "") for answer in answers if answer is not None]
         if any(raised) and not all(raised):
@@ -427,7 +428,7 @@ class Campaign:
         return max(raised, key=len, default="")
 
     def deal(self, done: list[int], micro: int) -> list[list[list[int]]]:
-        """By micro-batch from ``micro`` on, and by rank, the units that are not done yet."""
+        """Deal the units that are not done yet to the micro-batches from ``micro`` on, and there to ranks."""
         ranks, left = self.num_ranks, self.options.gas - micro
         dealt: list[list[list[int]]] = [[[] for _ in range(ranks)] for _ in range(left)]
         for index, unit in enumerate(unit for unit in range(UNITS) if unit not in done):
@@ -436,7 +437,7 @@ class Campaign:
         return dealt
 
     def micro_batches(self, number: int) -> list[dict[str, Any]]:
-        """The next ``number`` micro-batches, whatever steps they are of."""
+        """Return the next ``number`` micro-batches, of any steps."""
         found: list[dict[str, Any]] = []
         step, micro, done = self.step, self.micro, self.done[-1]
         while len(found) < number:
@@ -457,7 +458,7 @@ class Campaign:
                 self.settle()
 
     def settle(self) -> None:
-        """The save that went on beside the training is over."""
+        """Note that the save which went on beside the training is over."""
         if self.pending is not None:
             tag, serial, latest = self.pending
             self.pending = None
@@ -478,7 +479,7 @@ class Campaign:
             self.disk.latest = self.disk.latest | {tag}
 
     def new_save(self, extra: list[list[int]] | None = None) -> Save:
-        """What a save that begins now has to hold; ``extra`` is what the micro-batch under way does."""
+        """Return a save that begins now; ``extra`` has the units of the current micro-batch."""
         done = [*self.done, *([self.done[-1] + [unit for units in extra for unit in units]] if extra else [])]
         save = Save(len(self.saves) + 1, self.step, done, self.options.gas, self.path,
                     self.with_objects and self.rng.random() < 0.5)
@@ -492,19 +493,19 @@ class Campaign:
         self.took(batches)
 
     def finish_step(self) -> None:
-        """Train to the end of a step, where a save that goes on beside the training ends."""
+        """Train to the end of a step. A save beside the training ends there."""
         self.train(self.options.gas - self.micro)
 
     def some_micro_batches(self, most: int = 3) -> int:
-        """A random number of them, up to so many steps."""
+        """Return a random number of micro-batches, up to ``most`` steps."""
         return self.rng.randint(1, most * self.options.gas)
 
     def save(self, faults: Faults | None = None, deadly: str = "", then_train: int = 0) -> str:
-        """Save at the point where the engine is, or within the next micro-batch; returns what was raised.
+        """Save at the current point of the engine, or within the next micro-batch; return the error.
 
         Args:
-            then_train: after that, train on so many micro-batches, with the same faults; a save beside the training
-                ends in there.
+            then_train: train on so many micro-batches after that, with the same faults. A save beside the training ends
+            in there.
         """
         rng = self.rng
         if rng.random() < 0.6:
@@ -532,7 +533,7 @@ class Campaign:
             # The script goes on after a save that has failed.
             raised = self.verdict([answer and {**answer, **answer["value"]} for answer in answers], faults)
             if not raised:
-                # The save that was pending is over, too: this one has ended it.
+                # The save that was pending is over, too: the new one has waited for it.
                 self._over(before, name, save.serial, latest)
             self.took(batches)
             return raised
@@ -547,7 +548,7 @@ class Campaign:
         return raised
 
     def _over(self, before: tuple[str, int, bool] | None, tag: str, serial: int, latest: bool) -> None:
-        """A save has returned: the one before it is whole, and this one, too, unless it goes on."""
+        """Note that a save has returned. The save before it is whole, and this one, too, unless it goes on."""
         if before is not None:
             self._is_there(*before)
             self._may_be_there(tag, serial, latest)
@@ -557,7 +558,7 @@ class Campaign:
             self._is_there(tag, serial, latest)
 
     def verdict(self, answers: Answers, faults: Faults | None) -> str:
-        """What was raised on all ranks, "killed" if one is dead, empty if all went well."""
+        """Return the error of all ranks, "killed" if one is dead, empty if there is none."""
         faults = faults or {}
         if None in answers:
             return "killed"
@@ -567,16 +568,16 @@ class Campaign:
         return raised
 
     def candidates(self, tag: str | None) -> set[int]:
-        """The saves of which one has to be loaded; 0 stands for none."""
+        """Return the saves of which one has to be loaded; 0 stands for none."""
         return set().union(*(self.disk.at(each) if each else {0} for each in
                              (self.disk.latest if tag is None else {tag})))
 
     def load(self, tag: str | None, faults: Faults | None = None, *, may_fail: bool = False,
              deadly: str = "") -> str:
-        """Load the latest checkpoint or a tag, and go on from there; returns what was raised.
+        """Load the latest checkpoint or a tag, and go on from there; return the error.
 
         Args:
-            may_fail: whether something was damaged, so that an error is right.
+            may_fail: whether a file was damaged, so that an error is right.
         """
         candidates = self.candidates(tag)
         answers = self.ask("load", {"folders": self.folders(), "tag": tag}, faults, deadly)
@@ -585,15 +586,15 @@ class Campaign:
         raised = self.alike(answers)
         fired = any(answer and answer["fired"] for rank, answer in enumerate(answers) if rank in (faults or {}))
         if not raised and self.pending is not None:
-            # It was over before anything was looked for.
+            # The save ended before the load began to look for files.
             self.settle()
             candidates = self.candidates(tag)
         if raised and fired and self.pending is not None:
-            # It has ended first, and may be what has failed.
+            # The save has ended first, and the error may be its own.
             self._may_be_there(*self.pending)
             self.pending = None
         if raised:
-            # A tag that may not be there need not be; that the latest is somewhere is what saves are for.
+            # A tag that may not be there need not be found. The latest must be found: saves exist for that.
             nothing = 0 in candidates and (tag is not None or candidates == {0})
             if not (fired or may_fail or nothing):
                 raise Difference(f"{tag or 'the latest'} is lost ({sorted(candidates)} may be there): {raised}")
@@ -615,7 +616,7 @@ class Campaign:
         return ""
 
     def go_on_from(self, save: Save, *, whole: bool = False) -> None:
-        """Take note of what was loaded."""
+        """Go on from the save that was loaded."""
         self.step, self.path = save.step, save.path
         micro = 0 if whole else self.reports()[0]["micro"]
         if micro >= len(save.done):
@@ -623,14 +624,14 @@ class Campaign:
         self.micro, self.done = micro, save.done[:micro + 1]
 
     def reports(self) -> list[dict[str, Any]]:
-        """Where each rank is, and what it has."""
+        """Return each rank's position and values."""
         return [answer["value"] for answer in self.all_well(self.ask("report"))]
 
     def check(self) -> None:
-        """Compare all ranks with the twin, and with what was here before.
+        """Compare all ranks with the twin, and with the values from before.
 
         Raises:
-            Difference: something is otherwise.
+            Difference: a value is otherwise.
         """
         reports = self.reports()
         if wrong := [f"rank {rank} is in micro-batch {report['micro']}, expected {self.micro}"
@@ -655,7 +656,7 @@ class Campaign:
         """Let a random rank die somewhere in ``command``."""
         victim = self.rng.randrange(self.num_ranks)
         if self.rng.random() < 0.5:
-            # Most of what a save does, it does in the first hundreds of calls.
+            # A save does most of its work in the first hundreds of calls.
             at, name = int(self.rng.choice([30, 150, 400, 1200]) * self.rng.random()), ""
         else:
             at, name = self.rng.randrange(4), self.rng.choice(MOMENTS)
@@ -676,17 +677,17 @@ class Campaign:
         self.load(self.some_tag())
 
     def some_tag(self) -> str | None:
-        """The latest, or any that may be there."""
+        """Return None for the latest, or any tag that may be there."""
         tags = sorted(tag for tag, found in self.disk.tags.items() if found != {0})
         return self.rng.choice(tags) if tags and self.rng.random() < 0.5 else None
 
     def event_restart(self) -> None:
-        """All ranks are killed between two events."""
+        """Kill all ranks between two events."""
         self.train(self.some_micro_batches(1))
         self.restart(self.some_tag())
 
     def event_end(self) -> None:
-        """A script ends right after a save, and its last save is there."""
+        """End the script right after a save. Its last save is there."""
         self.save()
         how = self.rng.choice(["leave", "return", "destroy"])
         self.said.append(f"ends by {how}")
@@ -718,7 +719,7 @@ class Campaign:
         self.restart()
 
     def disk_fault(self, kind: str) -> dict[str, Any]:
-        """An error of the disk of one rank, somewhere in what it is to do."""
+        """Return an error of the disk of one rank, somewhere in its next command."""
         rng = self.rng
         error = rng.choice(["EIO", "ESTALE", "EACCES"] if kind != "write" else ["ENOSPC", "EACCES", "EIO", "EROFS"])
         most = {"read": 8, "write": 12, "stat": 25}[kind]
@@ -732,7 +733,7 @@ class Campaign:
         return {"kind": "disk", "disk": fault}
 
     def event_failed_save(self) -> None:
-        """The disk of one rank fails in a save, which all ranks give up; the save before is there."""
+        """Let the disk of one rank fail in a save. All ranks give the save up; the save before is there."""
         rng = self.rng
         victim = rng.randrange(self.num_ranks)
         kinds = ["disk", "disk", "full"]
@@ -750,13 +751,13 @@ class Campaign:
         raised = self.save({victim: fault}, then_train=then)
         self.said.append(raised[:100] or "went well")
         if beside and raised:
-            # What the engine can do without its writer is DeepSpeed's own affair.
+            # DeepSpeed decides what the engine can do without its writer.
             self.restart()
         elif raised:
             self.after_an_error()
 
     def after_an_error(self) -> None:
-        """The engine is where it was; of a step at hand it says how much it still has."""
+        """Check that the engine is where it was. Only the engine knows how much it still has of an unfinished step."""
         micro = self.reports()[0]["micro"]
         if micro >= len(self.done):
             raise Difference(f"after an error the engine is in micro-batch {micro}, before in {self.micro}")
@@ -768,7 +769,7 @@ class Campaign:
         self.load(None)
 
     def event_failed_load(self) -> None:
-        """One rank alone cannot read what all load; nothing has changed, and the next load works."""
+        """Let one rank fail to read a checkpoint that all load. Nothing changes, and the next load works."""
         rng = self.rng
         self.train(self.some_micro_batches(1))
         victim = rng.randrange(self.num_ranks)
@@ -781,7 +782,7 @@ class Campaign:
             self.after_an_error()
 
     def event_damage(self) -> None:
-        """A file of a checkpoint is damaged: that is refused, or does not matter."""
+        """Damage a file of a checkpoint. The load refuses it, or the damage does not matter."""
         rng = self.rng
         self.finish_step()
         places = sorted({Path(folder) for folder in self.folders()})
@@ -817,7 +818,7 @@ class Campaign:
         self.check()
 
     def event_lost_node(self) -> None:
-        """The folder of a node is gone: nothing is loaded anywhere, until it is back."""
+        """Remove the folder of a node. Nothing is loaded anywhere until it is back."""
         self.settle()
         place = self.root / f"node {self.rng.randrange(2)}"
         if None in self.disk.latest or not place.exists():
@@ -838,7 +839,7 @@ class Campaign:
         self.load(None)
 
     def event_beside(self) -> None:
-        """An evaluation, or a copy of the model, in the middle of anything."""
+        """Run an evaluation, or copy the model, in the middle of a step."""
         if self.rng.random() < 0.5:
             self.all_well(self.ask("evaluate"))
         elif self.options.stage < 3 and not all(answer["value"] for answer in self.all_well(self.ask("spoil_a_copy"))):
@@ -846,7 +847,7 @@ class Campaign:
         self.train(1)
 
     def event_outside(self) -> None:
-        """Saves that are not the engine's: one file, and torch.distributed.checkpoint; back at once or later."""
+        """Save without the engine: one file, and torch.distributed.checkpoint. Load it at once or later."""
         rng = self.rng
         kind = rng.choice(["one_file", "sharded"])
         path = self.root / kind
@@ -877,16 +878,16 @@ class Campaign:
         self.all_well(self.ask("count", {"step": save.step, "skipped": expected["skipped"]}))
 
 
-#: Names of calls of the package and of the system: what a save is killed at besides any moment.
+#: Names of calls of the package and of the system. A save is killed at these, or at any moment.
 MOMENTS = ["begin", "sign", "claim", "seal", "publish", "publish", "_exchange", "rename", "replace", "point", "point",
            "remove", "recover", "finish_save", "_listed", "check_arrived"]
 
-#: How often which event comes.
+#: Weights of the events.
 EVENTS = {"train": 8, "save": 14, "load": 8, "restart": 7, "end": 6, "killed_save": 18, "killed_load": 4,
           "killed_step": 4, "failed_save": 16, "failed_load": 14, "damage": 8, "lost_node": 4, "beside": 3,
           "outside": 5}
 
-#: After how many events the next campaign begins.
+#: The number of events after which the next campaign begins.
 CAMPAIGN = 25
 
 
@@ -901,7 +902,7 @@ class Run:
         self.first = 0
 
     def run(self) -> int:
-        """Let all events happen; returns how many of them went wrong."""
+        """Let all events happen; return how many of them went wrong."""
         began = time.monotonic()
         first, number = self.options.first - 1, 0
         try:
@@ -922,7 +923,7 @@ class Run:
         return self.counts["difference"] + self.counts["hang"]
 
     def event(self, number: int) -> None:
-        """Let the next event happen, in the campaign at hand or a new one."""
+        """Let the next event happen, in the current campaign or a new one."""
         rng, began = random.Random(f"{self.options.seed} {number}"), time.monotonic()
         kind, outcome, more = "begin", "ok", ""
         try:
@@ -953,7 +954,7 @@ class Run:
             self.went_wrong(number, campaign)
 
     def went_wrong(self, number: int, campaign: Campaign) -> None:
-        """Say how it can be had again, keep what there is, and give the campaign up."""
+        """Print how to repeat the event, keep its files, and give the campaign up."""
         print(f"     again: python tests/chaos.py --seed {self.options.seed} --first {self.first + 1} "
               f"--until {number + 1}\n     {campaign}", flush=True)
         if campaign.ranks is not None and self.options.keep:
@@ -965,7 +966,7 @@ class Run:
         self.end_campaign()
 
     def end_campaign(self) -> None:
-        """Kill its ranks and remove its folders."""
+        """Kill the ranks of the campaign and remove its folders."""
         if self.campaign is not None:
             if self.campaign.ranks is not None:
                 self.campaign.ranks.forget()
@@ -974,7 +975,7 @@ class Run:
 
 
 def main() -> NoReturn:
-    """Run what the command line says."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--events", type=int, default=500)
@@ -988,7 +989,7 @@ def main() -> NoReturn:
     multiprocessing.set_start_method("fork")  # also for DeepSpeed's decoupled writers, in milliseconds
     torch.set_num_threads(1)
     _import_what_engines_import()
-    # So that what is open is ended, and folders are removed.
+    # The handler lets open contexts end, which removes folders.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
     sys.exit(1 if Run(options).run() else 0)
 

@@ -15,7 +15,8 @@ from tests.support.rooms import marker_lines
 
 @pytest.fixture(autouse=True)
 def nothing_of_accelerate_stays() -> Iterator[None]:
-    """Accelerate asks once how many processes there are, and ranks, which are forks, would take over the answer."""
+    """Reset Accelerate: it asks once for the number of processes, and ranks, which are forks, would inherit the answer.
+    """
     yield
     if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
@@ -35,7 +36,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if metafunc.cls is not None and issubclass(metafunc.cls, OwnDistributedTest):
         sizes = num_ranks_of(metafunc.cls, metafunc.function)
-        # What runs on one number of ranks alone runs always: there is no other that stands for it.
+        # Tests on a single number of ranks always run: no other run stands for them.
         rarely = getattr(metafunc.cls, "thorough_on", ()) if len(sizes) > 1 else ()
         metafunc.parametrize("_num_ranks", indirect=True, argvalues=[
             pytest.param(n, id=f"{n}rank{'s' * (n > 1)}", marks=[pytest.mark.thorough] * (n in rarely))
@@ -54,7 +55,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: Any) -> None:
     if _is_distributed(item):
-        # A new object, as pytest's own holds what its fixtures put there, and so it is with DeepSpeed's hook.
+        # A new object is called: fixtures have set attributes on pytest's own. DeepSpeed's hook does the same.
         item.runtest = lambda: item.cls()(item._request)
 
 
@@ -62,13 +63,14 @@ def pytest_runtest_call(item: Any) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Any:
     report = yield
     expected = hasattr(report, "wasxfail") or item.get_closest_marker("may_skip")
-    # Travels with the report to the process that ends the session, where workers of pytest-xdist run the tests.
+    # The mark travels with the report to the process that ends the session, where workers of pytest-xdist run the
+    # tests.
     report.never_ran = report.skipped and _is_distributed(item) and not expected
     return report
 
 
 class NeverRan:
-    """Makes a session fail in which distributed tests were skipped."""
+    """Let a session fail in which distributed tests were skipped."""
 
     def __init__(self) -> None:
         self._tests: list[str] = []

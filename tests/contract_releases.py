@@ -3,8 +3,8 @@
     pip install --no-deps --target FOLDER deepspeed==0.19.4
     python -m tests.contract_releases FOLDER [FOLDER ...]
 
-walks them in a process for each release, and prints what is missing or differs, and where ``since`` and ``until`` are
-not true; without a folder, of the installed release.
+It walks them in a process for each release, and prints names that are missing or differ, and where ``since`` and
+``until`` are not true. Without a folder it walks the installed release.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MARK = "walked: "
 
 
 def walk(folder: str | Path | None) -> tuple[str, list[str]]:
-    """The release in ``folder``, or the installed one, and what is wrong with it."""
+    """Return the release in ``folder``, or the installed one, and its problems."""
     paths = [str(ROOT)] if folder is None else [str(folder), str(ROOT)]
     code = "from tests.contract_releases import walk_here; walk_here()"
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
@@ -35,7 +35,7 @@ def walk(folder: str | Path | None) -> tuple[str, list[str]]:
 
 
 def walk_here() -> None:
-    """Print what is wrong with the release that this process imports."""
+    """Print the problems of the release that this process imports."""
     import deepspeed
 
     from ds_layerwise.engine.contract.contract import missing

@@ -2,9 +2,9 @@
 
     python -m tests.launches 60 > out.txt
 
-launches, in turn, ``examples/train_gpt.py`` and a script that leaves its process group open, under
-``ds_layerwise.run``; both on two ranks. It prints a line a failure, with what the launcher said, and then the counts;
-exit code 1 if there was one. It takes about ten seconds a launch, and is no part of ``tests/run.sh``.
+This launches, in turn, ``examples/train_gpt.py`` and a script that leaves its process group open, under
+``ds_layerwise.run``; both on two ranks. It prints a line for each failure, with the launcher's output, and then the
+counts. The exit code is 1 if there was a failure. A launch takes about ten seconds. ``tests/run.sh`` does not run this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.support.harness import free_port
 
 ROOT = Path(__file__).parents[1]
 
-#: Ends without a word to the process group, as most scripts do.
+#: A script that ends without a word to the process group, as most do.
 OPEN = """
 import deepspeed
 from torch import nn
@@ -40,7 +40,7 @@ def launch(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]
 
 
 def main(num_launches: int) -> int:
-    """Launch so many times; returns how many of them failed."""
+    """Launch so many times; return how many launches failed."""
     failed = 0
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -1,10 +1,10 @@
 """Run the tests with other versions of Python, torch and DeepSpeed: ``python -m tests.matrix [--whole] [NAME ...]``.
 
-Each NAME is an environment of ``ENVIRONMENTS``; without one, all of them. An environment is made in a folder, with
-examples/venv.sh, and deleted when its run is over. In it the files of ``SELECTION`` run, or with ``--whole`` all files:
-unit tests in one process, each other file in its own, killed after ``--timeout`` seconds. What came out is added to
-docs/versions.json after each, and docs/versions.md is made of that; ``--write`` makes it without a run. Interpreters
-are those on PATH, or pyenv's. The exit code is 1 if a test failed for which ``REASONS`` has no reason.
+Each NAME is an environment of ``ENVIRONMENTS``; the default is all of them. An environment is made in a folder, with
+examples/venv.sh, and deleted when its run is over. The files of ``SELECTION`` run in it, or with ``--whole`` all files:
+unit tests in one process, each other file in its own, killed after ``--timeout`` seconds. The results are added to
+docs/versions.json after each environment, and docs/versions.md is made of that; ``--write`` makes it without a run.
+Interpreters are those on PATH, or pyenv's. The exit code is 1 if a test failed for which ``REASONS`` has no reason.
 
 A selection takes about ten minutes on two cores, beside the download of torch, which may be 3 GB.
 """
@@ -29,7 +29,7 @@ RESULTS = ROOT / "docs" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 QUICKSTART = "examples/quickstart.sh"
 
-#: By environment, the date of its last run, and by file how it ended.
+#: The date of an environment's last run, and the results of its files.
 Results = dict[str, dict[str, Any]]
 
 
@@ -43,17 +43,17 @@ class Environment:
 
     @property
     def name(self) -> str:
-        """As the command line and docs/versions.json have it."""
+        """The name on the command line and in docs/versions.json."""
         return f"py{self.python}-torch{self.torch}-ds{self.deepspeed}"
 
     def variables(self, folder: Path) -> dict[str, str]:
-        """What examples/venv.sh reads."""
+        """Return the environment variables for examples/venv.sh."""
         return {**os.environ, "VENV": str(folder), "PYTHON": interpreter(self.python), "DS_ACCELERATOR": "cpu",
                 "TORCH_SPEC": f"torch=={self.torch}", "DEEPSPEED_SPEC": f"deepspeed=={self.deepspeed}",
                 "TORCHDYNAMO_DISABLE": "1", "LOCAL_SIZE": "8", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-#: Beside the one that runs all tests before a change is taken; the ends together.
+#: Environments beside the one that runs all tests before a change is taken. The oldest and newest are combined.
 ENVIRONMENTS = (
     Environment("3.10", "2.11.0", "0.19.4"),
     Environment("3.12", "2.13.0", "0.19.6"),
@@ -80,7 +80,7 @@ SELECTION = (
     "tests/distributed/step/test_training.py",
 )
 
-#: Why tests fail with some versions: a pattern of the versions, one of the test and its error, and the reason.
+#: Reasons for failures: a pattern of the versions, a pattern of the test and its error, and the reason.
 REASONS: tuple[tuple[str, str, str], ...] = (
     (r"ds0\.19\.[4-6]$", "test_zero_to_fp32_gives_the_masters|test_all_that_is_no_optimizer_state",
      "`zero_to_fp32.py` and `ds_to_universal.py` of this DeepSpeed leave out empty parameters; a load says so."),
@@ -94,15 +94,15 @@ REASONS: tuple[tuple[str, str, str], ...] = (
 
 
 def files_of(patterns: tuple[str, ...]) -> list[str]:
-    """The test files that patterns name, and the quickstart."""
+    """Return the test files that the patterns name, and the quickstart."""
     return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))] + [QUICKSTART]
 
 
 def interpreter(python: str) -> str:
-    """The path of a Python of this release.
+    """Return the path of a Python of this release.
 
     Raises:
-        SystemExit: there is none.
+        SystemExit: there is no such Python.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     found = [*sorted(map(str, pyenv.glob(f"{python}.*/bin/python"))), shutil.which(f"python{python}")]
@@ -135,7 +135,7 @@ def pytest_collectreport(report: Any) -> None:
 
 
 def error_of(text: str) -> str:
-    """The line of a traceback that says what is wrong, ours of several ranks or pytest's, without folders of tests."""
+    """Return the line of a traceback that names the error, without folders of tests."""
     lines = text.splitlines()
     errors = [line for line in lines
               if re.match(r"E  +\S|[\w.]*(Error|Exception|Warning|Failed|Exit)\b|ranks .* still ran", line)]
@@ -147,13 +147,14 @@ def error_of(text: str) -> str:
 
 
 def batches(files: list[str]) -> list[list[str]]:
-    """Files that one process runs: those of unit tests together, which saves importing torch for each."""
+    """Return files by process: those of unit tests together, which saves importing torch for each."""
     unit = [file for file in files if file.startswith("tests/unit/")]
     return [each for each in (unit, *([file] for file in files if file not in unit)) if each]
 
 
 def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
-    """Run files in the environment in ``folder``; returns for each the numbers of tests by outcome, and what failed."""
+    """Run files in the environment in ``folder``; return for each the number of tests by outcome, and the failed ones.
+    """
     with tempfile.TemporaryDirectory() as scratch:
         log, report = Path(scratch, "log"), Path(scratch, "report")
         report.touch()
@@ -182,7 +183,7 @@ def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout
 
 
 def outcomes(lines: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
-    """By file, what a run has told line by line."""
+    """Return the results of each file from the lines that a run has reported."""
     found: dict[str, dict[str, Any]] = {}
     last = {line["test"]: line for line in lines if "test" in line}  # passed, and then failed where it ended
     for test, line in last.items():
@@ -195,7 +196,7 @@ def outcomes(lines: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
 
 
 def run(environment: Environment, folder: Path, files: list[str], timeout: float) -> None:
-    """Make an environment in ``folder``, unless it is there, and add to docs/versions.json how each file ends in it."""
+    """Make an environment in ``folder``, unless it is there, and add the results of its files to docs/versions.json."""
     variables = {**environment.variables(folder), "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
                  "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(["bash", "-euc", ". examples/venv.sh; make_venv test,plots,hf"], cwd=ROOT, env=variables, check=True)
@@ -215,7 +216,7 @@ def run(environment: Environment, folder: Path, files: list[str], timeout: float
 
 
 def read() -> Results:
-    """What runs have added to docs/versions.json."""
+    """Return the content of docs/versions.json."""
     found: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return found
 
@@ -242,32 +243,32 @@ counts neither as passed nor as failed.
 
 
 def reason_of(environment: Environment, test: str, error: str) -> str | None:
-    """Why a test fails there, of ``REASONS``; None if nobody knows."""
+    """Return the reason in ``REASONS`` for a failure of a test there; None if there is none."""
     return next((reason for versions, failure, reason in REASONS
                  if re.search(versions, environment.name) and re.search(failure, f"{test}: {error}")), None)
 
 
 def unknown(results: Results) -> dict[str, str]:
-    """Failures without a reason: by environment and test, the error."""
+    """Return failures without a reason: the error by environment and test."""
     return {f"{each.name} {test}": error for each in ENVIRONMENTS if each.name in results
             for file in results[each.name]["files"].values() for test, error in file["failed"].items()
             if reason_of(each, test, error) is None}
 
 
 def ends(what: str) -> tuple[str, str]:
-    """The oldest and the newest version of ``python``, ``torch`` or ``deepspeed``."""
+    """Return the oldest and the newest version of ``python``, ``torch`` or ``deepspeed``."""
     versions = sorted({getattr(each, what) for each in ENVIRONMENTS}, key=lambda text: [*map(int, text.split("."))])
     return versions[0], versions[-1]
 
 
 def sentence() -> str:
-    """What README.md and docs/index.md say of versions."""
+    """Return the sentence about versions in README.md and docs/index.md."""
     names = {"python": "Python", "torch": "torch", "deepspeed": "DeepSpeed"}
     return ", ".join(f"{name} {' to '.join(ends(what))}" for what, name in names.items())
 
 
 def page(results: Results) -> str:
-    """docs/versions.md."""
+    """Return docs/versions.md."""
     files = sorted({*files_of(SELECTION), *(file for each in results.values() for file in each["files"])})
     reasons: dict[str, list[str]] = {}
     environments = ["| | Python | torch | DeepSpeed | tests pass | fail | files not run | last run |",
@@ -291,7 +292,7 @@ def page(results: Results) -> str:
 
 
 def cell(environment: Environment, result: dict[str, Any] | None, reasons: dict[str, list[str]]) -> str:
-    """How a file ended; ``reasons`` gets those that it refers to, each with its tests."""
+    """Return the result of a file as a cell. Add the reasons that it refers to, with their tests, to ``reasons``."""
     if result is None:
         return "not run"
     if not result["failed"]:

@@ -42,7 +42,7 @@ RULES = {
 
 
 def density(files: list[Source]) -> dict[str, float]:
-    """What ``MOST`` bounds, of all ``files`` together."""
+    """Return the numbers that ``MOST`` bounds, for all ``files`` together."""
     lines = [line for source in files for line in source.code_lines()]
     nodes = [node for source in files for node in ast.walk(source.tree)]
     a_thousand = 1000 / len(lines)
@@ -62,7 +62,7 @@ def _is_packed(node: ast.AST) -> bool:
 
 
 def size_table(files: list[Source]) -> list[str]:
-    """Tokens by folder, and the density of the whole."""
+    """Return the tokens by folder, and the density of the whole, as a table."""
     tokens: Counter[str] = Counter()
     for source in files:
         tokens[source.module.split(".")[0] or "__init__"] += len(source.code)
@@ -74,7 +74,7 @@ def size_table(files: list[Source]) -> list[str]:
 
 
 def file_table(files: list[Source]) -> list[str]:
-    """Every file with the first sentence of its docstring, folder by folder."""
+    """Return every file with the first sentence of its docstring, folder by folder."""
     table, folder = [], None
     for source in sorted(files, key=lambda each: (each.path.parent, each.path.name != "__init__.py", each.path)):
         doc = " ".join((ast.get_docstring(source.tree) or "").split("\n\n")[0].split())
@@ -87,7 +87,7 @@ def file_table(files: list[Source]) -> list[str]:
 
 
 def written(text: str, mark: str, lines: list[str]) -> str:
-    """``text`` with ``lines`` between ``mark`` and the end of its part."""
+    """Return ``text`` with ``lines`` between ``mark`` and the end of its part."""
     before, _, rest = text.partition(mark)
     return "\n".join([before + mark, "", *lines, "", _END + rest.partition(_END)[2]])
 

@@ -1,15 +1,15 @@
-"""Play the mistakes of users under DeepSpeed's launcher, and check what each of them is told.
+"""Play the mistakes of users under DeepSpeed's launcher, and check the message of each.
 
     python -m tests.mistakes                # all; some ten minutes
     python -m tests.mistakes lr-alone       # those, with what the ranks print
     STAGE=3 python -m tests.mistakes        # at another stage of ZeRO, where a config has stage 1
 
-Each runs as a script of its own on two ranks: ``deepspeed --num_accelerators 2 tests/mistakes.py NAME``. A mistake is
-told well if the launcher's exit code is not 0, and the ranks' output ends with one framed message, by rank 0, that has
-the words expected here and none of the others, and is of at most twelve lines together with all that ds_layerwise and
-Python have printed besides. Left out of the count is what stands there without this package, too: DeepSpeed's own
-lines, which begin with a time in brackets, with what is indented below them, or with "DeepSpeed "; torch's warning that
-a collective will have another name; and the table at start, which tells of no mistake.
+Each mistake runs as a script of its own on two ranks: ``deepspeed --num_accelerators 2 tests/mistakes.py NAME``. A
+message is good if the launcher's exit code is not 0, and the ranks' output ends with one framed message, by rank 0. It
+must have the words expected here and none of the forbidden ones. Together with all other lines of ds_layerwise and
+Python it has at most twelve lines. Lines that would appear without this package do not count: DeepSpeed's own lines,
+which begin with a time in brackets, with the indented lines below them, or with "DeepSpeed "; torch's warning that a
+collective will have another name. The table at start does not count, either.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BAR = "=" * 100
 
 @dataclass(frozen=True)
 class Mistake:
-    """Code that makes one, and what is to be told of it."""
+    """The code of a mistake, and the words of its message."""
 
     play: Callable[[Path], object]
     says: tuple[str, ...]
@@ -40,7 +40,7 @@ class Mistake:
 
 MISTAKES: dict[str, Mistake] = {}
 
-#: No mistakes at stage 3: sums of several passes are at their owners, and what is written is followed.
+#: Calls that are no mistakes at stage 3: owners have the sums of several passes, and written values are followed.
 RIGHT_AT_3 = ("overlap-without-a-last-pass", "step-once-an-epoch", "replaced")
 
 
@@ -51,7 +51,7 @@ def mistake(name: str, *says: str, never: tuple[str, ...] = ()) -> Any:
     return add
 
 
-# --- what the scripts have in common ----------------------------------------------------------------------------------
+# --- functions that the scripts share ---------------------------------------------------------------------------------
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -99,12 +99,12 @@ def rank() -> int:
 
 
 def refused(name: str, ds_config: dict[str, Any], *says: str, never: tuple[str, ...] = ()) -> None:
-    """A mistake that is made with a config alone."""
+    """Register a mistake that is made with a config alone."""
     mistake(name, *says, never=never)(lambda folder: train(start(ds_config)))
 
 
 def given(name: str, make: Callable[[Any], Any], *says: str, never: tuple[str, ...] = ()) -> None:
-    """A mistake that is made with an optimizer object."""
+    """Register a mistake that is made with an optimizer object."""
     def play(folder: Path) -> None:
         model = net()
         train(start({"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, "layerwise": {}}, model,
@@ -206,7 +206,7 @@ def one_rank_wrong(folder: Path) -> None:
 
 
 def of(name: str) -> Any:
-    """A class of torch.optim under another name, that keeps more than its base."""
+    """Return a class of torch.optim under another name, that keeps more than its base."""
     import torch
 
     class Made(torch.optim.SGD):
@@ -445,19 +445,19 @@ def parameters_of_another(folder: Path) -> None:
 
 
 def launched(name: str, port: int) -> tuple[int, str]:
-    """The exit code of a launch that plays a mistake, and all that was printed."""
+    """Play a mistake under the launcher; return the exit code and the whole output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LOCAL_SIZE": "2"}
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(["deepspeed", "--num_accelerators", "2", "--master_port", str(port), __file__, name],
                               cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
                               timeout=180)
-    # 140 MB that DeepSpeed's operator leaves where a rank ends with an error.
+    # An operator of DeepSpeed leaves these 140 MB where a rank ends with an error.
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         left.unlink()
     return done.returncode, done.stdout
 
 
-#: Printed without this package, too.
+#: Lines that would appear without this package, too.
 _NOT_OURS = re.compile(r"DeepSpeed |\[Gloo\] Rank|.*FutureWarning: `torch.distributed.all_gather_into|"
                        r"  return func\(\*args, \*\*kwargs\)$")
 
@@ -469,13 +469,13 @@ _TABLE = re.compile(r"^parameters\n.*?^layout .*?^└[^\n]*", re.MULTILINE | re.
 
 
 def told(output: str) -> list[str]:
-    """The lines that ds_layerwise and Python have printed; the table at start is none of them."""
+    """Return the lines that ds_layerwise and Python have printed, without the table at start."""
     rest = _LOGGED.sub("", _TABLE.sub("", output)).splitlines()
     return [line for line in rest if line.strip() and not _NOT_OURS.match(line)]
 
 
 def wrong_with(name: str, code: int, output: str) -> list[str]:
-    """What is wrong with what was told; nothing if it is told well."""
+    """List the problems of a message; an empty list means that it is good."""
     if os.environ.get("STAGE") == "3" and name in RIGHT_AT_3:
         return [f"exit code {code}"] if code else []
     case, lines = MISTAKES[name], told(output)
@@ -492,7 +492,7 @@ def wrong_with(name: str, code: int, output: str) -> list[str]:
 
 
 def main(names: list[str]) -> int:
-    """Play ``names``, or all, and print a line for each that is told badly; returns how many."""
+    """Play ``names``, or all, and print a line for each mistake with a bad message; return their number."""
     from tests.support.harness import free_port
     failed = 0
     for name in names or MISTAKES:

@@ -4,9 +4,9 @@
 
 Each break is one small edit of one module: a comparison turned round, ``and`` for ``or``, a ``not`` or a call dropped,
 a number moved by one, ``None`` returned. The modules are drawn from all top folders in turn, within a folder by their
-size. The tests run on a copy of the checkout: those that guard the module (``pytest -m MODULE``), up to the first that
-fails, units first. A tool, not a test: it takes an hour or two. Some survivors are no mistakes at all, as the edit
-changes nothing that can be seen; they are for somebody to look at.
+size. The tests of the module (``pytest -m MODULE``) run on a copy of the checkout, up to the first that fails, units
+first. This is a tool, not a test: it takes an hour or two. Some edits survive because they change nothing that can be
+seen; somebody has to look at the survivors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _SUMS = {ast.Add: "-", ast.Sub: "+", ast.Mult: "//", ast.FloorDiv: "*"}
 
 @dataclass(frozen=True)
 class Mutation:
-    """One edit: ``text[start:end]`` of a module, in bytes of UTF-8, becomes ``new``."""
+    """An edit: ``text[start:end]`` of a module, in bytes of UTF-8, becomes ``new``."""
 
     source: Source
     line: int
@@ -47,7 +47,7 @@ class Mutation:
 
     @property
     def text(self) -> str:
-        """The module with the edit."""
+        """Return the module with the edit."""
         old = self.source.text.encode()
         return (old[:self.start] + self.new.encode() + old[self.end:]).decode()
 
@@ -61,7 +61,7 @@ def _on_one_line(code: str) -> str:
 
 
 def mutations(source: Source) -> Iterator[Mutation]:
-    """All edits of a module that leave it one that can be parsed."""
+    """Yield all edits of a module after which it can still be parsed."""
     starts = [0]
     for line in source.text.splitlines(keepends=True):
         starts.append(starts[-1] + len(line.encode()))
@@ -94,7 +94,7 @@ def mutations(source: Source) -> Iterator[Mutation]:
 
 
 def draw(seed: int, count: int) -> list[Mutation]:
-    """``count`` edits: the top folders in turn, a module by its size, one of its edits by chance."""
+    """Return ``count`` edits: the top folders in turn, a module by its size, one of its edits by chance."""
     chance = random.Random(seed)
     by_floor = defaultdict(list)
     for source in sources():
@@ -110,12 +110,12 @@ def draw(seed: int, count: int) -> list[Mutation]:
 
 
 def caught_by(mutation: Mutation, copy: Path, minutes: float) -> str | None:
-    """The first test that fails on ``copy`` of the checkout with the edit in it, "no end", or None."""
+    """Return the first test that fails on ``copy`` of the checkout with the edit, "no end", or None."""
     file = copy / mutation.source.path.relative_to(ROOT)
     file.write_text(mutation.text)
     env = {**os.environ, "PYTHONPATH": str(copy)}
     try:
-        # A module that no test names as its own is guarded by the tests of its folder.
+        # The tests of its folder guard a module that no test names as its own.
         for name in reversed(mutation.source.module.split(".")):
             command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", name]
             command += ["tests/unit", "tests/distributed"]

@@ -5,21 +5,21 @@
 
 A node is a network, a mount, a host name and a PID namespace, with a disk of its own for checkpoints (a tmpfs) and a
 link to a switch. A job of two ranks a node is started as docs/clusters.md says: by the deepspeed launcher with a
-hostfile, which reaches the nodes through pdsh and a stand-in for ssh, and by torchrun on each node, which meet at the
+hostfile, which reaches the nodes through pdsh and a stand-in for ssh, or by torchrun on each node, which meet at the
 first. For each way and ZeRO stage, a small GPT (:mod:`tests.support.node_ranks`) is trained on two nodes, and
 
-1. one of them, dealt by the seed as the moment is, loses all its processes by SIGKILL in the middle of a step;
+1. one node loses all its processes by SIGKILL in the middle of a step; the seed deals the node and the moment;
 2. the other goes on alone: it misses files at first, and loads once those of the lost node have been brought;
-3. both go on from where they were, and one of them is lost in the middle of a save;
-4. as 2;
+3. both go on from their last common step, and one of them is lost in the middle of a save;
+4. the other goes on alone, as in 2;
 5. both go on to the end.
 
-All is compared with a run that nobody has stopped. Two nodes do the same, bit for bit: losses, weights, masters and
-states. One node loads the same masters and states, bit for bit, and its losses are within :data:`BOUND`.
+Everything is compared with a run that nobody has stopped. Two nodes have the same losses, weights, masters and states,
+bit for bit. One node loads the same masters and states, bit for bit, and its losses are within :data:`BOUND`.
 
-Needs root on Linux, iproute2 and pdsh. All of it is in namespaces that the kernel removes when this process ends, and
-its processes with them. The last line says how many times all was as it has to be; the exit code is 1 if one was not.
-A tool; ``tests/distributed/checkpoint/test_nodes.py`` runs a short form.
+This needs root on Linux, iproute2 and pdsh. Everything is in namespaces that the kernel removes when this process ends,
+with their processes. The last line says how many times everything was as it has to be; the exit code is 1 unless it
+always was. This is a tool; ``tests/distributed/checkpoint/test_nodes.py`` runs a short form.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ WAYS, STAGES = ("deepspeed", "torchrun"), (1, 2, 3)
 #: The largest difference of a loss on another number of ranks.
 BOUND = 1e-5
 
-#: Seconds: of a collective; for a job; for a chain of jobs.
+#: Limits in seconds: of a collective, of a job, and of a chain of jobs.
 COLLECTIVE, JOB, CHAIN = 120, 1800, 7200
 
-#: In the process that is in namespaces of its own, the folder of all that it writes.
+#: The environment variable that names the folder of all written files, in the process that is in its own namespaces.
 APART = "DS_LAYERWISE_NODES_APART"
 
 SSH = """#!/bin/sh
@@ -64,7 +64,7 @@ exec nsenter --target "$(cat {folder}/$host.pid)" --net --mount --uts --pid \\
 """
 
 
-#: Lets a command run in namespaces of its own, and ends it, and all that it has started, when it ends itself.
+#: A prefix that runs a command in namespaces of its own, and ends its processes when the command ends.
 UNSHARE = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
 
 #: Programs of util-linux, iproute2 and pdsh.
@@ -72,14 +72,14 @@ NEEDS = ("unshare", "nsenter", "ip", "pdsh")
 
 
 class Wrong(Exception):
-    """Something is not as it has to be."""
+    """A value is not as it has to be."""
 
 
 def call(*words: object) -> None:
     """Run a command of the system.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     done = subprocess.run([*map(str, words)], capture_output=True, text=True)
     if done.returncode:
@@ -87,13 +87,13 @@ def call(*words: object) -> None:
 
 
 def program(name: str) -> str:
-    """Where a program of the environment is that this runs in."""
+    """Return the path of a program in the environment of this interpreter."""
     return str(Path(sys.executable).with_name(name))
 
 
 @dataclass
 class Node:
-    """One of the machines. ``folder`` is seen by all, but for ``folder / "checkpoints"``."""
+    """A machine. All nodes see ``folder``, except ``folder / "checkpoints"``, which is its own."""
 
     index: int
     folder: Path
@@ -105,11 +105,11 @@ class Node:
 
     @property
     def disk(self) -> Path:
-        """Where its checkpoints are for who is on no node."""
+        """The path of its checkpoints for processes outside of all nodes."""
         return self.folder / f"disk of {self.name}"
 
     def start(self, disk: Path | None = None) -> None:
-        """Boot, with its own disk or another one."""
+        """Boot the node, with its own disk or another one."""
         port = f"port{self.index}"
         boot = (f'mount --bind "{disk or self.disk}" {self.folder}/checkpoints && mount --bind {self.folder}/hosts '
                 f"/etc/hosts && hostname {self.name} && ip link set lo up && echo up && exec sleep {CHAIN}")
@@ -137,7 +137,7 @@ class Node:
 
 @dataclass
 class Job:
-    """A job, on some of the nodes."""
+    """A job on some of the nodes."""
 
     commands: list[list[str]]
     out: Path
@@ -156,10 +156,10 @@ class Job:
         return any(process.poll() is None for process in self.processes)
 
     def wait(self, name: str = "") -> None:
-        """Until it ends, or has written the file ``name``.
+        """Wait until the job ends, or has written the file ``name``.
 
         Raises:
-            Wrong: it takes too long, or ends before it has.
+            Wrong: the job takes too long, or ends before it has written.
         """
         while not (name and (self.out / name).exists()):
             if not self.is_running():
@@ -171,7 +171,7 @@ class Job:
             time.sleep(0.1)
 
     def end(self) -> None:
-        """Kill what starts it; what it has started ends with its node."""
+        """Kill the launching processes; those that they have started end with their node."""
         for process in self.processes:
             process.kill()
             process.wait()
@@ -180,14 +180,14 @@ class Job:
         return (self.out / "log").read_text(errors="replace")[-6000:]
 
     def notes(self) -> list[dict[str, Any]]:
-        """What rank 0 has noted."""
+        """Return the notes of rank 0."""
         return [json.loads(line) for line in (self.out / "notes").read_text().splitlines()]
 
     def at_its_end(self) -> list[dict[str, Any]]:
-        """The same, of a job that has trained up to the last step.
+        """Return the same for a job that has trained up to the last step.
 
         Raises:
-            Wrong: it has failed.
+            Wrong: the job has failed.
         """
         if any(process.returncode for process in self.processes):
             raise Wrong(f"a job failed\n{self.said()}")
@@ -197,7 +197,7 @@ class Job:
 
 
 class Cluster:
-    """Two nodes on a switch, and what is told of them."""
+    """Two nodes on a switch, and the environment of their jobs."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder, self.ranks = folder, ranks
@@ -212,7 +212,7 @@ class Cluster:
                         "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1",
                         **{key: value for key, value in os.environ.items() if key.startswith("PYTHON")
                            and key != "PYTHONPATH"}}
-        # What the deepspeed launcher sets on every node.
+        # The deepspeed launcher sets these on every node.
         (folder / ".deepspeed_env").write_text("".join(f"{key}={value}\n" for key, value in self.exports.items()))
         call("ip", "link", "set", "lo", "up")
         call("ip", "link", "add", "switch0", "type", "bridge")
@@ -235,7 +235,7 @@ class Cluster:
         if way == "deepspeed":
             (self.folder / "hostfile").write_text(
                 "".join(f"{node.name} slots={self.ranks}\n" for node in nodes))
-            # --force_multi: else a single node of a hostfile is where the launcher runs.
+            # Without --force_multi the launcher would take a single node of a hostfile for its own machine.
             commands = [[program("deepspeed"), "--hostfile", "hostfile", "--force_multi",
                          "--module", "ds_layerwise.run", *options]]
         else:
@@ -250,10 +250,10 @@ class Cluster:
 
 
 def went_on_from(notes: list[dict[str, Any]], steps: list[int]) -> None:
-    """Look at the step from which a job went on.
+    """Check the step from which a job went on.
 
     Raises:
-        Wrong: it is none of ``steps``.
+        Wrong: the step is none of ``steps``.
     """
     first = next((note["loaded"] for note in notes if "loaded" in note), 0)
     if first not in steps:
@@ -261,7 +261,7 @@ def went_on_from(notes: list[dict[str, Any]], steps: list[int]) -> None:
 
 
 def the_same(notes: list[dict[str, Any]], truth: list[dict[str, Any]], steps: list[int]) -> None:
-    """Compare what two nodes have noted, which went on from one of ``steps``.
+    """Compare the notes of two nodes, which went on from one of ``steps``.
 
     Raises:
         Wrong: a bit differs.
@@ -274,10 +274,10 @@ def the_same(notes: list[dict[str, Any]], truth: list[dict[str, Any]], steps: li
 
 
 def nearly_the_same(notes: list[dict[str, Any]], truth: list[dict[str, Any]], steps: list[int]) -> float:
-    """Compare what one node has noted, which went on from one of ``steps``; returns the largest difference of a loss.
+    """Compare the notes of one node, which went on from one of ``steps``; return the largest difference of a loss.
 
     Raises:
-        Wrong: it is beyond the bound, or what was loaded differs in a bit.
+        Wrong: the difference is beyond the bound, or the loaded values differ in a bit.
     """
     the_same([note for note in notes if "loaded" in note], truth, steps)
     losses = {note["step"]: note["losses"] for note in truth if "step" in note}
@@ -289,7 +289,7 @@ def nearly_the_same(notes: list[dict[str, Any]], truth: list[dict[str, Any]], st
 
 
 class Chain:
-    """One way to start jobs and one ZeRO stage, from the first step to the last."""
+    """All jobs of one way to start jobs and one ZeRO stage, from the first step to the last."""
 
     def __init__(self, cluster: Cluster, way: str, stage: int, rng: random.Random) -> None:
         self.cluster, self.way, self.stage, self.rng = cluster, way, stage, rng
@@ -303,23 +303,24 @@ class Chain:
             yield job
         finally:
             if job.is_running():
-                # First: who loses its ssh becomes a child of this process, and until that waits for it no node ends.
+                # The nodes end first: a process that loses its ssh becomes a child of this one, and no node ends until
+                # it is reaped.
                 for node in nodes:
                     node.kill()
             job.end()
 
     def unstopped(self) -> list[dict[str, Any]]:
-        """What a run notes that nobody stops."""
+        """Return the notes of a run that nobody stops."""
         self.cluster.fresh()
         with self.job(self.cluster.nodes) as job:
             job.wait()
             return job.at_its_end()
 
     def run(self, truth: list[dict[str, Any]]) -> None:
-        """Go through all of it.
+        """Go through all steps of the list above.
 
         Raises:
-            Wrong: something is not as it has to be.
+            Wrong: a value is not as it has to be.
         """
         self.cluster.fresh()
         self.lose("step", truth, [0], [4])
@@ -335,7 +336,7 @@ class Chain:
             before, after: the steps from which jobs may go on.
 
         Raises:
-            Wrong: something is not as it has to be.
+            Wrong: a value is not as it has to be.
         """
         victim, rank, part = self.rng.randrange(2), self.rng.randrange(self.cluster.ranks), self.rng.random()
         lost, other = self.cluster.nodes[victim], self.cluster.nodes[1 - victim]
@@ -357,7 +358,7 @@ class Chain:
             node.start()
 
     def go_on_alone(self, node: Node, lost: Node, truth: list[dict[str, Any]], after: list[int]) -> None:
-        """Let one node go on, on a copy of its disk, to which what the other has saved is brought."""
+        """Let one node go on, on a copy of its disk, to which the other's files are brought."""
         disk = self.cluster.folder / "copy"
         shutil.rmtree(disk, ignore_errors=True)
         shutil.copytree(node.disk, disk)
@@ -379,7 +380,7 @@ class Chain:
 
 
 def newest_of_both(one: Path, other: Path) -> str:
-    """The newest tag that is the same save on two disks, by the id in its list of files."""
+    """Return the newest tag that is the same save on two disks, by the id in its list of files."""
     def saves(disk: Path) -> dict[str, str]:
         return {path.parent.name: json.loads(path.read_text())["save"]["id"] for path in disk.glob(f"*/{FILE_NAME}")}
 
@@ -389,7 +390,7 @@ def newest_of_both(one: Path, other: Path) -> str:
 
 
 def rounds(options: argparse.Namespace, folder: Path) -> int:
-    """Go through all chains, so many times; returns how many times one was not as it has to be."""
+    """Go through all chains, so many times; return how many times one went wrong."""
     cluster, truth, failed = Cluster(folder, options.ranks), dict[int, list[dict[str, Any]]](), 0
     for number in range(options.first - 1, options.first - 1 + options.times):
         rng, right = random.Random(f"{options.seed} {number}"), True

@@ -7,7 +7,7 @@ version has, or in those of NAME: ``saved``, ``inside`` (a step), ``saved_univer
 ``sharded``. tests/distributed/checkpoint/test_old_checkpoints.py loads all of them and compares values. The folder of a
 version that is released is never written again.
 
-Like tests/before_and_after.py it takes nothing from ``tests``, and of the package ``ds_layerwise.initialize`` alone, so
+Like tests/before_and_after.py it takes nothing from ``tests``, and of the package only ``ds_layerwise.initialize``, so
 that it runs on checkouts that look different inside.
 """
 
@@ -29,10 +29,10 @@ from torch import nn
 
 NAMES = ["saved", "inside", "saved_universal", "one_file.safetensors", "sharded"]
 
-#: Steps before a save, and micro-batches of each.
+#: The number of steps before a save, and of micro-batches in each.
 STEPS, GAS = 2, 2
 
-#: The keys of states of each parameter that is trained, by its name.
+#: Keys of the states of each trained parameter, by its name.
 STATES = {"embed.weight": ("exp_avg", "exp_avg_sq"), "matrix": ("momentum_buffer",),
           "vector": ("exp_avg", "exp_avg_sq")}
 
@@ -63,13 +63,14 @@ class Net(nn.Module):
 
 
 def known(name: str, key: str, shape: torch.Size) -> torch.Tensor:
-    """The values of a state, or for the key ``fp32`` of the weights: other ones for each, exact in float16."""
+    """Return the values of a state, or of the weights for the key ``fp32``: different ones for each, exact in float16.
+    """
     first = 40 * sorted(STATES).index(name) + 1000 * ("fp32", "momentum_buffer", "exp_avg", "exp_avg_sq").index(key)
     return (torch.arange(shape.numel(), dtype=torch.float32) + first).view(shape) / 64
 
 
 def start(fill: float, **layerwise: object) -> deepspeed.DeepSpeedEngine:
-    """An engine on this backend whose weights are ``fill``."""
+    """Return an engine on this backend whose weights are ``fill``."""
     import ds_layerwise
     module = Net(fill)
     return ds_layerwise.initialize(model=module, model_parameters=module.parameters(),
@@ -83,7 +84,7 @@ def train(engine: deepspeed.DeepSpeedEngine, micro_batches: int) -> None:
 
 
 def save(folder: Path) -> None:
-    """Write everything that this version can write; on both ranks."""
+    """Write everything that this version can write. Both ranks must call this."""
     engine = start(1.0, save_universal=True)
     train(engine, STEPS * GAS)
     for name, keys in STATES.items():

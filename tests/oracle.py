@@ -2,8 +2,8 @@
 
     pip install '.[oracle]' && python -m tests.oracle
 
-Emerging-Optimizers asks for Python 3.12, and what pip installs beside it takes gigabytes, so this is no part of what CI
-runs. Where it is not installed, this ends with an error. The output is the table of docs/evidence.md.
+Emerging-Optimizers needs Python 3.12, and pip installs gigabytes beside it, so CI does not run this. Where it is not
+installed, this ends with an error. The output is the table of docs/evidence.md.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ except ImportError as missing:
     raise SystemExit(f"oracle.py: {missing}; pip install '.[oracle]' in an environment with Python 3.12") from missing
 
 STEPS, LR, MOMENTUM, WEIGHT_DECAY = 10, 0.02, 0.9, 0.1
-#: Of how far a matrix moves in all steps. Emerging-Optimizers' adamuon divides small elements by themselves, and their
-#: rounding errors with them: the rarest, 1 / 16,384 of the usual size, come out as large as any.
+#: Bounds as shares of a matrix's movement in all steps. Emerging-Optimizers' adamuon divides small elements by
+#: themselves, and their rounding errors with them: the rarest, 1 / 16,384 of the usual size, come out as large as any.
 BOUND, BOUND_OF = 1e-5, {"adamuon": 5e-5}
 SHAPES = [(64, 256), (256, 64), (128, 128)]
 SETS = {"simple": 5, "quintic": 5, "polar_express": 8, "cans": 5, "deepseekv4": 10}
-#: By our name, theirs and the extra factor.
+#: The name that Emerging-Optimizers has for ours, and the extra factor.
 SCALES = {"original": ("shape_scaling", 1.0), "spectral": ("spectral", 1.0), "unit_rms_norm": ("unit_rms_norm", 1.0),
           "match_rms_adamw": ("spectral", 0.2)}
-#: What each side calls the rest of a Newton-Schulz iteration in float32.
+#: Settings of each side for a Newton-Schulz iteration in float32.
 FULL, NS = {"ns_dtype": "fp32"}, {"fp32_matmul_prec": "highest"}
 
 
 class Case(NamedTuple):
-    """One rule with its settings, and what Emerging-Optimizers has for it."""
+    """A rule with its settings, and its counterpart in Emerging-Optimizers."""
 
     name: str
     recipe: Recipe
     make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
     weight_decay: float = WEIGHT_DECAY
     norm: float | None = None
-    """The Frobenius norm that matrices start with."""
+    """The Frobenius norm of matrices at the start."""
 
 
 def cases() -> Iterator[Case]:
-    """All of them."""
+    """Yield all cases."""
     decay = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
 
     def ours(name: str, **settings: Any) -> Recipe:
@@ -87,7 +87,7 @@ def cases() -> Iterator[Case]:
 
 
 def error_of(case: Case) -> float:
-    """The largest difference over all shapes, relative to how far the matrix moved."""
+    """Return the largest difference over all shapes, relative to the movement of the matrix."""
     rule, worst = rule_of(case.recipe), 0.0
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
@@ -110,7 +110,7 @@ def _relative(ours: Tensor, other: Tensor, start: Tensor) -> float:
 
 
 def clip_error() -> float:
-    """Of matrices whose largest singular values are cut off, against ``spectral_hardcap``, which is exact where no
+    """Return the error of matrices with clipped singular values, against ``spectral_hardcap``. That is exact where no
     singular value is small."""
     worst = 0.0
     with torch.no_grad():

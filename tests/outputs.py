@@ -26,7 +26,7 @@ _OUTPUT = re.compile(r"<!-- output: (ds-layerwise|python) (.+) -->\n```text\n(?:
 
 
 def with_outputs(page: str) -> str:
-    """``page`` with the outputs of its commands as they are now."""
+    """Return ``page`` with the outputs of its commands as they are now."""
     return _OUTPUT.sub(lambda match: _block(match[1], match[2]), page)
 
 
@@ -50,7 +50,7 @@ def _of_python(arguments: list[str]) -> str:
 
 
 def pages_with_outputs() -> list[Path]:
-    """Those that have any."""
+    """Return the pages that have outputs."""
     return [path for path in PAGES if _OUTPUT.search(path.read_text())]
 
 

@@ -1,10 +1,10 @@
 """Check that what is committed here can be released: ``python -m tests.release``.
 
-Prints a line for each check, and ends with 1 if one failed. The sdist is built of the commit, the wheel of the sdist.
-The wheel is installed into an environment of its own, which has what the wheel requires and nothing else: links to what
-the running environment has, so that nothing is downloaded. There, away from the checkout, it trains the quickstart's
-job, plans, and verifies the checkpoint. It takes some minutes on two cores, and a C++ compiler for DeepSpeed's operator
-for CPUs.
+It prints a line for each check, and ends with 1 if one failed. The sdist is built from the commit, the wheel from the
+sdist. The wheel is installed into an environment of its own, which has the packages that the wheel requires and no
+others: links to those of the running environment, so that nothing is downloaded. There, away from the checkout, it
+trains the quickstart's job, plans, and verifies the checkpoint. This takes some minutes on two cores, and a C++
+compiler for DeepSpeed's operator for CPUs.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Failed(Exception):
 
 
 def call(*command: object, cwd: Path, **env: str) -> str:
-    """Run a command; returns its stdout.
+    """Run a command; return its stdout.
 
     Raises:
-        Failed: its exit code is not 0.
+        Failed: the exit code is not 0.
     """
     done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=3000,
                           env={**os.environ, **env})
@@ -46,17 +46,17 @@ def call(*command: object, cwd: Path, **env: str) -> str:
 
 
 def tracked(under: str = ".") -> set[str]:
-    """The committed files below a folder, by their paths in the checkout."""
+    """Return the committed files below a folder, by their paths in the checkout."""
     return set(call("git", "ls-tree", "-r", "--name-only", "HEAD", "--", under, cwd=ROOT).splitlines())
 
 
 def newest_section(changelog: str) -> str:
-    """The heading of the first section about a version; the very first tells what a version promises."""
+    """Return the heading of the first section about a version. The section before it tells what a version promises."""
     return [line.removeprefix("## ") for line in changelog.splitlines() if line.startswith("## ")][1]
 
 
 def section_of(version: str) -> str:
-    """The heading that a version has in CHANGELOG.md."""
+    """Return the heading that a version has in CHANGELOG.md."""
     return "Next" if ".dev" in version else version
 
 
@@ -73,10 +73,10 @@ def compare(found: set[str], wanted: set[str], what: str) -> None:
 
 
 def needed(requirements: Iterable[str], find: Callable[[str], Distribution] = distribution) -> dict[str, Distribution]:
-    """By name, what is installed of ``requirements`` and of what these require.
+    """Return the installed packages of ``requirements``, and those that these require, by name.
 
     Raises:
-        Failed: one is not installed, or in another version.
+        Failed: a package is not installed, or in another version.
     """
     found: dict[str, Distribution] = {}
     todo = [(Requirement(text), "") for text in requirements]
@@ -100,14 +100,14 @@ def needed(requirements: Iterable[str], find: Callable[[str], Distribution] = di
 
 
 def for_python(script: bytes, python: Path) -> bytes:
-    """A script that pip has installed, for another interpreter."""
+    """Return a script that pip has installed, changed for another interpreter."""
     if not script.startswith(b"#!"):
         return script
     return b"#!%s\n%s" % (os.fsencode(python), script.partition(b"\n")[2])
 
 
 def link(installed: Distribution, bare: Path) -> None:
-    """Make what is installed here importable in the environment ``bare``, with its commands."""
+    """Make an installed package importable in the environment ``bare``, with its commands."""
     site, = bare.glob("lib/python*/site-packages")
     for file in installed.files or ():
         path = Path(str(file.locate())).resolve()
@@ -138,9 +138,9 @@ def source_in(work: Path) -> Path:
 
 
 def run(work: Path, *command: object) -> str:
-    """A command of the new environment, in an empty folder."""
+    """Run a command of the new environment, in an empty folder."""
     bare = work / "bare" / "bin"
-    # Operators are built for one environment: those of the running one would be built again, there and back.
+    # Operators are built for one environment. Sharing the folder would build those of the running one again.
     return call(bare / str(command[0]), *command[1:], cwd=work / "empty", PYTHONPATH="", VIRTUAL_ENV=str(bare.parent),
                 PATH=f"{bare}{os.pathsep}{os.environ['PATH']}", TORCH_EXTENSIONS_DIR=str(work / "operators"))
 

@@ -1,7 +1,7 @@
-"""Who gets which parameter, over the models of installed libraries: ``python -m tests.scan_models timm``.
+"""Routing of the parameters of models in installed libraries: ``python -m tests.scan_models timm``.
 
-It prints what tests/support/families.json does not say of transformers, all the heads and bare parameters of timm's and
-diffusers' models, or, for a few of these, the skeletons that tests/support/other_families.json holds.
+It prints the verdicts of transformers' models that tests/support/families.json lacks, all the heads and bare parameters
+of timm's and diffusers' models, or, for a few of these, the skeletons that tests/support/other_families.json holds.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from ds_layerwise.errors import RoutingError
 from tests.support.families import architectures, built, described, unexpected, verdicts
 
-#: Models of special structure, of timm by name, of diffusers by class, with what makes them small.
+#: Models of special structure, of timm by name, of diffusers by class, each with settings that make it small.
 SPECIAL: dict[str, dict[str, dict[str, Any]]] = {
     "timm": {
         "swin_tiny_patch4_window7_224": {"depths": (1, 1, 1, 1)}, "beit_base_patch16_224": {"depth": 1},
@@ -38,7 +38,7 @@ SPECIAL: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def timm_models() -> Iterator[tuple[str, Callable[..., nn.Module]]]:
-    """One model, and how it is made, of each family of timm's."""
+    """Yield the name of a model of each family of timm's, and a function that makes it."""
     timm = import_module("timm")
     for family in timm.list_modules():
         if names := timm.list_models(module=family):
@@ -47,7 +47,7 @@ def timm_models() -> Iterator[tuple[str, Callable[..., nn.Module]]]:
 
 
 def diffusers_models() -> Iterator[tuple[str, Callable[..., nn.Module]]]:
-    """The models of diffusers by their classes."""
+    """Yield the models of diffusers by their classes."""
     diffusers = import_module("diffusers")
     for name in dir(diffusers):
         cls = getattr(diffusers, name, None)
@@ -56,7 +56,7 @@ def diffusers_models() -> Iterator[tuple[str, Callable[..., nn.Module]]]:
 
 
 def made(make: Callable[..., nn.Module], **sizes: Any) -> nn.Module | None:
-    """The model on meta; None where it takes arguments, or what is not installed."""
+    """Return the model on meta; None where it takes arguments, or needs a package that is not installed."""
     try:
         with torch.device("meta"):
             return make(**sizes)
@@ -84,7 +84,7 @@ def scan(models: Iterator[tuple[str, Callable[..., nn.Module]]]) -> None:
 
 
 def skeletons(library: str) -> None:
-    """Print the special models of a library as JSON, with what becomes of them now."""
+    """Print the special models of a library as JSON, with the present verdicts."""
     models = dict(timm_models() if library == "timm" else diffusers_models())
     for name, sizes in SPECIAL[library].items():
         model = made(models.get(name) or (lambda name=name, **sizes: import_module("timm").create_model(name, **sizes)),

@@ -3,8 +3,8 @@
     pip download --no-deps -d wheels llamafactory==0.9.5 axolotl==0.19.0 ms-swift==4.6.0 openrlhf==0.11.2
     python -m tests.tool_schemas wheels
 
-Reads the fields of the dataclasses and models, and the options of parsers, in the packages' sources, without importing
-them; prints a line a recipe, and exits with 1 if one names a key that its tool does not have.
+It reads the fields of the dataclasses and models, and the options of parsers, in the packages' sources, without
+importing them. It prints a line for each recipe, and exits with 1 if a recipe names a key that its tool does not have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from transformers import TrainingArguments
 
 ROOT = Path(__file__).resolve().parents[1]
 RECIPES = ROOT / "examples" / "recipes"
-#: By recipe: the file with its keys, the folder of the package that declares them, the module that a launcher starts.
+#: The file with the keys of a recipe, the folder of the package that declares them, and the module that a launcher
+#: starts.
 TOOLS = {
     "llamafactory": ("sft.yaml", "llamafactory/hparams/", "llamafactory/launcher.py"),
     "axolotl": ("sft.yaml", "axolotl/utils/schemas/", "axolotl/cli/train.py"),
@@ -31,7 +32,7 @@ TOOLS = {
 
 
 def declared(source: str) -> set[str]:
-    """The annotated names of classes, and the options of ``add_argument``, in ``source``."""
+    """Return the annotated names of classes, and the options of ``add_argument``, in ``source``."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
@@ -43,7 +44,7 @@ def declared(source: str) -> set[str]:
 
 
 def keys_of(path: Path) -> set[str]:
-    """The keys of a YAML file, or the options after the tool's module in a run.sh."""
+    """Return the keys of a YAML file, or the options after the tool's module in a run.sh."""
     if path.suffix == ".yaml":
         return set(yaml.safe_load(path.read_text()))
     command = path.read_text().rpartition("exec ")[2].partition(" -m ")[2]

@@ -3,10 +3,11 @@
     DEEPSPEED_CHECKOUT=<clone> python tests/upstream.py --out FOLDER [--modes stock scalar muon] [FILE ...]
     python tests/upstream.py --out FOLDER --report
 
-Every config of ZeRO with Adam or AdamW is replaced on its way into DeepSpeed: ``muon`` gives matrices to Muon,
-``scalar`` everything to the scalar optimizer, which is stock's arithmetic; ``stock`` replaces nothing. The tests belong
-to the release that the clone's version.txt names: install that one. What has run is not run again; the last line of a
-run, and ``--report``, is a table in Markdown, and below it every test that stock passes and a replacement does not.
+Every config of ZeRO with Adam or AdamW is replaced on its way into DeepSpeed: ``muon`` gives matrices to Muon;
+``scalar`` gives everything to the scalar optimizer, which has stock's arithmetic; ``stock`` replaces nothing. The tests
+belong to the release that the clone's version.txt names: install that one. Files that have run do not run again. The
+last line of a run, and ``--report``, is a table in Markdown, and below it every test that stock passes and a
+replacement does not.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODES = ("stock", "scalar", "muon")
 DEFAULT_FILES = ("v1/zero/*.py", "runtime/zero/test_zero_tensor_fragment.py", "runtime/test_no_sync_ctxt.py",
                  "checkpoint/*.py", "runtime/half_precision/*.py")
-#: A result by the name of a test: passed, skipped, or the first line of what it failed with.
+#: The result of a test by its name: passed, skipped, or the first line of its failure.
 Results = dict[str, str]
 
 
@@ -43,7 +44,7 @@ def main() -> None:
         checkout = Path(os.environ.get("DEEPSPEED_CHECKOUT") or parser.error("DEEPSPEED_CHECKOUT is not set"))
         check_release(checkout)
         with tempfile.TemporaryDirectory() as copy:
-            # Alone: beside its package, the tests would take that one instead of the installed release.
+            # The tests are copied alone: beside its package, they would take that one instead of the installed release.
             tests = Path(shutil.copytree(checkout / "tests", Path(copy) / "tests"))
             found = sorted({path for glob in args.files for path in (tests / "unit").glob(glob)
                             if path.name.startswith("test_")})
@@ -56,7 +57,7 @@ def main() -> None:
 
 
 def check_release(checkout: Path) -> None:
-    """Raises SystemExit unless the tests of ``checkout`` can run here and belong to the installed DeepSpeed."""
+    """Raise SystemExit unless the tests of ``checkout`` can run here and belong to the installed DeepSpeed."""
     import deepspeed
     import pytest
     if pytest.version_tuple >= (8, 4):
@@ -93,7 +94,7 @@ def run(path: Path, tests: Path, mode: str, out: Path, test_timeout: int, expres
 
 
 def read(path: Path) -> Results:
-    """The results of one file."""
+    """Return the results of one file."""
     results: Results = {}
     for case in ElementTree.parse(path).iter("testcase"):
         name = f"{case.get('classname', '').rpartition('.')[2]}::{case.get('name')}"
@@ -106,7 +107,8 @@ def read(path: Path) -> Results:
 
 
 def counted(path: Path) -> str:
-    """How many tests of a file passed, failed and were skipped, and in how many engines this backend took part."""
+    """Return a file's numbers of passed, failed and skipped tests, and of the engines in which this backend took part.
+    """
     if not path.exists():
         return "not run"
     kinds = Counter(result if result in ("passed", "skipped") else "failed" for result in read(path).values())
@@ -116,7 +118,7 @@ def counted(path: Path) -> str:
 
 
 def report(out: Path) -> str:
-    """A table with a line a file, then what stock passes and a replacement does not."""
+    """Return a table with a line for each file, then the tests that stock passes and a replacement does not."""
     modes = {mode: {path.stem: read(path) for path in (out / mode).glob("*.xml")} for mode in MODES}
     names = sorted({name for files in modes.values() for name in files})
     lines = ["| file | stock | scalar | muon |", "|---|---|---|---|"]

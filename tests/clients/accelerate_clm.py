@@ -1,6 +1,6 @@
 """Accelerate's examples/by_feature/deepspeed_with_config_support.py, from $CLIENTS. Started by run.py.
 
-Where there is no GPU, Accelerate has to be told which backend DeepSpeed talks over; its example does not.
+Accelerate must be told DeepSpeed's communication backend where there is no GPU. Its example does not tell it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """DeepSpeedExamples' training/cifar/cifar10_deepspeed.py, from $CLIENTS, with made images. Started by run.py.
 
-Its config is in the script, so the one word that a user changes is changed on the way into ``deepspeed.initialize``;
-and there is no torchvision where it cannot be installed, so the three names that the script asks it for are here.
+Its config is in the script. So this changes the one word that a user changes on its way into ``deepspeed.initialize``.
+torchvision cannot be installed everywhere, so this has the three names of it that the script uses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ figures, given = sys.argv[-2], json.loads(Path(sys.argv[-1]).read_text())
 
 
 class Images(torch.utils.data.Dataset):
-    """Ten classes of 3 x 32 x 32 images: a pattern each, and noise."""
+    """Images of 3 x 32 x 32 in ten classes: a pattern for each class, and noise."""
 
     def __init__(self, root, train, download, transform) -> None:
         patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))

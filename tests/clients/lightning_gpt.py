@@ -1,7 +1,7 @@
 """nanoGPT's model under Lightning's DeepSpeedStrategy. Started by run.py; nanoGPT's model.py is in $CLIENTS.
 
-Lightning starts every rank but the first as this script, whatever started the first: ``ds_layerwise.run`` does not
-reach them, so the script registers.
+Lightning starts every rank but the first as this script, in any case. ``ds_layerwise.run`` does not reach these ranks,
+so the script registers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ds_layerwise.register()
 
 
 class Strategy(DeepSpeedStrategy):
-    """Lightning's own refuses everything but GPUs, though DeepSpeed does not."""
+    """Lightning's strategy without its refusal of CPUs, which DeepSpeed does not share."""
 
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()
@@ -47,7 +47,7 @@ class Strategy(DeepSpeedStrategy):
 
     @property
     def root_device(self) -> torch.device:
-        # DeepSpeed is told its index, which that of a CPU lacks.
+        # DeepSpeed needs the device's index, which that of a CPU lacks.
         device = super().root_device
         return torch.device("cpu", 0) if device.type == "cpu" else device
 
@@ -66,7 +66,7 @@ class Module(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self):
-        # What Lightning makes engines from where the config has no optimizer; the config of run.py has one.
+        # Lightning makes the engine's optimizer from this where the config has none; the config of run.py has one.
         return None
 
 

@@ -1,4 +1,5 @@
-"""What the clients train on, made here: a text, a tokenizer and two small models, because nothing is downloaded."""
+"""Training material for the clients, made here because nothing is downloaded: a text, a tokenizer and two small models.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ _WORDS = "the a one every cat dog bird child sees hears likes follows red small 
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """``count`` lines that a small model can learn something about: each word narrows what follows."""
+    """Return ``count`` lines that a small model can learn from: each word narrows the next one."""
     random_words = random.Random(seed)
     lines = []
     for _ in range(count):
@@ -48,5 +49,5 @@ def make(folder: Path) -> None:
 
 
 def write_figures(path: str, losses: list[float], **more: float) -> None:
-    """What a client reports to run.py: its losses in order, and anything else."""
+    """Write a client's report for run.py: its losses in order, and other figures."""
     Path(path).write_text(json.dumps({"losses": losses, **more}))

@@ -1,9 +1,9 @@
 """Other people's training scripts with this backend: python tests/clients/run.py [NAME ...]
 
-Each client trains a small model on two ranks three times: with stock AdamW, with ``LayerWiseMuon`` that sends
-everything to its AdamW, which must give stock's losses, and with Muon on the matrices. Prints a row a client: first
-and last losses, the largest difference of the first two runs, and what went wrong. docs/clients.md has what it
-printed, and how to get what it needs: the packages, and a folder of scripts, which ``CLIENTS`` names.
+Each client trains a small model on two ranks three times: with stock AdamW; with ``LayerWiseMuon`` that sends
+everything to its AdamW, which must give stock's losses; and with Muon on the matrices. This prints a row for each
+client: first and last losses, the largest difference of the first two runs, and errors. docs/clients.md has its output,
+and tells how to get the packages and the folder of scripts that ``CLIENTS`` names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from material import CONTEXT, make
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
-#: Losses of the scalar run over stock's, by value: both add up in float32, in another order.
+#: The largest relative difference of the scalar run's losses from stock's: both add up in float32, in another order.
 TOLERANCE = 2e-3
 STEPS = 20
 
@@ -37,7 +37,7 @@ CLIENTS = ("run_clm_gpt2", "run_clm_llama", "sft", "sft_lora", "dpo", "lightning
 
 
 def config_of(client: str, kind: str, stage: int = 2) -> dict:
-    """What the user of ``client`` writes."""
+    """Return the config that a user of ``client`` writes."""
     config = {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0,
               "zero_optimization": {"stage": stage, "overlap_comm": True}, **copy.deepcopy(OPTIMIZERS[kind])}
     params = config["optimizer"]["params"]
@@ -55,19 +55,19 @@ def config_of(client: str, kind: str, stage: int = 2) -> dict:
     if client == "cifar" and kind == "stock":
         config["optimizer"]["params"] = {"torch_adam": True}
     if client == "lightning":
-        # Its Trainer sets them, and wants nobody else to.
+        # The client's Trainer sets these keys, and refuses others' values.
         del config["gradient_accumulation_steps"], config["gradient_clipping"]
     if client == "accelerate":
         params.update({"lr": "auto", "weight_decay": "auto"})
         config["train_micro_batch_size_per_gpu"] = config["gradient_accumulation_steps"] = "auto"
-        # Its placeholder for an optimizer goes with one for a scheduler.
+        # The client's placeholder for an optimizer goes with one for a scheduler.
         config["scheduler"] = {"type": "WarmupDecayLR", "params": {
             "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto", "total_num_steps": "auto"}}
     return config
 
 
 def command_of(client: str, config: Path, material: Path, out: Path, figures: Path) -> list[str]:
-    """What its user types."""
+    """Return the command that a user of ``client`` types."""
     launcher = [sys.executable, "-m", "deepspeed.launcher.runner", "--num_accelerators", "2", "--module",
                 "ds_layerwise.run"]
     scripts = Path(os.environ["CLIENTS"])
@@ -98,7 +98,7 @@ def command_of(client: str, config: Path, material: Path, out: Path, figures: Pa
 
 
 def figures_of(client: str, out: Path, figures: Path) -> dict:
-    """What a finished run says of itself."""
+    """Return the figures that a finished run reports."""
     if client.startswith("run_clm"):
         history = json.loads((out / "trainer_state.json").read_text())["log_history"]
         return {"losses": [entry["loss"] for entry in history if "loss" in entry]}
@@ -109,10 +109,10 @@ def figures_of(client: str, out: Path, figures: Path) -> dict:
 
 
 def run(client: str, kind: str, folder: Path, material: Path, stage: int = 2) -> dict:
-    """One run; its figures.
+    """Run a client once, and return its figures.
 
     Raises:
-        RuntimeError: it ended with an error, whose last lines this has.
+        RuntimeError: the run ended with an error; this has the last lines.
     """
     out, figures, config = folder / "out", folder / "figures.json", folder / "ds_config.json"
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,1 +1,1 @@
-"""What tests share: models, engines, oracles, and ranks to run them on."""
+"""Helpers that the tests share: models, engines, oracles, and ranks to run them on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ _LLAMA = {"hidden_size": HEADS * WIDTH, "intermediate_size": 16, "num_hidden_lay
 _MLA = {**_LLAMA, "num_key_value_heads": HEADS, "first_k_dense_replace": 2, "kv_lora_rank": 12, "qk_nope_head_dim": 6,
         "qk_rope_head_dim": 4, "v_head_dim": 5}
 
-#: By what its attention is, the model type, and its config.
+#: The model type and its config, by the kind of its attention.
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "separate": ("llama", {**_LLAMA, "num_key_value_heads": HEADS}),
     "grouped, with biases": ("llama", {**_LLAMA, "num_key_value_heads": 2, "attention_bias": True}),
@@ -38,7 +38,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def model_of(kind: str, *, attention: str = "sdpa", large: float = 3.0) -> nn.Module:
-    """One of :data:`KINDS`, whose weights, ``large`` times what they start with, depend on nothing else."""
+    """Return a model of a kind of :data:`KINDS`. Its weights depend on nothing but ``large``, which multiplies them."""
     model_type, values = KINDS[kind]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
@@ -46,14 +46,14 @@ def model_of(kind: str, *, attention: str = "sdpa", large: float = 3.0) -> nn.Mo
                                                             attn_implementation=attention)
         with torch.no_grad():
             for name, param in model.named_parameters():
-                # Biases and norms start alike.
+                # Only biases and norms start with equal elements.
                 gain = 1.0 if param.dim() == 1 and name.endswith("weight") else 0.0
                 param.copy_(gain + torch.randn(param.shape) * (0.1 * large if param.dim() > 1 else 0.3))
     return model
 
 
 def tokens_of(place: tuple[int, int, int], batch: int = 2) -> Tensor:
-    """(batch, LENGTH), other ones for every (step, micro-batch, rank)."""
+    """Return tokens of the shape (batch, LENGTH), different for every (step, micro-batch, rank)."""
     step, micro, rank = place
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + rank)
     return torch.randint(0, VOCAB, (batch, LENGTH), generator=generator)
@@ -68,24 +68,24 @@ class Attends(nn.Module):
 
     @property
     def config(self) -> Any:
-        """The model's."""
+        """The config of the model."""
         return self.model.config
 
     def forward(self, place: tuple[int, int, int]) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         with torch.no_grad():
             self.model(input_ids=tokens_of(place))
         return whole_number_loss(self, place)
 
 
 def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """By path."""
+    """Return the attention modules by their paths."""
     return {path: module for path, module in model.named_modules() if type(module).__name__.endswith("Attention")}
 
 
 @contextmanager
 def plain_logits(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Inside, a ``model`` that attends eagerly notes the whole matrix of what counts, by module and forward pass."""
+    """Note the logits that count, as whole matrices by module and forward pass, while ``model`` attends eagerly."""
     paths = {module: path for path, module in attention_modules(model).items()}
     found: dict[str, list[Tensor]] = {path: [] for path in paths.values()}
     file = importlib.import_module(next(iter(paths)).__module__)
@@ -105,13 +105,13 @@ def plain_logits(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 
 def largest_by_head(found: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-    """(heads,) by module, of all forward passes."""
+    """Return the largest logit of each head over all forward passes, of the shape (heads,), by module."""
     return {path: torch.stack([logits.amax((0, 2, 3)) for logits in each]).amax(0) for path, each in found.items()}
 
 
 def clip_plainly(kind: str, params: Mapping[str, Tensor], path: str, largest: Tensor, threshold: float,
                  alpha: float) -> None:
-    """Scale, head by head, what gives queries and keys of the module at ``path``."""
+    """Scale the rows that give queries and keys of the module at ``path``, head by head."""
     values = KINDS[kind][1]
     kv_heads = values.get("num_key_value_heads", HEADS)
     for head in range(HEADS):
@@ -128,7 +128,7 @@ def clip_plainly(kind: str, params: Mapping[str, Tensor], path: str, largest: Te
 
 
 def _rows(kind: str, head: int, kv: int, kv_heads: int, alpha: float, own: bool) -> Iterator[tuple[str, slice, float]]:
-    """Layer, outputs and power of one head of queries, and of its keys if it is the first that has them."""
+    """Yield layer, outputs and power for the queries of one head, and for its keys if it is the first that has them."""
     w, keys, qkv = WIDTH, 1 - alpha, {"gpt2": "c_attn", "phi3": "qkv_proj", "gpt_neox": "query_key_value"}
     model_type, values = KINDS[kind]
     if model_type in ("llama", "mistral"):
@@ -147,7 +147,3 @@ def _rows(kind: str, head: int, kv: int, kv_heads: int, alpha: float, own: bool)
         yield qkv[model_type], slice(head * w, head * w + w), alpha
         if own:
             yield qkv[model_type], slice((HEADS + kv) * w, (HEADS + kv) * w + w), keys
-
-
-#: What makes the logits of one step by :func:`plain_logits`.
-Forward = Callable[[nn.Module, tuple[int, int, int]], None]

@@ -31,7 +31,7 @@ from tests.support.training import Net, start, whole
 #: Parameters that no loss reaches, in the models that have them.
 UNUSED = ("unused.weight", "unused.bias")
 
-#: No collective gives up before whoever watches the ranks does.
+#: No collective gives up before the process that watches the ranks does.
 COLLECTIVE_SECONDS = 3600
 
 
@@ -39,7 +39,8 @@ class Chaotic(Net):
     """Sums up the losses of any units of a step, so that a step is the same however many ranks share it."""
 
     def forward(self, place):
-        """The loss of the units of a micro-batch, which may be none; ``sick``, infinite or NaN, makes a gradient so."""
+        """Return the loss of the units of a micro-batch, which may be none; ``sick``, infinite or NaN, makes a gradient
+        so."""
         step, units, factor, sick = place
         loss = sum((self.get_parameter(name).float() * 0).sum() for name in trainable(self) if name not in UNUSED)
         for unit in units:
@@ -49,7 +50,7 @@ class Chaotic(Net):
 
 
 class Mine:
-    """What a script puts into ``client_state``; a node where its class has changed cannot read it."""
+    """An object that a script puts into ``client_state``. A node where its class has changed cannot read it."""
 
     is_lacking = False
 
@@ -63,7 +64,7 @@ class Mine:
 
 
 class Rank:
-    """An engine, and what it can be told to do. Every command returns what the driver is to know of it."""
+    """An engine and the commands that it takes. Every command returns the facts that the driver has to know of it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -124,7 +125,7 @@ class Rank:
         self.engine.optimizer.load_sharded_state_dict(path)
 
     def count(self, step: int, skipped: int) -> None:
-        """Let the engine count from here, as a script does that has loaded something else than its checkpoints."""
+        """Let the engine count from here, as a script does that has loaded something other than its checkpoints."""
         self.engine.global_steps, self.engine.skipped_steps = step, skipped
         self.engine.micro_steps = step * self.engine.gradient_accumulation_steps()
 
@@ -147,9 +148,9 @@ class Rank:
         return same
 
     def report(self) -> dict[str, Any]:
-        """Where the engine is, and all its values."""
+        """Return the position of the engine, and all its values."""
         engine = self.engine
-        # A script that reads weights between a step and the next forward pass does so.
+        # A script that reads weights between a step and the next forward pass calls this, too.
         engine.optimizer.wait_for_params()
         return {
             "step": engine.global_steps, "micro": engine.micro_steps % engine.gradient_accumulation_steps(),
@@ -165,7 +166,7 @@ class Rank:
             self.engine.destroy()
         if how == "leave":
             leave()
-        # As the interpreter does. The objects that are taken apart after that have no say in a checkpoint.
+        # The interpreter does the same at its end. Objects that it destroys after that do not matter to a checkpoint.
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -202,15 +203,15 @@ class Rank:
 
 
 def told(error: Exception) -> dict[str, Any]:
-    """What an error says, for the driver, and in full."""
+    """Return the message of an error, in one line for the driver, and its traceback."""
     trace = "".join(traceback.format_exception(error))
-    # What was under way holds files and maps.
+    # The frames of the traceback hold files and maps.
     error.__traceback__ = None
     return {"raised": f"{type(error).__name__}: {error}".replace("\n", " "), "trace": trace}
 
 
 def close_sockets() -> None:
-    """Close what a fork of a rank has of the rank's connections: a rank that dies is else alive to its peers."""
+    """Close the connections that a fork has from its rank: a rank that dies would seem alive to its peers otherwise."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
@@ -220,7 +221,7 @@ def close_sockets() -> None:
 
 
 def end_with_parent() -> None:
-    """Let the system kill this process when the one that has started it ends, however that is."""
+    """Let the system kill this process when its parent ends, in whatever way that ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
@@ -231,7 +232,7 @@ def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, c
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # A write beyond the end of a full disk is an error and not the end.
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    # Not a file: a disk that is full would stop it, too.
+    # The output does not go to a file: a full disk would stop the rank, too.
     sys.stdout = sys.stderr = open(os.devnull, "w")
     for stream in (1, 2):
         os.dup2(sys.stdout.fileno(), stream)
@@ -244,7 +245,7 @@ def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, c
     _join_group(test, rank, num_ranks, port, folder)
     os.environ.update(LOCAL_RANK=str(rank % local_size), CROSS_RANK=str(rank // local_size),
                       CROSS_SIZE=str(num_ranks // local_size))
-    # All that is looked for is on one disk.
+    # All folders that are looked for are on one disk.
     disks.PATIENCE = 3.0
     watch_files()
     # DeepSpeed's writers are started afresh elsewhere, and inherit nothing.

@@ -1,4 +1,4 @@
-"""What a test looks at in an engine's masters and states, and in the folders that it saves."""
+"""Masters and states of an engine, and the folders that it saves, as tests look at them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.support.training import from_all_ranks, weights
 
 
 def states(engine):
-    """This rank's states by (parameter, state), copies."""
+    """Return copies of this rank's states by (parameter, state)."""
     return {(name, key): value.clone() for name, state in internals.states(engine).items()
             for key, value in state.items()}
 
 
 def whole_states(engine):
-    """Every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
+    """Return every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
     everyone = from_all_ranks([(p.name, p.param_start, p.master, p.state) for p in internals.records(engine)])
     whole: dict[tuple[str, str], list[torch.Tensor]] = {}
     for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
@@ -27,37 +27,37 @@ def whole_states(engine):
 
 
 def masters(engine):
-    """Whole masters by name, in the shape of their parameters."""
+    """Return whole masters by name, in the shapes of their parameters."""
     shapes = internals.shapes(engine)
     return {name: value.view(shapes[name]) for (name, key), value in whole_states(engine).items() if key == "fp32"}
 
 
 def assert_equal_states(found, expected, where=""):
-    """The same keys, and the same bits under each."""
+    """Check that both have the same keys, and the same bits under each."""
     assert found.keys() == expected.keys(), (where, found.keys() ^ expected.keys())
     for key, value in expected.items():
         assert torch.equal(found[key], value), (where, key)
 
 
 def assert_same_run(engine, expected, where="", of=whole_states):
-    """Two engines have the same weights, and the same masters and states, or ``of`` them what that gives, bit for bit.
-    """
+    """Check that two engines have the same weights and the same ``of(engine)``, bit for bit: by default, masters and
+    states."""
     assert_equal_states(of(engine), of(expected), where)
     assert torch.equal(weights(engine.module), weights(expected.module)), where
 
 
-#: Of the one file of whole parameters, in the folder where a test saves.
+#: The name of the file of whole parameters, in the folder where a test saves.
 ONE_FILE = "whole.safetensors"
 
 
 def loaded(engine, folder, **options):
-    """The engine after ``load_checkpoint``."""
+    """Return the engine after ``load_checkpoint``."""
     engine.load_checkpoint(folder, **options)
     return engine
 
 
 def go_on_from(engine, folder, tag):
-    """Load the checkpoint ``tag``, or, where that is None, the one file."""
+    """Load the checkpoint ``tag``, or the one file if ``tag`` is None."""
     if tag is None:
         engine.optimizer.load_state_dict_from_file(folder / ONE_FILE)
     else:
@@ -65,7 +65,7 @@ def go_on_from(engine, folder, tag):
 
 
 def on_rank_0(do):
-    """Call ``do`` on rank 0 while the others wait: none of them still reads what it changes, or reads it too early."""
+    """Call ``do`` on rank 0 while the other ranks wait, so that none of them reads too early or too late."""
     dist.barrier()
     if dist.get_rank() == 0:
         do()
@@ -73,7 +73,7 @@ def on_rank_0(do):
 
 
 def write_one_file(path, tensors, header, scaler):
-    """The file of ``save_state_dict_to_file`` from whole ``tensors``, by their names in it."""
+    """Write the file of ``save_state_dict_to_file`` from whole ``tensors``, by their names in it."""
     beside = headers.write_beside(header, scaler, {name: headers.sums_of(value) for name, value in tensors.items()})
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     tensors[single_file.HEADER] = beside

@@ -1,4 +1,4 @@
-"""``ds-layerwise`` in tests: a model that has one of everything, its checkpoints, and how commands are run on them."""
+"""Helpers for ``ds-layerwise``: a model with parameters of every kind, its checkpoints, and calls of commands."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MODEL_FILE = "mp_rank_00_model_states.pt"
 
 
 class Everything(Net):
-    """Trained and frozen parameters, both of them tied, empty ones, and buffers."""
+    """A model with trained and frozen parameters, tied ones of both kinds, empty ones, and buffers."""
 
     def __init__(self):
         super().__init__(tied=True, frozen=True, odd=True)
@@ -32,12 +32,12 @@ class Everything(Net):
         self.register_buffer("by_position", torch.arange(4.0), persistent=False)
 
 
-#: Names of :class:`Everything` that another name's values stand for.
+#: Names of :class:`Everything` whose values are stored under another name.
 TIED = {"head.weight": "embed.weight", "fixed_again.weight": "fixed.weight"}
 
 
 def saved(folder, tag="saved", *, client_state=None, **layerwise):
-    """An engine that was trained for three steps in bf16 and then saved."""
+    """Return an engine that was trained for three steps in bf16 and then saved."""
     engine = start(Everything(), ds_config(layerwise=layerwise, **BF16))
     train_engine(engine, 3)
     engine.save_checkpoint(folder, tag=tag, client_state=client_state)
@@ -45,14 +45,14 @@ def saved(folder, tag="saved", *, client_state=None, **layerwise):
 
 
 class Terminal(io.StringIO):
-    """A stream that says it is one."""
+    """A stream that says it is a terminal."""
 
     def isatty(self):
         return not super().isatty()  # raises ValueError once it is closed
 
 
 def run(*args):
-    """The exit code of a command, and what it wrote to stdout and stderr."""
+    """Return the exit code of a command, and its text on stdout and on stderr."""
     out, err = io.StringIO(), io.StringIO()
     with redirect_stdout(out), redirect_stderr(err):
         code = cli.main([str(arg) for arg in args])
@@ -60,13 +60,13 @@ def run(*args):
 
 
 def assert_refused(message, *args):
-    """It says ``message`` in one line on stderr and ends with 2."""
+    """Check that a command says ``message`` in one line on stderr and ends with 2."""
     code, out, err = run(*args)
     assert code == 2 and not out and message in err and err.count("\n") == 1, (code, out, err)
 
 
 def edit(path, change):
-    """Change what is in a file of a checkpoint, and make its list say that this is how it was saved."""
+    """Change the content of a checkpoint's file, and write the checkpoint's list of files again to match."""
     content = torch.load(path, weights_only=False)
     change(content)
     torch.save(content, path)

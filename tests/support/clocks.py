@@ -1,7 +1,7 @@
-"""A device whose streams have clocks: how long its network is idle, and how much memory waits for it.
+"""A device whose streams have clocks: it counts how long its network is idle, and how much memory waits for it.
 
-:mod:`.races` finds what is in no order; this finds what is in order, and late. An operation begins when its stream is
-free, the host queues it in no time, and its duration is what :class:`Clocks` is told. Values do not matter, so that
+:mod:`.races` finds accesses in no order; this finds operations that are in order and late. An operation begins when its
+stream is free. The host queues it in no time, and :class:`Clocks` is told its duration. Values do not matter, so
 tensors may be on torch's meta device.
 """
 
@@ -18,17 +18,17 @@ from tests.support.streams import Streams
 
 
 class Line:
-    """A stream: ``now`` is when all that is queued on it is over."""
+    """A stream. ``now`` is the time at which everything that is queued on it is over."""
 
     def __init__(self) -> None:
         self.now = 0.0
 
     def wait_stream(self, other: Line) -> None:
-        """Begin nothing more before all that ``other`` has been given so far is over."""
+        """Begin nothing more before everything that ``other`` has been given so far is over."""
         self.wait_event(other.now)
 
     def record_event(self) -> float:
-        """When all that is queued here is over."""
+        """Return the time at which everything that is queued here is over."""
         return self.now
 
     def wait_event(self, event: float) -> None:
@@ -37,13 +37,13 @@ class Line:
 
 
 class Work:
-    """A collective that is over at ``end``; nobody may ask from the host."""
+    """A collective that is over at ``end``. The host may not ask for it."""
 
     def __init__(self, device: Clocks, end: float) -> None:
         self._device, self._end = device, end
 
     def wait(self) -> None:
-        """Let the current stream wait."""
+        """Let the current stream wait for the end."""
         self._device.current.wait_event(self._end)
 
 
@@ -51,8 +51,8 @@ class Clocks(Streams, TorchDispatchMode):
     """An accelerator that counts time; use as a context.
 
     Args:
-        takes: how long a collective takes, from the tensors that it reads.
-        copies: how long a copy takes, from what it reads and writes. Other operations take no time.
+        takes: how long a collective takes, as a function of the tensors that it reads.
+        copies: how long a copy takes, as a function of its bytes, read and written. Other operations take no time.
     """
 
     def __init__(self, takes: Callable[[Sequence[Tensor]], float], copies: Callable[[int], float]) -> None:
@@ -61,16 +61,16 @@ class Clocks(Streams, TorchDispatchMode):
         self._takes, self._copies = takes, copies
         self.network = Line()
         self.busy: list[tuple[float, float]] = []
-        """When each collective began and ended."""
+        """Times at which each collective began and ended."""
         self._told_of: dict[int, set[Line]] = {}
         self._held: list[tuple[float, int]] = []
 
     def record_stream(self, tensor: Tensor, stream: Line) -> None:
-        """Let nobody have the memory of ``tensor`` before what ``stream`` was given until it is let go of is over."""
+        """Keep the memory of ``tensor`` until the operations that ``stream`` has when it is freed are over."""
         self._told_of.setdefault(id(tensor), set()).add(stream)
 
     def collective(self, reads: Sequence[Tensor]) -> Work:
-        """Begin one when the current stream and the network are free."""
+        """Begin a collective when the current stream and the network are free."""
         begun = max(self.current.now, self.network.now)
         self.network.now = begun + self._takes(reads)
         self.busy.append((begun, self.network.now))
@@ -84,7 +84,7 @@ class Clocks(Streams, TorchDispatchMode):
         return out
 
     def watch(self, tensor: Tensor) -> Tensor:
-        """Count the memory of ``tensor``, there from now on, until its allocator may hand it out again."""
+        """Count the memory of ``tensor`` from now until its allocator may hand it out again."""
         home, nbytes = self.current, tensor.nbytes
         self._held.append((home.now, nbytes))
 
@@ -96,7 +96,7 @@ class Clocks(Streams, TorchDispatchMode):
         return tensor
 
     def most_held(self) -> int:
-        """The most bytes of watched tensors at a time."""
+        """Return the most bytes that watched tensors hold at a time."""
         most = held = 0
         for _, nbytes in sorted(self._held):
             held += nbytes
@@ -104,5 +104,5 @@ class Clocks(Streams, TorchDispatchMode):
         return most
 
     def idle(self) -> float:
-        """How long the network stood still between its first collective and the end of its last."""
+        """Return how long the network stood still between its first collective and the end of its last."""
         return self.busy[-1][1] - self.busy[0][0] - sum(end - begun for begun, end in self.busy)

@@ -1,4 +1,4 @@
-"""The tables of docs/config_keys.md, and what is tried with each key and where, as data."""
+"""The tables of docs/config_keys.md, and the trial of each key, as data."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config_keys.md"
 
-#: By the path of each key: the ``releases`` that have it ("ours": no key of stock), a value to ``try`` that is not the
-#: default, and the ``test`` of what the document says of it.
+#: By the path of each key: the ``releases`` that have it ("ours": stock has no such key), a value to ``try`` that is
+#: not the default, and the ``test`` that checks the document's words about it.
 TRIED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "config_keys.json").read_text())
 
-#: What the document's column "here" says, and what it is called in tests.
+#: Names that tests give to the words in the document's column "here".
 VERDICTS = {"works": "honoured", "error": "refused", "same result": "same", "no effect": "not ours"}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key in one spelling."""
+    """A key in one spelling."""
 
     section: str
-    """Where the key stands, with dots; empty for the top level."""
+    """The section where the key stands, with dots; empty for the top level."""
     key: str
     releases: str
     value: Any
-    """One that is not the default."""
+    """A value that is not the default."""
     verdict: str
     test: str
     says: str
@@ -40,7 +40,7 @@ class Row:
 
 
 def documented(text: str) -> dict[str, tuple[str, str]]:
-    """By the path of each key in the tables of ``text``: its verdict, and what it means."""
+    """Return the verdict on each key in the tables of ``text``, and what the key means, by its path."""
     found: dict[str, tuple[str, str]] = {}
     section = None
     for line in text.splitlines():
@@ -58,7 +58,7 @@ def documented(text: str) -> dict[str, tuple[str, str]]:
 
 
 def read_table(text: str) -> list[Row]:
-    """Every key of every table in ``text``, with what is tried; each has to be in both."""
+    """Return every key of every table in ``text``, with its trial. A key that lacks one of both is an error."""
     tables = documented(text)
     if tables.keys() != TRIED.keys():
         raise ValueError(f"in {DOCUMENT.name} or in config_keys.json alone: {sorted(tables.keys() ^ TRIED.keys())}")
@@ -67,7 +67,7 @@ def read_table(text: str) -> list[Row]:
 
 
 def config_with(path: str, value: Any, base: dict[str, Any]) -> dict[str, Any]:
-    """A copy of ``base`` that says ``value`` at ``path``; sections on the way are made."""
+    """Return a copy of ``base`` that says ``value`` at ``path``. It makes the sections on the way."""
     config: dict[str, Any] = json.loads(json.dumps(base))
     *sections, key = path.split(".")
     section = config

@@ -1,10 +1,10 @@
-"""Memory of layouts, without recipes: so many bytes of state for each element of a whole, and of a split parameter."""
+"""Memory of layouts without recipes, from a number of bytes of state per element of whole and of split parameters."""
 
 from ds_layerwise.plan.forecast import cost, host_pieces
 
 
 def per_element(layout, whole_state_bytes=4, split_state_bytes=8):
-    """As :data:`.plan.forecast.host_pieces.StateBytes`; by default Muon's momentum and Adam's two moments."""
+    """Return a :data:`.plan.forecast.host_pieces.StateBytes`; by default for Muon's momentum and Adam's two moments."""
     each = {slot.name: whole_state_bytes if bucket.whole else split_state_bytes
             for bucket in layout.buckets for slot in bucket.slots}
     return lambda name, numel: each[name] * numel

@@ -1,6 +1,6 @@
 """Names of DeepSpeed that the package imports or reads, or that DeepSpeed's code asks an optimizer for.
 
-An attribute that objects only get when they are made is found in the code that sets it, so that none has to be made.
+An attribute that only instances have is found in the code that sets it, so no instance has to be made.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _ACCELERATOR = "deepspeed.accelerator.abstract_accelerator.DeepSpeedAccelerator"
 
 @dataclass(frozen=True)
 class Used:
-    """One name of DeepSpeed that nothing goes around."""
+    """A name of DeepSpeed that this package needs as it is."""
 
     path: str
-    """Module, class and name. A class's attribute may be one that only its instances have."""
+    """Module, class and name. The attribute of a class may be one that only its instances have."""
 
     kind: Literal["imported", "read", "asked"]
-    """``imported``: by an import statement. ``read``: got from, called on or set on what was imported, or an object of
-    DeepSpeed. ``asked``: code of the owner asks an optimizer, or a parameter, for it, and finds it in this package."""
+    """``imported``: an import statement names it. ``read``: it is got from, called on or set on an imported name, or an
+    object of DeepSpeed. ``asked``: code of the owner asks an optimizer or a parameter for it, and this package provides
+    it."""
 
     parameters: tuple[str, ...] | None = None
-    """What the name is called with here. It may take more, by default. None: it is not called, or does not say what it
-    takes."""
+    """Arguments of the calls here. The name may take more, with defaults. None: it is not called, or does not tell what
+    it takes."""
 
     since: str | None = None
-    """The first release that is to have it."""
+    """The first release that must have the name."""
     until: str | None = None
-    """The first that is to have it no more."""
+    """The first release that must no longer have it."""
 
     @property
     def key(self) -> str:
@@ -52,7 +53,7 @@ class Used:
         return self.path.rpartition(".")[2]
 
     def is_in(self, release: str) -> bool:
-        """Whether ``release`` is to have it."""
+        """Return whether ``release`` must have the name."""
         return not (self.since and _number(release) < _number(self.since)
                     or self.until and _number(release) >= _number(self.until))
 
@@ -76,20 +77,21 @@ class Used:
 
 
 def _number(release: str) -> tuple[int, ...]:
-    """``release`` as numbers; what a build or a pre-release adds to it does not count."""
+    """Return ``release`` as numbers, without the suffix of a build or a pre-release."""
     found = re.match(r"\d+(\.\d+)*", release)
     return tuple(int(part) for part in found.group().split(".")) if found else ()
 
 
 def missing(release: str) -> list[str]:
-    """What the installed DeepSpeed, taken for ``release``, lacks or has changed of :data:`USED`, each in words."""
-    # Somebody may have changed the code since.
+    """List, in words, the names of :data:`USED` that the installed DeepSpeed, taken for ``release``, lacks or has
+    changed."""
+    # The code may have been changed since the last call.
     codes_of.cache_clear()
     return [problem for name in USED if name.is_in(release) and (problem := name.problem())]
 
 
 def is_attribute(owner: Any, name: str) -> bool:
-    """Whether ``owner`` defines ``name``, or its instances have such an attribute: a field, or set by its code."""
+    """Return whether ``owner`` defines ``name``, or its instances have it, as a field or because its code sets it."""
     if lookup.defines(owner, name) or not isinstance(owner, type):
         return lookup.defines(owner, name)
     fields = {**getattr(owner, "model_fields", {}), **getattr(owner, "__dataclass_fields__", {})}
@@ -97,7 +99,7 @@ def is_attribute(owner: Any, name: str) -> bool:
 
 
 def is_asked_for(owner: Any, name: str) -> bool:
-    """Whether code of ``owner``, a class or a module, asks something for its attribute ``name``."""
+    """Return whether code of ``owner``, a class or a module, asks an object for its attribute ``name``."""
     return any(name in (*code.co_names, *code.co_consts) for code in codes_of(owner))
 
 
@@ -107,9 +109,9 @@ def _sets(code: CodeType, name: str) -> bool:
 
 @functools.cache
 def _all_set(code: CodeType) -> frozenset[str]:
-    """The names of attributes that it sets."""
+    """Return the names of the attributes that ``code`` sets."""
     steps = [(step.opname, step.argval) for step in dis.get_instructions(code)]
-    # Modules of torch are kept out of the list of submodules by self.__dict__["name"] = ...
+    # torch keeps modules out of the list of submodules by self.__dict__["name"] = ...
     return frozenset({name for operation, name in steps if operation == "STORE_ATTR"} | {
         name for before, (operation, name), after in zip(steps, steps[1:], steps[2:])
         if before == ("LOAD_ATTR", "__dict__") and operation == "LOAD_CONST" and after[0] == "STORE_SUBSCR"})
@@ -117,7 +119,7 @@ def _all_set(code: CodeType) -> frozenset[str]:
 
 @functools.cache
 def codes_of(owner: Hashable) -> tuple[CodeType, ...]:
-    """All code of a class and the classes of its package that it is derived from, or of a module."""
+    """Return all code of a module, or of a class and the classes of its package that it derives from."""
     if isinstance(owner, ModuleType):
         members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
     elif isinstance(owner, type):
@@ -133,7 +135,7 @@ def _functions(member: Any) -> Iterator[FunctionType]:
         function = inspect.unwrap(each) if callable(each) else None
         if isinstance(function, FunctionType):
             yield function
-            # What a decorator goes around, and does not say so.
+            # A decorator may keep the function that it wraps in its closure alone.
             for cell in function.__closure__ or ():
                 if isinstance(inner := _content(cell), FunctionType):
                     yield from _functions(inner)
@@ -143,7 +145,7 @@ def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
-        # It is empty as long as what it is for is being defined.
+        # A cell is empty while the function that it belongs to is being defined.
         return None
 
 
@@ -156,7 +158,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
 
 def _used(owner: str, kind: Literal["imported", "read", "asked"], names: str,
           parameters: tuple[str, ...] | None = None, *, since: str | None = None) -> tuple[Used, ...]:
-    """Names of ``owner`` that differ in nothing else."""
+    """Return names of ``owner`` that differ in nothing else."""
     return tuple(Used(f"{owner}.{name}", kind, parameters, since=since) for name in names.split())
 
 
@@ -197,7 +199,7 @@ IMPORTED = (
 
 READ = (
     *_used("deepspeed", "read", "__version__ initialize"),
-    # Those that send something do not say what they take.
+    # Functions that send something do not tell what they take.
     *_used("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single broadcast recv "
              "reduce_scatter reduce_scatter_tensor send"),
     *_used("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
@@ -300,7 +302,7 @@ READ = (
     Used(f"{_ACCELERATOR}.stream", "read", ("self", "stream")),
 )
 
-#: Some of it the engine takes for not asked for, where an optimizer has no such member: then nothing else would tell.
+#: Where an optimizer lacks one of these, the engine may take it as not asked for: no other test would notice.
 ASKED = (
     *_used(_ENGINE, "asked", """
         _global_grad_norm _restore_from_bit16_weights bit16_groups checkpoint_event_epilogue checkpoint_event_prologue

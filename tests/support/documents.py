@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
-#: Files that a page tells its reader to make, or that a command on it writes, and what stands for each in a test.
+#: Files that a page tells its reader to make, or that a command on a page writes, and a test's stand-in for each.
 USERS_FILES = {"ds.json", "train.py", "hostfile", "config.json", "model.yaml", "links.json", "checkpoints",
                "checkpoints/best", "checkpoints/best_universal", "checkpoints/zero_to_fp32.py", "out", "out/model",
                "out/model.safetensors", "llama_sft.yaml", "axolotl.yaml"}
@@ -20,7 +20,7 @@ USERS_FILES = {"ds.json", "train.py", "hostfile", "config.json", "model.yaml", "
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block of code."""
+    """A fenced block of code."""
 
     page: str
     line: int
@@ -32,12 +32,12 @@ class Block:
 
 
 def blocks(language: str) -> list[Block]:
-    """The blocks of all pages that say they are in ``language``."""
+    """Return the blocks of all pages that are marked as ``language``."""
     return [block for path in PAGES for block in blocks_of(path) if block.language == language]
 
 
 def blocks_of(path: Path) -> list[Block]:
-    """Every fenced block of a page, also those that name no language."""
+    """Return every fenced block of a page, also those without a language."""
     found: list[Block] = []
     inside: list[str] = []
     start, language = 0, ""
@@ -55,12 +55,12 @@ def blocks_of(path: Path) -> list[Block]:
 
 
 def prose_of(path: Path) -> str:
-    """A page without its fenced blocks."""
+    """Return a page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
 
 
 def tables_of(path: Path) -> list[list[list[str]]]:
-    """Every table of a page: its rows of cells, the header first and without the line below it."""
+    """Return every table of a page: its rows of cells, the header first and without the line below it."""
     tables: list[list[list[str]]] = []
     previous = ""
     for line in prose_of(path).splitlines():
@@ -75,12 +75,13 @@ def tables_of(path: Path) -> list[list[list[str]]]:
 
 
 def names_in(cell: str) -> list[str]:
-    """What stands in backticks."""
+    """Return the names in backticks."""
     return re.findall(r"`([^`]+)`", cell)
 
 
 def as_config(block: Block) -> tuple[dict[str, Any], bool]:
-    """The DeepSpeed config of a JSON block, and whether it is whole; if not, the rest is that of a small one."""
+    """Return the DeepSpeed config of a JSON block, and whether the block is a whole one. A small config completes the
+    others."""
     given = json.loads(block.text)
     base = {"train_micro_batch_size_per_gpu": 8, "zero_optimization": {"stage": 1},
             "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02}}}
@@ -88,6 +89,6 @@ def as_config(block: Block) -> tuple[dict[str, Any], bool]:
 
 
 def anchors_of(path: Path) -> set[str]:
-    """The anchors that GitHub gives the headings of a page."""
+    """Return the anchors that GitHub gives the headings of a page."""
     titles = re.findall(r"^#+ (.+)$", prose_of(path), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}

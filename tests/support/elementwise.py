@@ -12,10 +12,10 @@ from tests.support.decay import decayed, given
 
 
 class Plain:
-    """One parameter ``value`` under ``rule``, with the numbers that it needs from before.
+    """A parameter ``value`` under ``rule``, with the numbers that the rule keeps between steps.
 
-    ``hyper`` has ``lr, weight_decay, momentum, betas, eps``; ``settings`` are those of the recipe that are not its
-    defaults, in their own words.
+    ``hyper`` has ``lr, weight_decay, momentum, betas, eps``. ``settings`` are the recipe's settings that are not
+    defaults, under the recipe's names.
     """
 
     def __init__(self, rule: str, value: Tensor, hyper: Any, settings: Any) -> None:
@@ -25,7 +25,7 @@ class Plain:
         self.kept: dict[str, Any] = {}
 
     def step(self, grad: Tensor) -> None:
-        """One step."""
+        """Take a step."""
         self.t += 1
         g = given(self.value, grad.double(), self.h.weight_decay, self.method)
         formula = getattr(self, self.rule, None)
@@ -90,7 +90,7 @@ class Plain:
 
 
 def train(rule: str, start: Tensor, grads: list[Tensor], hyper: Any, settings: Any) -> Tensor:
-    """``start`` after a step with each of ``grads``, in float64."""
+    """Return ``start`` after a step with each of ``grads``, in float64."""
     plain = Plain(rule, start, hyper, settings)
     for grad in grads:
         plain.step(grad)

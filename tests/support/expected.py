@@ -1,4 +1,4 @@
-"""The oracle beside an engine that trains on whole-number gradients: how far it gets, and what must be the same."""
+"""Comparisons of an engine that trains on whole-number gradients with the oracle."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, reci
 
 
 def by_the_oracle(make: Callable[[], nn.Module] = Net, num_steps: int = 3, **recipe: Any) -> Run:
-    """What training must give for a model whose loss takes a (step, micro-batch, rank), as ``ds_config`` says it."""
+    """Train the oracle as ``ds_config`` says, on a model whose loss takes a (step, micro-batch, rank)."""
     return train(make, lambda *place: place, lambda module, place: module(place), recipe_for(make(), **recipe),
                  num_steps)
 
 
 def start_oracle(module: nn.Module, **recipe: Any) -> Reference:
-    """The oracle before its first step, for tests that change something on the way; see :func:`oracle_step`."""
+    """Return the oracle before its first step, for tests that change something on the way; see :func:`oracle_step`."""
     return Reference(trainable(module), recipe_for(module, **recipe))
 
 
 def oracle_step(reference: Reference, step: int, *, gas: int = 1, frozen: Collection[str] = ()) -> Any:
-    """A step on the whole-number gradients that :class:`Net` has; nothing moves what is ``frozen``."""
+    """Take a step on the whole-number gradients of :class:`Net`. Parameters in ``frozen`` stay as they are."""
     kept = {name: (reference.params[name].clone(), copy.deepcopy(reference.state[name])) for name in frozen}
     done = reference.step([[{name: whole_number_gradients(name, p.shape, step, micro, rank) / gas
                              for name, p in reference.params.items() if name not in frozen} for micro in range(gas)]
@@ -42,7 +42,7 @@ def oracle_step(reference: Reference, step: int, *, gas: int = 1, frozen: Collec
 
 def assert_trained_as(module: nn.Module, expected: Run | Reference, bound: float = 1e-5, but: Collection[str] = (),
                       where: object = "") -> None:
-    """What is trained is as ``expected``, ``but`` for some, and the same on all ranks."""
+    """Check that the trained parameters, except ``but``, are as ``expected``, and that all ranks have the same."""
     values = expected.params if isinstance(expected, Reference) else expected.model_params
     for name, p in trainable(module).items():
         if name not in but:
@@ -52,35 +52,35 @@ def assert_trained_as(module: nn.Module, expected: Run | Reference, bound: float
 
 def assert_gradients_equal(gradients: Mapping[str, tuple[int, Tensor]], expected: Mapping[str, Tensor],
                            factor: float = 1) -> None:
-    """This rank's pieces, bit for bit. Muon and Adam forget the scale of a gradient: only this sees a missing division.
-    """
+    """Compare this rank's pieces, bit for bit. Muon and Adam forget the scale of a gradient: only this sees a missing
+    division."""
     for name, (first, values) in gradients.items():
         wanted = expected[name].flatten()[first:first + values.numel()] * factor
         assert torch.equal(values.cpu(), wanted), name
 
 
 def compared_to(expected: Run, factor: float = 1) -> Callable[[int, Mapping[str, tuple[int, Tensor]]], None]:
-    """For ``train_engine(check=...)``: the gradients of each step are those of the oracle."""
+    """Return a ``check`` for :func:`train_engine` that compares each step's gradients with the oracle's."""
     return lambda step, gradients: assert_gradients_equal(gradients, expected.steps[step].grads, factor)
 
 
 def assert_masters_are(engine: Any, expected: Mapping[str, Tensor], bound: float = 1e-5) -> None:
-    """Put together from all ranks, whatever the parameters are rounded to."""
+    """Compare masters that are put together from all ranks, so that the dtype of the parameters does not matter."""
     for name, value in masters(engine).items():
         assert relative_error(value, expected[name]) < bound, name
 
 
 def mean_gradient(name: str, shape: Sequence[int], step: int, num_ranks: int) -> Tensor:
-    """The average over so many ranks of the whole-number gradients of one micro-batch."""
+    """Return the average over so many ranks of the whole-number gradients of one micro-batch."""
     micro_batches = [whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)]
     return torch.stack(micro_batches).sum(0) / num_ranks
 
 
 def by_its_rule(recipe: Any, name: str, param: Tensor, ranks_of_step: Sequence[int], hyper_of: Callable[[int], Hyper],
                 after: Callable[[int, dict[str, Tensor]], None] = lambda step, state: None) -> Tensor:
-    """A parameter of :class:`Net` after a step on each of so many ranks, by its rule alone, in one piece.
+    """Train a parameter of :class:`Net` by its rule alone, in one piece, for a step on each of so many ranks.
 
-    ``after`` a step its states may be changed.
+    ``after`` each step a test may change the states.
     """
     batch, *matrix = MATRICES.get(name, (0, *param.shape))
     rule, value = rule_of(recipe), param.detach().clone().view(matrix if batch < 2 else (batch, *matrix))
@@ -94,7 +94,8 @@ def by_its_rule(recipe: Any, name: str, param: Tensor, ranks_of_step: Sequence[i
 
 def each_alone(module: nn.Module, recipe_of: Callable[[str, Recipe], Recipe], num_steps: int,
                num_ranks: int) -> dict[str, Tensor]:
-    """Masters by the oracle, each parameter trained on its own, as ``recipe_of`` it and of the whole says."""
+    """Return the oracle's masters, each parameter trained on its own, with the recipe that ``recipe_of`` makes of the
+    whole one."""
     found = {}
     for name, param in trainable(module).items():
         whole = recipe_for(module)

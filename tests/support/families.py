@@ -1,4 +1,4 @@
-"""Models of transformers, built on meta from their default configs, and who gets which of their parameters."""
+"""Models of transformers, built on meta from their default configs, and the verdicts on their parameters."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from ds_layerwise.routing.module_of import kind_of
 from ds_layerwise.routing.param_facts import holders_of
 from ds_layerwise.routing.routing_rules import route_parameters
 
-#: Layers of a kind that a model keeps: enough for those that differ from the first.
+#: The number of layers of a kind that a model keeps, enough to have those that differ from the first.
 LAYERS = 3
 _LAYERS = re.compile(r"(\w+_)?layers?|depth|num_\w*blocks")
 
-#: What is built of a type of model: what has a head, if anything does.
+#: Architectures of a type of model in order of preference: those with a head come first.
 _PREFERRED = ("ForConditionalGeneration", "ForPreTraining", "ForCausalLM", "ForMaskedLM", "ForImageClassification",
               "ForSequenceClassification", "For", "")
 
-#: By verdict and own name of a parameter with several axes, the classes of its modules; and the paths of heads.
+#: Classes of the modules, by verdict and own name of a parameter with several axes; and the paths of heads.
 TABLE: dict[str, Any] = json.loads(Path(__file__).with_name("families.json").read_text())
 
 
 class Verdict(NamedTuple):
-    """What becomes of a parameter with two axes or more."""
+    """The verdict on a parameter with two axes or more."""
 
     name: str
     leaf: str
@@ -39,16 +39,16 @@ class Verdict(NamedTuple):
     path: str
     """The last two names of its module, with # for numbers."""
     kind: str
-    """One of matrix, vector, embedding, head and small: what has a shape that is no matrix."""
+    """One of matrix, vector, embedding, head and small. A small one has a shape that is no matrix."""
     reason: str
 
     def described(self) -> str:
-        """The verdict as a line of a message."""
+        """Return the verdict as a line of a message."""
         return f"{self.leaf} of {self.cls.__name__}: {self.kind} ({self.reason}), such as {self.name}"
 
 
 def architectures() -> dict[str, set[str]]:
-    """The classes of transformers that it makes by type, each with its types."""
+    """Return the classes that transformers makes by type, each with its types."""
     found: dict[str, set[str]] = {}
     for name, mapping in vars(modeling_auto).items():
         for kind, names in mapping.items() if name.endswith("MAPPING_NAMES") and isinstance(mapping, dict) else ():
@@ -61,7 +61,7 @@ def architectures() -> dict[str, set[str]]:
 
 
 def one_of_each_type() -> list[str]:
-    """An architecture for each type of model."""
+    """Return an architecture for each type of model."""
     by_type: dict[str, list[str]] = {}
     for name, kinds in architectures().items():
         for kind in kinds:
@@ -74,7 +74,7 @@ def _rank(name: str) -> tuple[int, int, str]:
 
 
 def built(name: str) -> nn.Module | None:
-    """The model with few layers, or as it is by default; None where its default config builds none."""
+    """Return the model with few layers, or with all. Return None where its default config builds no model."""
     cls = getattr(transformers, name)
     for few in (True, False):
         try:
@@ -83,7 +83,7 @@ def built(name: str) -> nn.Module | None:
                 _shorten(config)
             with torch.device("meta"):
                 return cls(config)
-        # Constructors raise what they like at defaults that nobody uses.
+        # Constructors raise any error at defaults that nobody uses.
         except Exception:
             continue
     return None
@@ -98,7 +98,7 @@ def _shorten(config: Any) -> None:
 
 
 def verdicts(model: nn.Module) -> Iterator[Verdict]:
-    """Who gets which of the parameters with two axes or more."""
+    """Yield the verdict on each parameter with two axes or more."""
     params, holders = dict(model.named_parameters()), holders_of(model)
     for name, route in route_parameters(model, [{"params": list(params.values())}]).items():
         if params[name].dim() > 1:
@@ -110,7 +110,7 @@ def verdicts(model: nn.Module) -> Iterator[Verdict]:
 
 
 def unexpected(rows: Iterable[Verdict]) -> dict[str, str]:
-    """What the table does not say of ``rows``, those of a model, or says otherwise, by what tells it from others."""
+    """Return the verdicts on a model that the table lacks or contradicts, by the words that tell them from others."""
     found, reasons = {}, set()
     for each in rows:
         reasons.add(each.reason)
@@ -128,7 +128,8 @@ def unexpected(rows: Iterable[Verdict]) -> dict[str, str]:
 
 
 def described(model: nn.Module) -> list[Any]:
-    """The modules of ``model`` as :func:`skeleton` takes them: path, class, class of torch, sizes, parameters."""
+    """Return the modules of ``model`` as :func:`skeleton` takes them: path, class, class of torch, sizes, parameters.
+    """
     return [[path, kind_of(module).__name__, _of_torch(module), _sizes(module),
              {name: list(param.shape) for name, param in module._parameters.items() if param is not None}]
             for path, module in model.named_modules()
@@ -145,7 +146,7 @@ def _sizes(module: nn.Module) -> dict[str, Any]:
 
 
 def skeleton(modules: list[Any]) -> nn.Module:
-    """The model of which :func:`described` made ``modules``: classes of the same names, parameters on meta."""
+    """Build the model that :func:`described` made ``modules`` of: classes of the same names, parameters on meta."""
     root: nn.Module | None = None
     for path, name, base, sizes, params in modules:
         cls: type[nn.Module] = getattr(nn, base)

@@ -1,4 +1,4 @@
-"""One matrix under a rule of the Newton-Schulz family, written out: no batches, ranks, shards or views."""
+"""A plain update by a rule of the Newton-Schulz family, for one matrix: no batches, ranks, shards or views."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ SCALES = {"original": lambda r, c: math.sqrt(max(1, r / c)), "spectral": lambda 
 
 @dataclass
 class Plain:
-    """A matrix ``value``, and ``step`` that updates it; ``settings`` are those of the recipe that are not its defaults,
-    in their own words."""
+    """A matrix ``value``, and ``step`` that updates it. ``settings`` are the recipe's settings that are not defaults,
+    under the recipe's names."""
 
     rule: str
     value: Tensor
@@ -38,7 +38,7 @@ class Plain:
         return self.settings.get(key, default)
 
     def step(self, grad: Tensor) -> None:
-        """One step with ``grad``."""
+        """Take a step with ``grad``."""
         (rows, cols), mu = grad.shape, self.momentum
         decay = 1.0 if self.rule == "scion" and self.said("constrained", True) else self.weight_decay
         how = {"weight_decay": 0.0 if self.said("hyperball", None) else decay,
@@ -52,7 +52,7 @@ class Plain:
         self.value = self.hooked(w, u)
 
     def rows(self) -> Any:
-        """The coefficients of every step of Newton-Schulz."""
+        """Return the coefficients of every step of Newton-Schulz."""
         table = self.said("ns_coefficients", self.coefficients)
         return [table[i % len(table)] for i in range(self.said("ns_steps", len(self.coefficients)))]
 
@@ -102,7 +102,7 @@ class Plain:
 
 
 def train(rule: str, start: Tensor, grads: list[Tensor], **kwargs: Any) -> Tensor:
-    """``start``, a matrix or a stack of them, after a step with each of ``grads``."""
+    """Return ``start``, a matrix or a stack of them, after a step with each of ``grads``."""
     if start.dim() == 3:
         return torch.stack([train(rule, one, [grad[i] for grad in grads], **kwargs) for i, one in enumerate(start)])
     plain = Plain(rule, start, **kwargs)

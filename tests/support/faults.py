@@ -1,4 +1,4 @@
-"""What goes wrong on one rank while it does something: it dies, its disk fails, a class is missing on its node."""
+"""Faults of one rank while it does something: it dies, its disk fails, a class is missing on its node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import ds_layerwise
 
 PACKAGE = str(Path(ds_layerwise.__file__).parent)
 
-#: The functions in C through which files are made, filled, moved and removed; ``_exchange`` brackets ``renameat2``.
+#: The functions in C that make, fill, move and remove files. ``_exchange`` brackets ``renameat2``.
 FILE_CALLS = {"write_record", "write_end_of_file", "mkdir", "rmdir", "unlink", "rename", "replace", "link", "open",
               "write", "flush", "fsync", "close", "sendfile", "chmod"}
 
@@ -25,8 +25,8 @@ FILE_CALLS = {"write_record", "write_end_of_file", "mkdir", "rmdir", "unlink", "
 class FileEvents:
     """Lists the calls and returns of this package's functions, and of those that touch files, while it is entered.
 
-    At the event number ``die_at``, of those of the name ``die_in`` if there is one, it calls ``die``, by default with
-    the signal that nothing can catch.
+    It calls ``die`` at the event number ``die_at``, among those with the name ``die_in`` if there is one. By default
+    ``die`` sends the signal that nothing can catch.
     """
 
     def __init__(self, die_at: int | None = None,
@@ -60,7 +60,7 @@ class FileEvents:
 
 @contextmanager
 def no_larger_files(num_bytes: int, process: int = 0) -> Iterator[None]:
-    """As on a full disk: no file of this process, or of that number, grows beyond ``num_bytes``."""
+    """Let no file of this process, or of that number, grow beyond ``num_bytes``, as on a full disk."""
     before = resource.prlimit(process, resource.RLIMIT_FSIZE)
     resource.prlimit(process, resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -69,19 +69,19 @@ def no_larger_files(num_bytes: int, process: int = 0) -> Iterator[None]:
         try:
             resource.prlimit(process, resource.RLIMIT_FSIZE, before)
         except ProcessLookupError:
-            # It may have ended of that.
+            # The full disk may have ended the process.
             pass
 
 
-#: By kind of fault, what Python's audit hooks are told of.
+#: Events of Python's audit hooks, by kind of fault.
 AUDITED = {"read": {"open", "os.listdir", "os.scandir"},
            "write": {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.link", "os.truncate"}}
 
 
 @dataclass
 class DiskFault:
-    """An error of a disk: the file operation ``number`` of a kind in ``folder``, on what has ``name`` in its path below
-    it, fails, and, where it ``stays``, every one after it.
+    """An error of a disk. The file operation ``number`` of a kind in ``folder`` fails, of those with ``name`` in their
+    path below it; where it ``stays``, every later one fails, too.
 
     ``kind`` is "read", "write" or "stat".
     """
@@ -96,7 +96,7 @@ class DiskFault:
     fired: str = ""
 
     def meets(self, path: Any) -> bool:
-        """Whether the operation at hand, on ``path``, is to fail."""
+        """Return whether the current operation, on ``path``, has to fail."""
         if not isinstance(path, (str, bytes, os.PathLike)) or not os.fsdecode(path).startswith(self.folder):
             return False
         if self.name not in os.fsdecode(path)[len(self.folder):]:
@@ -105,7 +105,7 @@ class DiskFault:
         return self.seen > self.number if self.stays else self.seen == self.number + 1
 
     def check(self, what: str, path: Any) -> None:
-        """Fail if it is time.
+        """Fail if the current operation has to.
 
         Raises:
             OSError: the error of the disk.
@@ -136,13 +136,13 @@ def _failing_stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
 
 
 def watch_files() -> None:
-    """Let this process have faults of disks; it cannot be undone."""
+    """Let this process have faults of disks. Nothing undoes this."""
     sys.addaudithook(_audit)
 
 
 @contextmanager
 def failing_disk(fault: DiskFault) -> Iterator[DiskFault]:
-    """Let the files of this process fail so; :func:`watch_files` must have been called."""
+    """Let the files of this process fail as ``fault`` says. :func:`watch_files` must have been called."""
     _fault[:] = [fault]
     if fault.kind == "stat":
         os.stat = _failing_stat

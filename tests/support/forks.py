@@ -1,4 +1,4 @@
-"""Ranks that may die: forks like those of :mod:`.harness`, whose ends are returned instead of failing the test."""
+"""Ranks that may die: forks like those of :mod:`.harness`. Their ends are returned, and do not fail the test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.harness import OwnDistributedTest, _import_what_engines_impor
 
 
 def fork_ranks(num_ranks, function, *args, collective_timeout=120.0, exec_timeout=240):
-    """Call ``function(*args)`` on ranks that may die; returns for each its exit code and what it raised."""
+    """Call ``function(*args)`` on ranks that may die. Return the exit code of each, and its error."""
     _import_what_engines_import()
     test = OwnDistributedTest()
     test.collective_timeout = collective_timeout
@@ -49,9 +49,9 @@ def fork_ranks(num_ranks, function, *args, collective_timeout=120.0, exec_timeou
 
 def _forked(test, rank, num_ranks, port, folder, function, args):
     torch.set_num_threads(1)
-    # A collection in the middle of a save would call what closes files.
+    # A collection in the middle of a save would call functions that close files.
     gc.disable()
-    # A rank that fails is expected to say so; the report of the test has it.
+    # A rank that fails prints so, as expected; the report of the test has it.
     sys.stdout = sys.stderr = open(os.devnull, "w")
     try:
         _join_group(test, rank, num_ranks, port, folder)

@@ -13,8 +13,8 @@ from ds_layerwise.recipes.targets.fused_parts import Parts
 from ds_layerwise.recipes.targets.overrides import Override
 from tests.support.reference import whole_number_gradients
 
-#: By parameter, its shape, and what an override says of its parts: unequal ones; columns with heads; interleaved ones,
-#: some of them with heads; experts, one after the other, and in turns.
+#: The shape of each parameter, and the entry of an override for its parts: unequal ones; columns with heads;
+#: interleaved ones, some of them with heads; experts, one after the other, and in turns.
 FUSED: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "qkv": ((16, 6), {"split": {"q": 8, "k": 4, "v": 4}}),
     "columns": ((6, 24), {"split": {"q": {"size": 8, "heads": 2}, "k": 8, "v": 8}, "split_axis": "in"}),
@@ -28,7 +28,7 @@ OVERRIDES = [{"name": name, **entry} for name, (_, entry) in FUSED.items()]
 
 
 def parts_in(name: str) -> Parts:
-    """The parts of one of :data:`FUSED`."""
+    """Return the parts of a parameter of :data:`FUSED`."""
     shape, entry = FUSED[name]
     split = Override.from_entry("override", {"name": name, **entry}).changes()["split"]
     route = Route(name=name, recipe=Muon(), reason="", group=0, matrix_shape=shape)
@@ -38,7 +38,7 @@ def parts_in(name: str) -> Parts:
 
 
 def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:
-    """Each part of ``whole``, put together matrix by matrix from single rows or columns."""
+    """Return each part of ``whole``, put together matrix by matrix from single rows or columns."""
     found = {}
     of_group = parts.length // parts.groups
     first = 0
@@ -57,7 +57,8 @@ def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:
 
 
 class Fused(nn.Module):
-    """:data:`FUSED`, a matrix and a norm; whole numbers for gradients, other ones in every step, and on every rank.
+    """The parameters of :data:`FUSED`, a matrix and a norm. Gradients are whole numbers, different in every step and
+    rank.
 
     With ``apart`` each part is a parameter of its own, with the same values and gradients.
     """
@@ -83,7 +84,7 @@ class Fused(nn.Module):
 
 
 def taken_apart(values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """``values`` of all parameters of :class:`Fused` as those of the one that is apart."""
+    """Return ``values`` of all parameters of :class:`Fused` as those of the model with ``apart``."""
     found = {}
     for name, value in values.items():
         if name in FUSED:

@@ -10,16 +10,16 @@
         def test_z(self): ...
 
 Fixtures and parameters are evaluated once, in the pytest process, and handed to every rank. ``class_tmpdir`` is one
-directory for all ranks and all tests of a class; what several of them read there, :func:`made_once` has written. The
+directory for all ranks and all tests of a class. :func:`made_once` writes the files there that several tests read. The
 hooks that make pytest start ranks are in ``conftest.py``.
 
-With ``DEEPSPEED_CHECKOUT`` in the environment, ``DistributedTest`` is that checkout's own
-(``tests/unit/common.py``), so that the same tests run under the harness they imitate.
+With ``DEEPSPEED_CHECKOUT`` in the environment, ``DistributedTest`` is the one of that checkout
+(``tests/unit/common.py``). So the same tests run under the harness that this one imitates.
 
-Note: ranks are forks of the pytest process. A fork finds torch, deepspeed and the test module imported and starts
-in milliseconds, where a spawned rank imports for seconds. A fork is only sound while this process has no threads that a
-rank needs, which is why everything here keeps torch at one thread, and why on an accelerator ``conftest.py`` runs
-distributed tests first, before a unit test can have started autograd's device threads.
+Note: ranks are forks of the pytest process. A fork finds torch, deepspeed and the test module imported and starts in
+milliseconds, where a spawned rank imports for seconds. A fork is only sound while this process has no threads that a
+rank needs. So everything here keeps torch at one thread, and on an accelerator ``conftest.py`` runs distributed tests
+first, before a unit test can have started autograd's device threads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from typing import Any, Callable, ClassVar
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-# Ask for devices through NVML: the CUDA runtime's own count would leave a driver behind that forks cannot use.
+# NVML counts the devices: the CUDA runtime's own count would leave a driver behind that forks cannot use.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if os.environ.get("DS_ACCELERATOR") == "cpu":
     # Autograd starts a thread a visible device, and refuses to work in forks of a process that has one.
@@ -62,14 +62,14 @@ from deepspeed.accelerator import get_accelerator
 
 torch.set_num_threads(1)
 
-#: After the first rank has failed, the others get this long to report what they saw, then they are killed.
+#: After the first rank has failed, the others get this long to report their errors. Then they are killed.
 GRACE_SECONDS = 15.0
-#: A rank that is asked where it is gets so long to begin to say it.
+#: A rank that is asked for its place gets this long to begin its answer.
 ANSWER_SECONDS = 20.0
 
 
 def device() -> torch.device:
-    """Where this rank's tensors belong."""
+    """Return the device of this rank's tensors."""
     return torch.device(get_accelerator().current_device_name())
 
 
@@ -84,7 +84,7 @@ class OwnDistributedTest:
 
     world_size: int | list[int] = 2
     backend: str | None = None
-    """Of torch.distributed; None is the accelerator's own: gloo on a CPU, nccl on CUDA."""
+    """The backend of torch.distributed; None is the accelerator's own: gloo on a CPU, nccl on CUDA."""
     init_distributed: bool = True
     set_dist_env: bool = True
     exec_timeout: float = 300
@@ -99,7 +99,7 @@ class OwnDistributedTest:
     @pytest.fixture(scope="class")
     @classmethod
     def class_tmpdir(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """One directory shared by all ranks and all tests of the class."""
+        """Return a directory that all ranks and all tests of the class share."""
         return tmp_path_factory.mktemp(cls.__name__)
 
     @pytest.fixture(autouse=True)
@@ -116,7 +116,7 @@ class OwnDistributedTest:
 
 
 def num_ranks_of(cls: type, function: Callable[..., Any]) -> list[int]:
-    """The world sizes that a method of a distributed test class runs with, the mark's before the class's."""
+    """Return the world sizes that a method of a distributed test class runs with. A mark overrides the class."""
     sizes: Any = getattr(cls, "world_size")
     for mark in getattr(function, "pytestmark", []):
         if mark.name == "world_size":
@@ -144,10 +144,10 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
     _import_what_engines_import()
     with tempfile.TemporaryDirectory(prefix="ranks") as name:
         folder, port = Path(name), free_port()
-        # A fork's collector writes to all that it looks at, and each page that it writes to is copied first.
+        # A fork's collector writes to every object that it looks at, and each page that it writes to is copied first.
         gc.collect()
         gc.freeze()
-        # What is still in these buffers would be written once by every fork.
+        # Every fork would write the rest of these buffers once more.
         sys.stdout.flush()
         sys.stderr.flush()
         fork = multiprocessing.get_context("fork")
@@ -171,17 +171,18 @@ def run_ranks(test: OwnDistributedTest, num_ranks: int, function: Callable[..., 
 
 
 def made_once(folder: Path, world_sizes: list[int], function: Callable[..., None], **kwargs: Any) -> Path:
-    """``folder``, into which ``function(folder, **kwargs)`` has written, on every rank of each of ``world_sizes``.
+    """Return ``folder``, into which ``function(folder, **kwargs)`` has written on every rank of each of
+    ``world_sizes``.
 
-    It is called for the first test that asks for this folder. A fixture returns it to tests that only read it, so that
-    none of them needs another to have run::
+    The function is called for the first test that asks for this folder. A fixture returns the folder to tests that only
+    read it, so that none of them needs another to have run::
 
         @pytest.fixture
         def saved(self, class_tmpdir, precision):
             return made_once(class_tmpdir / precision, [1, 3], self.save, precision=precision)
 
     Raises:
-        pytest.fail.Exception: as :func:`run_ranks` does, for every test that asks.
+        pytest.fail.Exception: as in :func:`run_ranks`, for every test that asks.
     """
     failure = folder.with_name(f"{folder.name} failed")
     if failure.exists():
@@ -199,18 +200,18 @@ def made_once(folder: Path, world_sizes: list[int], function: Callable[..., None
 
 @functools.cache
 def _import_what_engines_import() -> None:
-    """Import here, once, what the first engine would import in every rank of every test, for two seconds and more.
+    """Import once, here, the modules that the first engine would import in every rank of every test, for seconds.
 
-    DeepSpeed also finds out which of its operators the machine could build, by compiling and linking, and this backend
-    whether DeepSpeed has what it needs, by looking at code, and how fast a CPU multiplies in bfloat16: ranks of two
-    tests that are compared bit for bit then know the same.
+    DeepSpeed also finds out here which of its operators the machine could build, by compiling and linking. This backend
+    finds out whether DeepSpeed has all that it needs, and how fast a CPU multiplies in bfloat16. So ranks of two tests
+    that are compared bit for bit know the same.
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
                    "deepspeed.module_inject.auto_ep_layer", "rich.console", "rich.table",
                    "ds_layerwise.engine.engine_hooks", "ds_layerwise.optimizers.rules.muon_family",
                    "ds_layerwise.optimizers.rules.elementwise"):
         importlib.import_module(module)
-    # The schema of each section, which is made once.
+    # The schema of each section is made once.
     importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(
         {"optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
          "zero_optimization": {"stage": 1}, "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})
@@ -219,15 +220,16 @@ def _import_what_engines_import() -> None:
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 
-#: What keeps the ports of :func:`free_port` from others; some, as each takes a file descriptor.
+#: Sockets that keep the ports of :func:`free_port` from other processes. They are few, as each takes a file descriptor.
 _HELD: deque[socket.socket] = deque(maxlen=16)
 
 
 def free_port() -> int:
-    """A TCP port for a server that sets SO_REUSEADDR, as torch's stores do. Nobody else gets it for the time being.
+    """Return a TCP port for a server that sets SO_REUSEADDR, as torch's stores do. No other process gets it for some
+    time.
 
-    Note: a port that is let go of is the system's to give away, as the near end of any connection, before the server
-    takes it. One that is bound and not listened on is given to nobody who does not ask for it by number.
+    Note: the system may give a port that was let go of to the near end of any connection, before the server takes it. A
+    port that is bound and not listened on goes only to a process that asks for it by number.
     """
     held = socket.socket()
     held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -249,7 +251,7 @@ def _rank(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, folder
         _join_group(test, rank, num_ranks, port, folder)
         function(**kwargs)
         if test.init_distributed:
-            # A rank that entered one collective more than the others is found here, not by the next test.
+            # This barrier finds a rank that entered one collective more than the others, before the next test would.
             dist.barrier()
             dist.destroy_process_group()
     except BaseException as error:
@@ -266,7 +268,7 @@ def _rank(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, folder
 
 
 def _own_frames(error: BaseException) -> Any:
-    """The error's traceback from the first frame that is not of this file."""
+    """Return the error's traceback from the first frame that is not of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -290,7 +292,8 @@ def _join_group(test: OwnDistributedTest, rank: int, num_ranks: int, port: int, 
 
 
 def _wait(ranks: list[BaseProcess], timeout: float) -> dict[int, float]:
-    """When each rank ended, as far as they did: all of them, or until the timeout, or shortly after a failure."""
+    """Return the times at which ranks ended: all of them, or those before the timeout, or until shortly after a
+    failure."""
     deadline = time.monotonic() + timeout
     ended: dict[int, float] = {}
     while len(ended) < len(ranks) and (left := deadline - time.monotonic()) > 0:
@@ -304,7 +307,7 @@ def _wait(ranks: list[BaseProcess], timeout: float) -> dict[int, float]:
 
 
 def _places(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
-    """Where each rank that still runs is."""
+    """Return the place in the code of each rank that still runs."""
     alive = [i for i, process in enumerate(ranks) if process.is_alive()]
     for i in alive:
         os.kill(ranks[i].pid or 0, signal.SIGUSR1)
@@ -315,7 +318,7 @@ def _places(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
         before, found = found, {i: (folder / f"{i}.place").read_text() for i in alive
                                 if (folder / f"{i}.place").exists()}
         answered = all(found.get(i) or not ranks[i].is_alive() for i in alive)
-        # An answer is written line by line.
+        # A rank writes its answer line by line.
         if (answered and found == before) or time.monotonic() > until:
             return found
 
@@ -334,8 +337,8 @@ def _kill(ranks: list[BaseProcess]) -> None:
 
 def _verdict(ranks: list[BaseProcess], ended: dict[int, float], places: dict[int, str], folder: Path,
              timeout: float) -> str:
-    """Why the test failed, the first failure in full and the others in a line; empty if it didn't."""
-    # A rank that died without a word comes first: others fail because of it, and it not because of them.
+    """Return why the test failed, the first failure in full and the others in a line; empty if it didn't."""
+    # A rank that died without a word comes first: the others fail because of it.
     failures: list[tuple[bool, float, int, str, str]] = []  # had words, when, rank, in full, in a line
     for i, process in enumerate(ranks):
         record_path = folder / f"{i}.failure"
@@ -359,21 +362,21 @@ def _verdict(ranks: list[BaseProcess], ended: dict[int, float], places: dict[int
 
 
 def _checkout_distributed_test(checkout: str) -> type:
-    """``DistributedTest`` of a DeepSpeed checkout, which lies in no wheel."""
+    """Return ``DistributedTest`` of a DeepSpeed checkout. No wheel has it."""
     folder = Path(checkout) / "tests"
     if not (folder / "unit" / "common.py").exists():
         raise FileNotFoundError(f"DEEPSPEED_CHECKOUT={checkout} holds no tests/unit/common.py")
-    # It skips a test of more ranks than LOCAL_SIZE on a CPU, and counts sockets when that is unset.
+    # It skips a test with more ranks than LOCAL_SIZE on a CPU, and counts sockets when that is unset.
     os.environ["LOCAL_SIZE"] = str(max(64, int(os.environ.get("LOCAL_SIZE", 0))))
     sys.path.insert(0, str(folder))
     with warnings.catch_warnings():
-        # Theirs uses what pytest keeps for itself, and our setup.cfg makes warnings errors.
+        # DeepSpeed's class uses names that pytest keeps for itself, and our setup.cfg makes warnings errors.
         warnings.simplefilter("ignore", pytest.PytestDeprecationWarning)
         Theirs = importlib.import_module("unit.common").DistributedTest  # its package is called unit, ours tests.unit
 
-    # Every rank of theirs imports this file; see _join_group for why.
+    # Every rank of DeepSpeed's harness imports this file; see _join_group for the reason.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Theirs is a method, which pytest calls deprecated, and returns no pathlib.Path.
+    # Its class_tmpdir is a method, which pytest calls deprecated, and returns no pathlib.Path.
     return type("DistributedTest", (Theirs, ), {"class_tmpdir": OwnDistributedTest.class_tmpdir})
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
-#: Words that are no names: the glossary of docs/design.md says what to call the thing instead.
+#: Words that tell nothing in a name: the glossary of docs/design.md has the words to use instead.
 NOT_NAMES = frozenset({"ambient", "staged", "remaindered", "alike"})
 _OPENINGS = re.compile(r"(What|Whether|Which|Who|Where|When|How|Why|By|Of|Those|Its|One)\b")
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -35,7 +35,8 @@ class Source:
 
     @property
     def module(self) -> str:
-        """The dotted name within the package; the folder's for an ``__init__.py``, empty for ds_layerwise."""
+        """Return the dotted name within the package: the folder's for an ``__init__.py``, empty for ds_layerwise
+        itself."""
         parts = self.path.relative_to(PACKAGE).with_suffix("").parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -43,7 +44,7 @@ class Source:
         return (node for node in ast.walk(self.tree) if isinstance(node, Function))
 
     def docstrings(self) -> Iterator[tuple[ast.Expr, str]]:
-        """The docstrings, and the strings below fields and constants, each with its text."""
+        """Yield the docstrings, and the strings below fields and constants, each with its text."""
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Module, ast.ClassDef, Function)):
                 for each in node.body:
@@ -53,25 +54,25 @@ class Source:
 
     @cached_property
     def code(self) -> list[tokenize.TokenInfo]:
-        """The tokens that are code: no comments, no docstrings, no layout."""
+        """Return the tokens that are code: no comments, no docstrings, no layout."""
         inside = {line for doc, _ in self.docstrings() for line in range(doc.lineno, (doc.end_lineno or 0) + 1)}
         return [token for token in tokenize.generate_tokens(io.StringIO(self.text).readline)
                 if token.type not in _SKIPPED and not (token.type == tokenize.STRING and token.start[0] in inside)]
 
     def code_lines(self) -> list[str]:
-        """The lines with code on them, without their indentation."""
+        """Return the lines with code on them, without their indentation."""
         lines = self.text.splitlines()
         numbers = {line for token in self.code for line in range(token.start[0], token.end[0] + 1)}
         return [lines[number - 1].strip() for number in sorted(numbers)]
 
 
 def sources(root: Path = PACKAGE) -> list[Source]:
-    """All Python files below ``root``, in order of their paths."""
+    """Return all Python files below ``root``, in order of their paths."""
     return [Source(path, path.read_text()) for path in sorted(root.rglob("*.py"))]
 
 
 def branches(function: Function) -> int:
-    """The number of ways that a function branches: ifs, loops, conditions of either kind, handlers, comprehensions."""
+    """Count the branches of a function: ifs, loops, conditions of either kind, handlers, comprehensions."""
     count = 0
     for node in ast.walk(function):
         if isinstance(node, (ast.If, ast.IfExp, ast.For, ast.While, ast.ExceptHandler, ast.match_case)):
@@ -89,7 +90,7 @@ def many_branches(files: Iterable[Source], most: int = 15) -> list[str]:
 
 
 def many_arguments(files: Iterable[Source], most: int = 7) -> list[str]:
-    """Constructors, written or made by ``dataclass``, with more arguments than ``most``."""
+    """List constructors, written or made by ``dataclass``, with more arguments than ``most``."""
     found = []
     for source in files:
         for node in ast.walk(source.tree):
@@ -113,7 +114,7 @@ def full_folders(files: Iterable[Source], most: int = 12) -> list[str]:
 
 
 def nested_comprehensions(files: Iterable[Source]) -> list[str]:
-    """Comprehensions with two loops, or with another comprehension in them."""
+    """List comprehensions with two loops, or with another comprehension in them."""
     kinds = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     return [f"{source.module}: line {node.lineno}: a comprehension in a comprehension"
             for source in files for node in ast.walk(source.tree)
@@ -128,7 +129,7 @@ def riddles(files: Iterable[Source]) -> list[str]:
 
 
 def spoilt_formulas(files: Iterable[Source]) -> list[str]:
-    """Tables and formulas in docstrings that run on as if they were sentences."""
+    """List tables and formulas in docstrings that run on as if they were sentences."""
     found = []
     for source in files:
         for doc, text in source.docstrings():
@@ -147,7 +148,7 @@ def names_twice(files: Iterable[Source]) -> list[str]:
 
 
 def wrong_words(files: Iterable[Source]) -> list[str]:
-    """Names of modules, classes, functions and arguments with a word in them that the glossary replaces."""
+    """List names of modules, classes, functions and arguments with a word in them that the glossary replaces."""
     found = []
     for source in files:
         names = [(0, source.path.stem)]
@@ -164,7 +165,8 @@ def wrong_words(files: Iterable[Source]) -> list[str]:
 
 
 def arrows(files: Iterable[Source]) -> dict[str, set[str]]:
-    """By module, the modules of the package that it imports, or names in a string as ``ds_layerwise.folder.module``."""
+    """Return by module the modules of the package that it imports, or names in a string as
+    ``ds_layerwise.folder.module``."""
     files = list(files)
     modules = {source.module for source in files if source.path.name != "__init__.py"}
     found: dict[str, set[str]] = {}
@@ -189,7 +191,7 @@ def _names_in(node: ast.AST) -> list[str]:
 
 
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """The circles of modules, and of the entries of each folder, that import each other."""
+    """List the circles of modules, and of the entries of each folder, that import each other."""
     folders = {module[:i] for module in graph for i in [0, *(m.start() for m in re.finditer(r"\.", module))]}
     found = [] if (circle := _circle(graph)) is None else [circle]
     for folder in sorted(folders):

@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer on a small model of theirs, with ``ds_configs/hf_auto.json``, and the same trained plainly."""
+"""Hugging Face's Trainer on a small model with ``ds_configs/hf_auto.json``, and the same training by the oracle."""
 
 from __future__ import annotations
 
@@ -20,25 +20,26 @@ AUTO, FINE_TUNE = (json.loads((Path(__file__).parents[2] / "ds_configs" / f"{nam
 
 WIDTH, VOCAB, LENGTH = 32, 64, 16
 
-#: GPT-2's linear layers hold (in, out) matrices, one of them the queries, keys and values.
+#: Views of the matrices in GPT-2's linear layers, which hold (in, out); one of them is queries, keys and values.
 GPT2_MATRICES = {f"transformer.h.{i}.{name}.weight": view for i in range(2) for name, view in (
     ("attn.c_attn", (3, WIDTH, WIDTH)), ("attn.c_proj", (1, WIDTH, WIDTH)), ("mlp.c_fc", (1, WIDTH, 4 * WIDTH)),
     ("mlp.c_proj", (1, 4 * WIDTH, WIDTH)))}
 
 
 def gpt2(dropout=0.0, seed=0):
-    """Two blocks, and one matrix for the embedding and the head."""
+    """Return a model of two blocks, with one matrix for the embedding and the head."""
     torch.manual_seed(seed)
     model = GPT2LMHeadModel(GPT2Config(
         vocab_size=VOCAB, n_positions=LENGTH, n_embd=WIDTH, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0,
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout))
-    # The name of the class does not tell the Trainer, which would divide by the number of unshifted labels.
+    # The name of the class does not tell the Trainer the type of loss: it would divide by the number of unshifted
+    # labels.
     model.loss_type = "ForCausalLM"
     return model
 
 
 class Tokens(Dataset):
-    """Sequences that count up, in steps and from numbers of their own; each depends on its index alone."""
+    """Sequences that count up. Step and first number of each depend on its index alone."""
 
     def __init__(self, size, first=0):
         self.size, self.first = size, first
@@ -53,7 +54,7 @@ class Tokens(Dataset):
 
 
 def config(*, stage=1, params=None, base=AUTO, **changes):
-    """``base`` with another stage, other ``optimizer.params`` and other top-level sections."""
+    """Return ``base`` with another stage, other ``optimizer.params`` and other top-level sections."""
     changed = {**copy.deepcopy(base), **changes}
     changed["zero_optimization"]["stage"] = stage
     changed["optimizer"]["params"].update(params or {})
@@ -61,7 +62,7 @@ def config(*, stage=1, params=None, base=AUTO, **changes):
 
 
 def make_trainer(folder, ds_config, *, model=None, size=4096, callbacks=None, **arguments):
-    """A Trainer that reports every step and saves nothing, unless ``arguments`` say otherwise."""
+    """Return a Trainer that reports every step and saves nothing, unless ``arguments`` say otherwise."""
     ds_layerwise.register()
     defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
                 "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
@@ -72,20 +73,20 @@ def make_trainer(folder, ds_config, *, model=None, size=4096, callbacks=None, **
 
 
 def steps_of(trainer):
-    """What the Trainer reported of each training step."""
+    """Return the Trainer's report of each training step."""
     return [{key: row[key] for key in ("step", "loss", "grad_norm", "learning_rate")}
             for row in trainer.state.log_history if "loss" in row]
 
 
 class Batches(TrainerCallback):
-    """Collects what this rank's model sees in training, one list a step."""
+    """Collect the inputs of this rank's model in training, one list a step."""
 
     def __init__(self, model):
         self.steps = []
         model.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def on_step_begin(self, *_, **__):
-        """The Trainer's call before the first micro-batch of a step."""
+        """Begin a list: the Trainer calls this before the first micro-batch of a step."""
         self.steps.append([])
 
     def _see(self, module, args, kwargs):
@@ -93,13 +94,13 @@ class Batches(TrainerCallback):
             self.steps[-1].append(kwargs["input_ids"])
 
     def of_all_ranks(self):
-        """One tensor a step: the sequences of all micro-batches and ranks."""
+        """Return one tensor a step, with the sequences of all micro-batches and ranks."""
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, self.steps)
         return [torch.cat([tokens for of_rank in step for tokens in of_rank]) for step in zip(*everyone, strict=True)]
 
 
 def train_plainly(model, batches, recipe):
-    """The oracle, which takes a step's whole batch at once: no ranks, no micro-batches."""
+    """Train with the oracle, which takes a step's whole batch at once: no ranks, no micro-batches."""
     return train(lambda: model, lambda step, micro, rank: batches[step],
                  lambda module, tokens: module(input_ids=tokens, labels=tokens).loss, recipe, len(batches))

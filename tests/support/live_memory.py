@@ -1,4 +1,4 @@
-"""How much memory tensors hold at a time, counted where it is taken."""
+"""A counter of the memory that tensors hold at a time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Counts the bytes of all storages that operations make while it is on, as long as somebody holds them.
+    """Count the bytes of all storages that operations make while it is on, as long as somebody holds them.
 
     Args:
         held: tensors that are there already.
@@ -22,13 +22,13 @@ class LiveMemory(TorchDispatchMode):
         self._note(held)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run an operation, then look what is there."""
+        """Run an operation, then note the storages of its results."""
         out = func(*args, **(kwargs or {}))
         self._note(tree_leaves(out))
         return out
 
     def now(self):
-        """Bytes held at the moment."""
+        """Return the bytes held at the moment."""
         self._storages = {key: (ref, size) for key, (ref, size) in self._storages.items() if not ref.expired()}
         return sum(size for _, size in self._storages.values())
 
@@ -41,5 +41,5 @@ class LiveMemory(TorchDispatchMode):
 
 
 def bytes_of(tensors):
-    """Of the storages behind ``tensors``, each counted once."""
+    """Return the bytes of the storages behind ``tensors``, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())

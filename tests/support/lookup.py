@@ -10,7 +10,7 @@ _NOTHING: Any = object()
 
 
 class Absent(Exception):
-    """There is no such name; ``part`` of it is not there."""
+    """A dotted name does not exist; ``part`` is the part that is missing."""
 
     def __init__(self, part: str, why: str = "is not there") -> None:
         super().__init__(f"{part} {why}")
@@ -18,7 +18,7 @@ class Absent(Exception):
 
 
 def find(path: str) -> Any:
-    """What ``path`` names: a module, or what is reached from one by attributes.
+    """Return the object that ``path`` names: a module, or something reached from one by attributes.
 
     Raises:
         Absent: some part of it is not there.
@@ -26,13 +26,13 @@ def find(path: str) -> Any:
     found, module, parts = None, "", path.split(".")
     for done, part in enumerate(parts):
         if found is None or isinstance(found, ModuleType):
-            # As import statements do, and a module may have an attribute of the same name.
+            # Import statements try the module first. A module may have an attribute of the same name.
             module = ".".join(parts[: done + 1])
             if (imported := _imported(module)) is not None:
                 found = imported
                 continue
         found = getattr(found, part, _NOTHING)
-        # A module may still hold one that it imported, and that cannot be imported.
+        # A module may still hold a submodule that cannot be imported again.
         if (
             found is _NOTHING
             or getattr(found, "__name__", None) == module
@@ -43,7 +43,7 @@ def find(path: str) -> Any:
 
 
 def owner_of(path: str) -> tuple[Any, str]:
-    """The class or module that ``path`` is an attribute of, and the attribute's name.
+    """Return the class or module that ``path`` is an attribute of, and the attribute's name.
 
     Raises:
         Absent: there is no such owner.
@@ -64,9 +64,7 @@ def _imported(module: str) -> ModuleType | None:
 
 
 def defines(owner: Any, name: str) -> bool:
-    """Whether ``owner``, a module or a class with the bases that are of its package, defines
-    ``name``.
-    """
+    """Return whether ``owner`` defines ``name``: a module, or a class with the bases that are of its package."""
     return (
         any(name in vars(base) for base in bases_of(owner))
         if isinstance(owner, type)
@@ -75,6 +73,6 @@ def defines(owner: Any, name: str) -> bool:
 
 
 def bases_of(owner: type) -> list[type]:
-    """The classes of its package that ``owner`` is derived from, itself among them."""
+    """Return the classes of its package that ``owner`` is derived from, itself among them."""
     package = owner.__module__.partition(".")[0]
     return [base for base in owner.__mro__ if base.__module__.partition(".")[0] == package]

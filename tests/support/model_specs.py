@@ -14,7 +14,7 @@ from ds_layerwise.recipes.rules.newton_schulz_cost import NsMethod
 
 def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: NsMethod = "gram",
                      steps: int = 5) -> list[ParamSpec]:
-    """The parameters of a model file, in model order; fused ones whole.
+    """Return the parameters of a model file, in model order; fused ones whole.
 
     Args:
         dtype: of all parameters.

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal attention over (batch, length, heads, width of a head)."""
+    """Return causal attention over (batch, length, heads, width of a head)."""
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     scores = q @ k.transpose(-1, -2) / k.shape[-1] ** 0.5
     length = scores.shape[-1]
@@ -112,17 +112,17 @@ def _seeded(make, seed):
         return make()
 
 
-#: Of :func:`tiny_gpt`, by name: every linear layer of the blocks, as (batch, rows, cols).
+#: Matrices of :func:`tiny_gpt`, by name: every linear layer of the blocks, as (batch, rows, cols).
 TINY_GPT_MATRICES = {
     f"blocks.{i}.{name}.weight": (1, rows, cols)
     for i in range(2)
     for name, rows, cols in (("qkv", 48, 16), ("proj", 16, 16), ("up", 64, 16), ("down", 16, 64))
 }
 
-#: Of :func:`conv_net`: a kernel is one matrix, output channels by everything else; a depthwise one is none.
+#: Matrices of :func:`conv_net`: a kernel is one matrix, output channels by the rest; a depthwise kernel is none.
 CONV_NET_MATRICES = {"stem.weight": (1, 8, 27), "hidden.weight": (1, 16, 8)}
 
-#: Of :func:`odd_net`.
+#: Matrices of :func:`odd_net`.
 ODD_NET_MATRICES = {"unused.weight": (1, 12, 6), "transposed": (1, 6, 12), "last.weight": (1, 6, 12)}
 
 
@@ -131,28 +131,28 @@ def _generator(step: int, micro: int, rank: int) -> torch.Generator:
 
 
 def token_batch(step: int, micro: int, rank: int, *, vocab: int = 24) -> Tensor:
-    """Two sequences of nine tokens: eight to read, eight to predict."""
+    """Return two sequences of nine tokens: eight to read, eight to predict."""
     return torch.randint(0, vocab, (2, 9), generator=_generator(step, micro, rank))
 
 
 def token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the next token."""
+    """Return the mean cross entropy of the next token."""
     logits = module(tokens[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 def image_batch(step: int, micro: int, rank: int) -> Tensor:
-    """Two images of 3 x 6 x 6."""
+    """Return two images of 3 x 6 x 6."""
     return torch.randn(2, 3, 6, 6, generator=_generator(step, micro, rank))
 
 
 def vector_batch(step: int, micro: int, rank: int) -> Tensor:
-    """Four vectors for :class:`OddNet`."""
+    """Return four vectors for :class:`OddNet`."""
     return torch.randn(4, 6, generator=_generator(step, micro, rank))
 
 
 def square_loss(module: nn.Module, batch: Tensor) -> Tensor:
-    """Mean square of the output, cast to what the module computes in first."""
+    """Return the mean square of the output, for input that is cast to the dtype of the module."""
     return module(batch.to(next(module.parameters()).dtype)).float().square().mean()
 
 

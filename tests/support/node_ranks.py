@@ -1,7 +1,7 @@
 """The script that ``tests/nodes.py`` starts on every rank: a small GPT, and a checkpoint every two steps.
 
-Rank 0 writes what is to be compared into ``--out``, one JSON object a line: of each step the losses of its samples, in
-their order, and a digest of the weights; of each save and load a digest of all masters and states.
+Rank 0 writes the facts that are compared into ``--out``, one JSON object a line: for each step the losses of its
+samples, in their order, and a digest of the weights; for each save and load a digest of all masters and states.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tests.support.training import from_all_ranks, weights
 ROOT = Path(__file__).parents[2]
 CONTEXT, BATCH, SAVE_EVERY = 16, 4, 2
 
-#: Of the steps and saves of a run: in which one its functions are listed, and in which one it stops in one of them.
+#: The step and the save of a run in which functions are listed, and those in which the run stops in one of them.
 LISTED, STOPPED = {"step": 1, "save": 0}, {"step": 4, "save": 1}
 
-#: Seconds for whoever has started this to do their part.
+#: Seconds that the process which has started this may take for its part.
 PATIENCE = 120.0
 
 
@@ -59,7 +59,7 @@ def config(stage: int) -> dict[str, Any]:
     ds_config: dict[str, Any] = json.loads((ROOT / "ds_configs" / "quickstart.json").read_text())
     ds_config |= {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": 1, "steps_per_print": 10**9,
                   "checkpoint": {"use_node_local_storage": True}, "layerwise": {}}
-    # "auto" measures which of its dtypes is faster, and may find another one in another run.
+    # "auto" measures which dtype is faster, and may find another one in another run.
     ds_config["optimizer"]["params"]["ns_dtype"] = "fp32"
     ds_config["scheduler"]["params"] |= {"warmup_num_steps": 4, "warmup_min_ratio": 0.1}
     ds_config["zero_optimization"] |= {"stage": stage, "reduce_bucket_size": 10_000}
@@ -74,10 +74,10 @@ def digest(tensors: Mapping[Any, Tensor]) -> str:
 
 
 def wait_for(path: Path) -> str:
-    """The text of a file that comes.
+    """Wait for a file, and return its text.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: the file does not come.
     """
     until = time.monotonic() + PATIENCE
     while not path.exists():
@@ -88,7 +88,7 @@ def wait_for(path: Path) -> str:
 
 
 class Run:
-    """One start of the script."""
+    """A start of the script."""
 
     def __init__(self, engine: Any, options: argparse.Namespace) -> None:
         self.engine, self.options = engine, options
@@ -103,7 +103,7 @@ class Run:
                 file.write(json.dumps(facts).encode() + b"\n")
 
     def tell(self, name: str, text: str) -> None:
-        """Write a file for which somebody waits; it is whole as soon as it is there."""
+        """Write a file that somebody waits for. It is whole as soon as it is there."""
         (self.options.out / "part").write_text(text)
         (self.options.out / "part").rename(self.options.out / name)
 
@@ -139,7 +139,7 @@ class Run:
                 self.note(saved=step + 1, states=digest(whole_states(self.engine)))
 
     def step(self, step: int) -> list[float]:
-        """One step, whose samples are the same for any number of ranks; returns their losses."""
+        """Train on the samples of a step, the same for any number of ranks; returns their losses."""
         losses: list[float] = []
         for micro in range(self.engine.gradient_accumulation_steps()):
             first = step * BATCH + micro * self.world_size + self.rank
@@ -151,7 +151,7 @@ class Run:
         return losses
 
     def moment(self, kind: str) -> AbstractContextManager[object]:
-        """A step or a save, in the middle of which this rank may stop."""
+        """Return the context of a step or a save, in the middle of which this rank may stop."""
         number, self.met[kind] = self.met[kind], self.met[kind] + 1
         if kind != self.options.stop_in or self.rank != self.options.stop_rank:
             return nullcontext()

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class ThreadPeers:
-    """One rank's view of ``size`` ranks. ``calls`` has what it asked of the others: which method, what shape."""
+    """A rank's view of ``size`` ranks. ``calls`` lists its requests to the others: method and shape."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(slots)
@@ -30,18 +30,18 @@ class ThreadPeers:
         return together
 
     def gather(self, value: Tensor) -> Tensor:
-        """Everyone's ``value``, stacked."""
+        """Return everyone's ``value``, stacked."""
         assert value.is_contiguous()
         return self._exchange("gather", value)
 
     def sum_(self, value: Tensor) -> Tensor:
-        """The sum of everyone's ``value``."""
+        """Return the sum of everyone's ``value``."""
         assert value.is_contiguous(), "as collectives ask for"
         return self._exchange("sum", value).sum(0)
 
 
 def on_ranks(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:
-    """What ``function`` returns for each of ``size`` ranks that run side by side."""
+    """Return the results of ``function`` for each of ``size`` ranks that run side by side."""
     slots, barrier = [None] * size, threading.Barrier(size)
 
     def run(rank: int) -> Any:

@@ -1,6 +1,7 @@
-"""What each rank hands to collectives: one process plays the ranks one by one, in groups of torch's ``fake`` backend.
+"""A player that notes each rank's collectives: one process plays the ranks in turn, in groups of torch's ``fake``
+backend.
 
-Collectives are noted, and nothing travels. Tensors are on torch's meta device, so that models may have any size.
+Nothing travels. Tensors are on torch's meta device, so that models may have any size.
 """
 
 from __future__ import annotations
@@ -27,36 +28,36 @@ from ds_layerwise.ranks.comm import comm
 
 META = torch.device("meta")
 
-#: What every part that goes to another rank, or comes from one, is to start at: NCCL copies such parts in packs of so
-#: many bytes if all of them do, and element by element if one does not.
+#: Every part that goes to another rank, or comes from one, must start at a multiple of this. NCCL copies such parts in
+#: packs of so many bytes if all of them do, and element by element if one does not.
 PACK_BYTES = 16
 
-#: The ranks of a group, and torch's name of it, which counts the groups that a rank has made.
+#: The ranks of a group, and torch's name of the group, which counts the groups that a rank has made.
 GroupKey = tuple[tuple[int, ...], str]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective as one rank asks for it."""
+    """A collective as one rank asks for it."""
 
     group: GroupKey
     kind: str
     dtype: torch.dtype
     sent: tuple[int, ...]
-    """By rank of the group, how many elements go there; of a sum, how many of its summands."""
+    """Elements that go to each rank of the group; of a sum, the number of its summands there."""
     received: tuple[int, ...]
-    """By rank of the group, how many come from there."""
+    """Elements that come from each rank of the group."""
 
 
 class Memory(NamedTuple):
-    """Where in memory something is, in bytes."""
+    """A place in memory, in bytes."""
 
     storage: int
     start: int
     stop: int
 
     def overlaps(self, other: Memory) -> bool:
-        """Whether both have some of it."""
+        """Return whether both have a byte in common."""
         return self.storage == other.storage and max(self.start, other.start) < min(self.stop, other.stop)
 
 
@@ -67,7 +68,7 @@ def _memory(tensor: Tensor) -> Memory:
 
 
 def _cut(tensor: Tensor, numels: Sequence[int]) -> list[Memory]:
-    """Where parts of ``numels`` of one tensor are."""
+    """Return the places of parts of ``numels`` elements of a tensor."""
     assert sum(numels) == tensor.numel() and tensor.dim() == 1
     storage, start, _ = _memory(tensor)
     stops = [start + stop * tensor.itemsize for stop in accumulate(numels)]
@@ -75,28 +76,28 @@ def _cut(tensor: Tensor, numels: Sequence[int]) -> list[Memory]:
 
 
 class Work:
-    """A collective that is over when ``luck`` says so, or somebody waits for it."""
+    """A collective that is over when ``luck`` says so, or when somebody waits for it."""
 
     def __init__(self, luck: random.Random) -> None:
         self._luck, self._is_over = luck, False
 
     def is_completed(self) -> bool:
-        """Whether it is over; it then stays so."""
+        """Return whether the collective is over. Once over, it stays so."""
         self._is_over = self._is_over or self._luck.random() < 0.5
         return self._is_over
 
     def wait(self) -> None:
-        """It is over."""
+        """End the collective."""
         self._is_over = True
 
 
 class Player:
-    """Notes what the rank at hand asks for.
+    """A player that notes the collectives of the current rank.
 
     Args:
         size: of the world.
-        on_device: whether what travels is on a device: then parts of a collective must start at multiples of
-            :data:`PACK_BYTES`.
+        on_device: whether the tensors that travel are on a device. Then parts of a collective must start at multiples
+        of :data:`PACK_BYTES`.
     """
 
     def __init__(self, size: int, *, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +105,7 @@ class Player:
         self.rank = -1
         self.calls: list[Call] = []
         self.made: list[GroupKey] = []
-        """Groups that the rank at hand has made, or at which it was there when they were."""
+        """Groups that the current rank has made, or at whose making it was present."""
         self._luck = random.Random()
         self._objects: dict[tuple[int, int], Any] = {}
         self._num_gathered = 0
@@ -136,7 +137,7 @@ class Player:
             distributed.destroy_process_group()
 
     def _gather_objects(self, value: Any, *, group: Any) -> list[Any]:
-        """What was said here by the ranks that were played before; by others, what this one says."""
+        """Return the objects of the ranks that were played before. Ranks not yet played say the same as this one."""
         assert group is None
         self._objects[self.rank, self._num_gathered] = value
         self._num_gathered += 1
@@ -144,7 +145,7 @@ class Player:
 
     def _new_group(self, make: Callable[..., Any], ranks: Sequence[int], **kwargs: Any) -> Any:
         group = make(list(ranks), **kwargs)
-        # The name is the same on the ranks that have made as many groups before; those outside have none.
+        # The name is the same on the ranks that have made as many groups before. Ranks outside have no name for it.
         self.made.append((tuple(ranks), group.group_name if self.rank in ranks else ""))
         return group
 
@@ -196,7 +197,8 @@ class Player:
 
     @staticmethod
     def _several(value: Tensor | Sequence[Tensor], size: int) -> tuple[list[int], list[Memory], list[Tensor]]:
-        """How much is for, or from, each rank, and where; a list, or one tensor in equal parts."""
+        """Return how much is for, or from, each rank, and its place; ``value`` is a list, or one tensor in equal parts.
+        """
         if isinstance(value, Tensor):
             numels = [_share(value, size)] * size
             return numels, _cut(value, numels), [value]
@@ -204,7 +206,8 @@ class Player:
 
     @staticmethod
     def _check_in_place(own: Memory, of_ranks: list[Memory], place: int) -> None:
-        """A sum may overwrite this rank's own part of what it reads, and a gather read that of what it writes."""
+        """Check that a sum overwrites at most this rank's own part of its input, and a gather reads at most that of its
+        output."""
         assert own == of_ranks[place] or not own.overlaps(
             Memory(of_ranks[0].storage, min(part.start for part in of_ranks), max(part.stop for part in of_ranks)))
 
@@ -219,7 +222,7 @@ def check_calls(by_rank: dict[int, list[Call]], *, in_one_order: bool) -> None:
 
     Args:
         by_rank: the calls of the ranks that were played, in order; the others are left out.
-        in_one_order: whether that holds also for the order of collectives of several groups that ranks share.
+        in_one_order: whether the order of collectives of several groups that ranks share must agree, too.
     """
     of_group: dict[GroupKey, dict[int, list[Call]]] = defaultdict(lambda: defaultdict(list))
     for rank, calls in by_rank.items():

@@ -1,7 +1,7 @@
 """SOAP, KL-SOAP and Shampoo once more, for one matrix in float64: numpy, no batches, every formula as a paper has it.
 
 Sums of eigenvectors times their eigenvalues stand in place of bases where that is possible, and loops over columns in
-place of sorting, so that little is computed as the package does.
+place of sorting. So little is computed in the way of the package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tests.support.decay import decayed, given
 
 
 def float64(value: Any) -> Any:
-    """A copy of a tensor, or array."""
+    """Return a float64 copy of a tensor or array."""
     return np.asarray(value).astype(np.float64)
 
 
@@ -22,8 +22,8 @@ class Soap:
     """SOAP of one matrix.
 
     Args:
-        state: what to go on from, by the names of the package's states; from nothing if None.
-        sides: those that have a factor, of those in ``state``.
+        state: the states to start from, by the names of the package; None starts from zeros.
+        sides: the sides that have a factor, among those in ``state``.
     """
 
     def __init__(self, weight, *, state=None, kl=False, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1,
@@ -44,7 +44,7 @@ class Soap:
         self.t = int(self.s["step"])
 
     def step(self, grad):
-        """One step."""
+        """Take a step."""
         g = given(self.w, float64(grad), self.weight_decay, self.method)
         self.t += 1
         update = None
@@ -107,7 +107,7 @@ class Soap:
 
 
 class Shampoo:
-    """Shampoo of one matrix, from nothing; ``sides`` are those that have a factor."""
+    """Shampoo of one matrix, from zeros; ``sides`` are the sides that have a factor."""
 
     def __init__(self, weight, *, lr, weight_decay=0.0, betas, eps, shampoo_beta=0.95, every=1, grafting=True,
                  summed=False, matrix_eps=1e-6, limit=0.0, correct=True, sides="LR",
@@ -123,7 +123,7 @@ class Shampoo:
         self.t = 0
 
     def step(self, grad):
-        """One step. Factors are made of all gradients so far."""
+        """Take a step. Factors are made of all gradients so far."""
         g, (b1, b2) = given(self.w, float64(grad), self.weight_decay, self.method), self.betas
         self.t += 1
         self.history.append(g)

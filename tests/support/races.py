@@ -1,16 +1,16 @@
-"""A device with streams on which nothing may depend on luck: what two streams do to one memory must be in order.
+"""A device whose streams must not depend on luck: two accesses of two streams to one memory must be in order.
 
-An operation on a stream begins when those before it there are over, and nobody knows when that is on another stream:
-so two of them that touch the same memory, of which one writes, are a race, unless the second stream has waited for
-the first. Every schedule that streams could take is so covered by one run, on a CPU and on values that do not matter.
+An operation on a stream begins when the earlier ones there are over. Nobody knows when that is on another stream. So
+two operations that touch the same memory, and of which one writes, are a race, unless the second stream has waited for
+the first. One run covers every schedule that streams could take, on a CPU and on values that do not matter.
 
 Note: collectives are played as NCCL runs them
-    Those of a group have a stream of their own, that first waits for the current one. A wait holds up the current
-    stream and not the host, and until then what they read and write is kept alive.
+    The collectives of a group have a stream of their own, which first waits for the current one. A wait holds up the
+    current stream and not the host. Until then the memory that they read and write is kept alive.
 
 Note: memory that is let go of
-    It goes back to the stream that was current when it was taken, and whoever takes it there next writes at once. So
-    by then that stream must have waited for what others do with it, or have been told of them by ``record_stream``.
+    The memory goes back to the stream that was current when it was taken, and its next owner there writes at once. So
+    by then that stream must have waited for the accesses of others, or ``record_stream`` must have named these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Race(AssertionError):
 
 
 class Timeline:
-    """Knows how much of each stream is over when its own next operation begins."""
+    """A stream that knows how much of each stream is over when its own next operation begins."""
 
     def __init__(self, machine: Machine, name: str) -> None:
         self.machine, self.name = machine, name
@@ -47,7 +47,7 @@ class Timeline:
         self.learn(other.everything())
 
     def record_event(self) -> dict[Timeline, int]:
-        """What is over when all that has been given so far is."""
+        """Return the operations that are over when everything queued here is."""
         return self.everything()
 
     def wait_event(self, event: dict[Timeline, int]) -> None:
@@ -56,23 +56,23 @@ class Timeline:
         self.learn(event)
 
     def everything(self) -> dict[Timeline, int]:
-        """What is over when all that is queued here is."""
+        """Return the operations that are over when everything queued here is."""
         return {**self.knows, self: self.done}
 
     def learn(self, known: dict[Timeline, int]) -> None:
-        """Begin nothing more before that."""
+        """Begin nothing more before the operations of ``known`` are over."""
         self.machine.look_for_freed()
         for stream, done in known.items():
             self.knows[stream] = max(done, self.knows.get(stream, 0))
 
     def has_seen(self, stream: Timeline, number: int) -> bool:
-        """Whether operation ``number`` of ``stream`` is over when the next one here begins."""
+        """Return whether operation ``number`` of ``stream`` is over when the next one here begins."""
         return stream is self or self.knows.get(stream, 0) >= number
 
 
 @dataclass(frozen=True)
 class Access:
-    """One operation on bytes ``[start, stop)`` of a storage."""
+    """An operation on bytes ``[start, stop)`` of a storage."""
 
     what: str
     stream: Timeline
@@ -84,14 +84,14 @@ class Access:
 
 @dataclass
 class Memory:
-    """A storage, and who has touched it."""
+    """A storage, and the operations that have touched it."""
 
     alive: StorageWeakRef
     taken_on: Timeline | None
-    """None where it was there before."""
+    """None where the storage was there before."""
     accesses: list[Access] = field(default_factory=list)
     told_of: set[Timeline] = field(default_factory=set)
-    """Streams that the allocator has been told of."""
+    """Streams that ``record_stream`` has named."""
 
 
 class Work:
@@ -106,7 +106,7 @@ class Work:
         self._held = ()
 
     def is_completed(self) -> bool:
-        """Nobody may ask."""
+        """Raise: nobody may ask."""
         raise AssertionError("asks the device from the host")
 
 
@@ -120,18 +120,18 @@ class Machine(Streams, TorchDispatchMode):
         self._memories: dict[int, Memory] = {}
         self._of_groups: dict[Any, Timeline] = {}
         self.launched: list[tuple[Any, Timeline]] = []
-        """By collective, its group, and the stream on which it was asked for."""
+        """The group of each collective, and the stream on which it was asked for."""
 
     # --- as DeepSpeed's accelerators -------------------------------------------------------------------------------
 
     def record_stream(self, tensor: Tensor, stream: Timeline) -> None:
-        """Let nobody have the memory of ``tensor`` before what ``stream`` has been given so far is over."""
+        """Keep the memory of ``tensor`` until the operations that ``stream`` has so far are over."""
         self._memory_of(tensor).told_of.add(stream)
 
     # --- what runs -------------------------------------------------------------------------------------------------
 
     def collective(self, reads: Sequence[Tensor], writes: Sequence[Tensor], group: Any) -> Work:
-        """Begin one on the stream of ``group``."""
+        """Begin a collective on the stream of ``group``."""
         self.look_for_freed()
         stream = self._of_groups.setdefault(group, Timeline(self, f"of group {group}"))
         stream.learn(self.current.everything())
@@ -182,14 +182,14 @@ class Machine(Streams, TorchDispatchMode):
             memory.accesses.append(this)
 
     def _memory_of(self, tensor: Tensor, taken_on: Timeline | None = None) -> Memory:
-        # By address: two storages may be of the same memory.
+        # Two storages may share memory, so the key is the address.
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in self._memories:
             self._memories[storage.data_ptr()] = Memory(StorageWeakRef(storage), taken_on)
         return self._memories[storage.data_ptr()]
 
     def look_for_freed(self) -> None:
-        """Check memory that nobody holds any more; called before any stream may learn more than it knew then."""
+        """Check memory that nobody holds any more. Call this before any stream may learn more than it knew then."""
         for key, memory in list(self._memories.items()):
             if not memory.alive.expired():
                 continue

@@ -1,8 +1,8 @@
 """Be rank 0 of many in one process: real engines on groups of torch's ``fake`` backend.
 
-The collectives of buckets are a :class:`Network`'s; all others, such as those of an engine's start, answer at once,
-as if all ranks said the same. So values of other ranks' shards are wrong, and their norms missing: what counts is what
-this rank does, and when.
+A :class:`Network` runs the collectives of buckets. All others, such as those of an engine's start, answer at once, as
+if all ranks said the same. So values of other ranks' shards are wrong, and their norms missing. Tests look at the
+operations of this rank, and at their order.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ class Over:
     """A collective that was over at once."""
 
     def is_completed(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
 
 class Network:
-    """:mod:`deepspeed.comm`, but for the collectives of buckets, which are noted. Sums are those of ranks with equal
+    """:mod:`deepspeed.comm`, except that it notes the collectives of buckets. Sums are those of ranks with equal
     gradients; an exchange brings zeros."""
 
     def __init__(self) -> None:
         self.begun: list[tuple[str, int, int]] = []
-        """By collective its kind, the bytes of all that this rank reads of or writes to others, and the ranks."""
+        """The kind of each collective, the bytes that this rank reads from or writes to others, and the number of
+        ranks."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(deepspeed.comm, name)
 
     def begin(self, kind: str, nbytes: int, group: Any, tensors: Sequence[Tensor]) -> Any:
-        """Begin a collective, and return what is waited for."""
+        """Note a collective, and return an object to wait for."""
         self.begun.append((kind, nbytes, comm.size_of(group)))
         return Over()
 
@@ -68,11 +69,11 @@ class Network:
         return self.begin("all_to_all", max(out.nbytes, sent.nbytes), group, [out, sent])
 
     def all_gather_into_tensor(self, out: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
-        """Leave what arrives as it is."""
+        """Leave the received part as it is."""
         return self.begin("all_gather", out.nbytes, group, [out, own])
 
     def all_gather(self, parts: Sequence[Tensor], own: Tensor, *, group: Any, async_op: bool) -> Any:
-        """Leave what arrives as it is."""
+        """Leave the received parts as they are."""
         return self.begin("all_gather", sum(part.nbytes for part in parts), group, [*parts, own])
 
 
@@ -83,7 +84,7 @@ class Count:
         self.function, self.calls = function, 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Count, and call it."""
+        """Count the call, and make it."""
         self.calls += 1
         return self.function(*args, **kwargs)
 

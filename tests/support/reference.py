@@ -1,11 +1,11 @@
-"""The oracle: what training must give, written out for one process, without buffers, ranks or collectives.
+"""The oracle: the training to compare with, written out for one process, without buffers, ranks or collectives.
 
 It knows DeepSpeed's engine semantics and nothing of this package: a micro-batch's loss is divided by the number of
 accumulation steps, gradients are summed over micro-batches in the accumulation dtype and averaged over ranks in
 float32, clipped by their global norm, and only then enter Muon (matrices) or AdamW (everything else). A parameter
 that got no gradient has a gradient of zeros, as in the engine's flat buffers, so its state and weight still decay.
 
-Everything is float32 and in the plainest order; a comparison that wants bits needs whole-number gradients
+Everything is float32 and in the plainest order. A comparison to the bit needs whole-number gradients
 (:func:`whole_number_gradients`) and a power of two of ranks and micro-batches.
 """
 
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 #: with as many rows as each of a batch is cut into blocks of columns.
 View = tuple[int, int, int]
 
-#: Of one micro-batch on one rank, by parameter name; a parameter that took no part is missing or None.
+#: Gradients of one micro-batch on one rank, by parameter name. A parameter that took no part is missing or None.
 Gradients = Mapping[str, "Tensor | None"]
 
 #: Five times the coefficients of https://kellerjordan.github.io/posts/muon/
@@ -36,7 +36,7 @@ class Recipe:
     """Everything that decides a run, apart from the model and its data."""
 
     matrices: Mapping[str, View] = field(default_factory=dict)
-    """Who is trained by Muon, and as which matrices; all others by AdamW."""
+    """Matrices that Muon trains, with their views; AdamW trains all others."""
 
     world_size: int = 1
     gas: int = 1
@@ -55,27 +55,27 @@ class Recipe:
     weight_decay: float = 0.0
 
     lr: Mapping[str, float] = field(default_factory=dict)
-    """By parameter name, instead of ``muon_lr`` or ``adam_lr``."""
+    """Learning rates by parameter name, instead of ``muon_lr`` or ``adam_lr``."""
     wd: Mapping[str, float] = field(default_factory=dict)
-    """By parameter name, instead of ``weight_decay``."""
+    """Weight decay by parameter name, instead of ``weight_decay``."""
     schedule: Callable[[int], float] = lambda step: 1.0
-    """Multiplies every learning rate; the argument counts engine steps from 0, skipped ones included."""
+    """Factor of every learning rate; the argument counts engine steps from 0, skipped ones included."""
 
     param_dtype: torch.dtype = torch.float32
-    """What forward and backward run in. Masters start from the weights rounded to it."""
+    """The dtype of forward and backward. Masters start from the weights rounded to it."""
     accum_dtype: torch.dtype = torch.float32
-    """What micro-batches are added up in."""
+    """The dtype in which micro-batches are added up."""
     skip: bool = False
     """A step whose gradients are not all finite changes nothing."""
     loss_scale: LossScale | None = None
     """Dynamic loss scaling, which skips such steps, too, and changes the scale."""
 
     def lr_of(self, name: str, step: int) -> float:
-        """The learning rate of one parameter in one step."""
+        """Return the learning rate of a parameter in a step."""
         return self.lr.get(name, self.muon_lr if name in self.matrices else self.adam_lr) * self.schedule(step)
 
     def wd_of(self, name: str) -> float:
-        """The weight decay of one parameter."""
+        """Return the weight decay of a parameter."""
         return self.wd.get(name, self.weight_decay)
 
 
@@ -85,13 +85,13 @@ class LossScale:
 
     initial: float = 2.0**16
     window: int = 1000
-    """Doubles when this many steps in a row ran without overflow, the first after an overflow not counted."""
+    """The scale doubles after this many steps in a row without overflow; the first after an overflow does not count."""
     hysteresis: int = 2
-    """Halves from this overflow on; the earlier ones since it last doubled only skip their step."""
+    """The scale halves from this overflow on; the earlier ones since it last doubled only skip their step."""
     smallest: float = 1.0
 
     def after(self, overflows: Sequence[bool]) -> float:
-        """The scale after steps that did or didn't overflow, from the beginning of the run."""
+        """Return the scale after steps that did or didn't overflow, from the beginning of the run."""
         scale, patience, clean = self.initial, self.hysteresis, 0
         for overflow in overflows:
             if overflow:
@@ -109,7 +109,7 @@ class LossScale:
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
-    """What one step saw and did."""
+    """The facts of a step."""
 
     loss: float
     """Mean over ranks and micro-batches, not scaled; NaN when trained on gradients alone."""
@@ -118,7 +118,7 @@ class Step:
     norm: float
     """The L2 norm of all of ``grads``; infinite if the step was skipped."""
     clip_factor: float
-    """What the gradients were divided by; 1 or more."""
+    """The divisor of the gradients; 1 or more."""
     loss_scale: float
     """The scale that this step's loss was multiplied with."""
     skipped: bool
@@ -142,20 +142,20 @@ class Reference:
             keys = ["momentum_buffer"] if name in recipe.matrices else ["exp_avg", "exp_avg_sq"]
             self.state[name] = {key: torch.zeros_like(p) for key in keys}
         self.updates = 0
-        """Steps that were not skipped: what bias correction counts."""
+        """The number of steps that were not skipped, for bias correction."""
         self.overflows: list[bool] = []
 
     @property
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied with."""
+        """Return the factor of the next step's loss."""
         return self.recipe.loss_scale.after(self.overflows) if self.recipe.loss_scale else 1.0
 
     def model_params(self) -> dict[str, Tensor]:
-        """The weights that forward and backward see."""
+        """Return the weights that forward and backward see."""
         return {n: p.to(self.recipe.param_dtype) for n, p in self.params.items()}
 
     def step(self, grads: Sequence[Sequence[Gradients]], loss: float = math.nan) -> Step:
-        """One optimizer step.
+        """Take an optimizer step.
 
         Args:
             grads: ``grads[rank][micro]``, of the scaled loss divided by ``gas``, as backward leaves them.
@@ -178,7 +178,7 @@ class Reference:
         return Step(loss=loss, grads=reduced, norm=norm, clip_factor=factor, loss_scale=scale, skipped=False)
 
     def _reduce(self, grads: Sequence[Sequence[Gradients]]) -> dict[str, Tensor]:
-        """Sum over micro-batches, mean over ranks."""
+        """Return the mean over ranks of the sums over micro-batches."""
         reduced = {}
         for name, p in self.params.items():
             total = torch.zeros_like(p)
@@ -231,7 +231,8 @@ def newton_schulz(matrices: Tensor, coefficients: Sequence[tuple[float, float, f
 
 
 def largest_singular_value(coefficients: Sequence[tuple[float, float, float]]) -> float:
-    """The top of the curve that ``coefficients`` make of singular values up to 1; rounding noise may end there, too."""
+    """Return the top of the curve that ``coefficients`` make of singular values up to 1. Rounding noise may reach it,
+    too."""
     s = torch.logspace(-8, 0, 20000, dtype=torch.float64)
     for a, b, c in coefficients:
         s = a * s + b * s**3 + c * s**5
@@ -246,7 +247,7 @@ class Run:
     params: dict[str, Tensor]
     """Masters, float32."""
     model_params: dict[str, Tensor]
-    """What a rank's module holds."""
+    """The weights that a rank's module holds."""
     state: dict[str, dict[str, Tensor]]
     """``momentum_buffer`` of matrices, ``exp_avg`` and ``exp_avg_sq`` of the others, shaped like the parameter."""
     updates: int
@@ -254,7 +255,7 @@ class Run:
 
     @property
     def losses(self) -> list[float]:
-        """One a step, mean over ranks and micro-batches."""
+        """Return the losses of the steps, each a mean over ranks and micro-batches."""
         return [step.loss for step in self.steps]
 
 
@@ -264,7 +265,7 @@ def _finish(reference: Reference, steps: list[Step]) -> Run:
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """What an engine trains: parameters that require a gradient and have elements, each once, in model order."""
+    """Return the parameters that an engine trains: with a gradient and elements, each once, in model order."""
     return {n: p for n, p in module.named_parameters() if p.requires_grad and getattr(p, "ds_numel", p.numel()) > 0}
 
 
@@ -303,7 +304,7 @@ def train_on_gradients(params: Mapping[str, Tensor], gradient: Callable[[str, to
                        recipe: Recipe, num_steps: int) -> Run:
     """Train parameters on gradients given as a function of (name, shape, step, micro-batch, rank).
 
-    ``gradient`` is that of a micro-batch's own loss, before the engine divides by the accumulation steps.
+    ``gradient`` belongs to a micro-batch's own loss, before the engine divides by the accumulation steps.
     """
     reference = Reference(params, recipe)
     steps = []
@@ -318,9 +319,9 @@ def train_on_gradients(params: Mapping[str, Tensor], gradient: Callable[[str, to
 
 
 def whole_number_gradients(name: str, shape: Sequence[int], step: int, micro: int, rank: int) -> Tensor:
-    """A gradient of small whole numbers, other ones for every argument.
+    """Return a gradient of small whole numbers, a different one for every argument.
 
-    Whole numbers add up exactly in any order, so that no error in a reduction hides behind a tolerance; up to 8 they
+    Whole numbers add up exactly in any order, so that no error in a reduction hides behind a tolerance. Numbers up to 8
     are exact in bfloat16, too.
     """
     seed = zlib.crc32(f"{name} {step} {micro} {rank}".encode())
@@ -328,12 +329,13 @@ def whole_number_gradients(name: str, shape: Sequence[int], step: int, micro: in
 
 
 def whole_number_loss(module: nn.Module, place: tuple[int, int, int], unused: Collection[str] = ()) -> Tensor:
-    """A loss whose gradients are :func:`whole_number_gradients` of a (step, micro-batch, rank), but for ``unused``."""
+    """Return a loss whose gradients are :func:`whole_number_gradients` of a (step, micro-batch, rank), except for
+    ``unused``."""
     total: Any = 0.0
     for name in trainable(module):
         if name in unused:
             continue
-        # Asking a module for it makes it whole at ZeRO stage 3.
+        # ``get_parameter`` makes the parameter whole at ZeRO stage 3.
         p = module.get_parameter(name)
         total = total + (p * whole_number_gradients(name, p.shape, *place).to(p)).float().sum()
     return total

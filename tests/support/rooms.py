@@ -1,4 +1,4 @@
-"""Which rooms of the package a test file guards: ``pytest -m sync`` runs what there is for ``ranks/sync.py``.
+"""Marks for the rooms of the package that a test file guards: ``pytest -m sync`` runs all tests of ``ranks/sync.py``.
 
 A room is a module, by its name without folders, or a folder with all that is in it.
 """
@@ -12,12 +12,12 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "ds_layerwise"
 
-#: Of files that guard no room: tests of the tests, of examples and of what is installed.
+#: The mark of files that guard no room: tests of the tests, of examples and of installed packages.
 OUTSIDE = "outside"
 
 
 def folders_by_room() -> dict[str, tuple[str, ...]]:
-    """By the name of every module and folder, the folders of the modules with that name."""
+    """Return by the name of every module and folder the folders of the modules with that name."""
     found: dict[str, set[str]] = {OUTSIDE: set()}
     for path in sorted(PACKAGE.rglob("*.py")):
         *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
@@ -29,7 +29,7 @@ def folders_by_room() -> dict[str, tuple[str, ...]]:
 
 
 def rooms(*names: str) -> list[pytest.MarkDecorator]:
-    """The marks of a test file that guards these rooms, and so their folders, too."""
+    """Return the marks of a test file that guards these rooms, and so their folders, too."""
     known = folders_by_room()
     if unknown := set(names) - known.keys():
         raise ValueError(f"{min(unknown)} is no module or folder of {PACKAGE.name}")
@@ -38,7 +38,7 @@ def rooms(*names: str) -> list[pytest.MarkDecorator]:
 
 
 def marker_lines() -> Iterator[str]:
-    """What pytest is told of the marks."""
+    """Yield the marks as lines of pytest's configuration."""
     for name, folders in folders_by_room().items():
         where = f"a module in {', '.join(folders)}" if folders else "a folder, or a module beside the folders"
         yield f"{name}: guards {name}, {where}"

@@ -1,4 +1,4 @@
-"""A device with streams that only know what was over when their next work begins."""
+"""A device with streams that only know which work was over when their next work begins."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Stream:
-    """Knows what is over when its next work begins, and how often it was told to wait."""
+    """A stream that knows the work that is over when its next work begins, and counts its waits."""
 
     def __init__(self) -> None:
         self.knows: set[Any] = set()
@@ -18,7 +18,7 @@ class Stream:
 
 
 class Streams:
-    """As much of an accelerator as work on several streams asks for.
+    """The part of an accelerator that work on several streams asks for.
 
     Args:
         make: makes a stream.
@@ -29,16 +29,16 @@ class Streams:
         self.current = make()
 
     def is_synchronized_device(self) -> bool:
-        """It has streams."""
+        """Return False: the device has streams."""
         return False
 
     def current_stream(self) -> Any:
-        """On which operations are queued now."""
+        """Return the stream on which operations are queued now."""
         return self.current
 
     @contextmanager
     def stream(self, stream: Any) -> Iterator[None]:
-        """Queue there."""
+        """Queue operations on ``stream`` inside."""
         before, self.current = self.current, stream
         try:
             yield
@@ -47,7 +47,7 @@ class Streams:
 
 
 class Device(Streams):
-    """Has streams of the kind above."""
+    """A device with streams of the class :class:`Stream`."""
 
     def __init__(self) -> None:
         super().__init__(Stream)

@@ -78,20 +78,21 @@ class _SumOfParts(torch.autograd.Function):
 
 
 def part(whole: Tensor, dim: int, mpu: Mpu | None) -> Tensor:
-    """This rank's part of ``whole``."""
+    """Return this rank's part of ``whole``."""
     if mpu is None:
         return whole
     return whole.chunk(mpu.get_model_parallel_world_size(), dim)[mpu.get_model_parallel_rank()].contiguous()
 
 
 def mark(param: nn.Parameter, dim: int, **more: int) -> None:
-    """Say of a part, as Megatron does, what axis it is cut along."""
+    """Mark a part, as Megatron does, with the axis that it is cut along."""
     for key, value in {"tensor_model_parallel": True, "partition_dim": dim, **more}.items():
         setattr(param, key, value)
 
 
 class Linear(nn.Module):
-    """A linear layer, whole without an ``mpu``; cut along its rows (with its bias) or columns, and marked, with one."""
+    """A linear layer, whole without an ``mpu``. With one it is cut along its rows (with its bias) or columns, and
+    marked."""
 
     def __init__(self, rows: int, cols: int, dim: int | None, mpu: Mpu | None) -> None:
         super().__init__()
@@ -106,7 +107,7 @@ class Linear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Cut along the vocabulary."""
+    """An embedding that is cut along the vocabulary."""
 
     def __init__(self, rows: int, cols: int, mpu: Mpu | None) -> None:
         super().__init__()
@@ -155,13 +156,13 @@ class Net(nn.Module):
 
 
 def batch(step: int, micro: int, rank: int) -> Tensor:
-    """Tokens for a data-parallel rank; its tensor-parallel ranks see the same."""
+    """Return tokens for a data-parallel rank. Its tensor-parallel ranks get the same."""
     seed = 1 + rank + 100 * micro + 10_000 * step
     return torch.randint(0, 16, (3, 5), generator=torch.Generator().manual_seed(seed))
 
 
 def dim_of(name: str) -> int | None:
-    """The axis of a parameter of :class:`Net` that is cut."""
+    """Return the axis along which a parameter of :class:`Net` is cut."""
     layer, _, kind = name.partition(".")
     if layer == "embed":
         return 0

@@ -1,4 +1,4 @@
-"""Train with a real engine: a model that has one of everything, a config, and what a test looks at."""
+"""Training with a real engine: a model with parameters of every kind, a config, and values that tests compare."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from tests.support.reference import Recipe, trainable, whole_number_loss
 
 
 class Net(nn.Module):
-    """Matrices of several shapes, an embedding, a head that may be tied, vectors, and parts that may be frozen.
+    """A model with matrices of several shapes, an embedding, a head that may be tied, vectors, and parts that may be
+    frozen.
 
-    Its loss has whole numbers for gradients: other ones in every step, micro-batch and rank.
+    Its loss has gradients of whole numbers, different in every step, micro-batch and rank.
     """
 
     def __init__(self, *, tied=False, frozen=False, odd=False):
@@ -53,7 +54,7 @@ MATRICES = {"square.weight": (1, 12, 12), "tall.weight": (1, 40, 12), "flat.weig
             "twin.weight": (1, 12, 12), "conv.weight": (1, 5, 27), "experts": (3, 6, 9), "transposed": (1, 12, 24),
             "unused.weight": (1, 8, 12)}
 
-#: Where parameters differ in kind: tied, frozen, unused, empty and non-contiguous ones.
+#: Models with parameters of other kinds: tied, frozen, unused, empty and non-contiguous ones.
 VARIANTS = {"plain": {}, "tied": {"tied": True}, "frozen": {"frozen": True}, "odd": {"odd": True}}
 
 MUON = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "decay_vectors": True, "ns_method": "standard",
@@ -61,14 +62,14 @@ MUON = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1, "decay_vectors": True
 
 
 def recipe_for(module, **kwargs):
-    """What the oracle needs to do as ``ds_config`` says."""
+    """Return the recipe by which the oracle does as ``ds_config`` says."""
     names = trainable(module)
     return Recipe(matrices={n: v for n, v in MATRICES.items() if n in names}, world_size=dist.get_world_size(),
                   muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, **kwargs)
 
 
 def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, stage=1, layerwise=None, params=None, **changes):
-    """A DeepSpeed config; ``changes`` are top-level sections."""
+    """Return a DeepSpeed config; ``changes`` are top-level sections."""
     return {
         "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": gas, "gradient_clipping": clip,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_numel, "overlap_comm": overlap},
@@ -90,13 +91,13 @@ def allow_fp16():
 
 
 def start(module, config, **kwargs):
-    """A DeepSpeed engine on this backend."""
+    """Return a DeepSpeed engine on this backend."""
     engine, *_ = ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=config, **kwargs)
     return engine
 
 
 def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
-    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step. Returns the
+    """Train on whole-number gradients; ``check(step, reduced_gradients)`` runs between backward and step. Return the
     engine."""
     for step in range(first, first + num_steps):
         for micro in range(gas):
@@ -108,36 +109,37 @@ def train_engine(engine, num_steps, *, gas=1, first=0, check=None):
 
 
 def train_engines(engines, num_steps, **options):
-    """Several, one after the other."""
+    """Train several engines, one after the other."""
     for engine in engines:
         train_engine(engine, num_steps, **options)
 
 
 def raises_on_rank_1(kind, message):
-    """As pytest.raises, of what rank 1 finds: the others raise that it failed, and of what."""
+    """Return a ``pytest.raises`` for an error of rank 1; on the others, for the error that names rank 1 and its error.
+    """
     if dist.get_rank() == 1:
         return pytest.raises(kind, match=f"^{message}")
     return pytest.raises(LayerWiseError, match=f"rank 1 failed: {kind.__name__}: {message}")
 
 
 def reduced_gradients(engine):
-    """This rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
+    """Return this rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
     if engine.optimizer.settings.stage > 1:
-        # They are sums until the step.
+        # At these stages the gradients are sums until the step.
         internals.grad_sync(engine).finish()
     return {piece.name: (piece.param_start, internals.reduced(engine, piece.name).clone())
             for piece in internals.pieces(engine)}
 
 
 def from_all_ranks(mine, group=None):
-    """What each rank gives, by rank."""
+    """Return the values of all ranks, in order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
 
 
 def whole_gradients(engine):
-    """The averaged gradients, whole and 1-D, put together from all ranks."""
+    """Return the averaged gradients, whole and 1-D, put together from all ranks."""
     whole: dict[str, list[tuple[int, torch.Tensor]]] = {}
     for pieces in from_all_ranks(reduced_gradients(engine)):
         for name, (first, values) in pieces.items():
@@ -146,7 +148,7 @@ def whole_gradients(engine):
 
 
 def start_adamw(module):
-    """An engine of DeepSpeed's own AdamW, for what of ``module`` is trained, with this package registered."""
+    """Return an engine of DeepSpeed's own AdamW for the trainable parameters, with this package registered."""
     config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})
     del config["layerwise"]
     return ds_layerwise.initialize(model=module, config=config, model_parameters=[
@@ -154,12 +156,12 @@ def start_adamw(module):
 
 
 def weights(module):
-    """All parameters as one vector. At ZeRO stage 3 every rank must call this."""
+    """Return all parameters as one vector. At ZeRO stage 3 every rank must call this."""
     return torch.cat([whole(param).float().flatten() for param in module.parameters()])
 
 
 def whole(param):
-    """A parameter without its graph; a copy at ZeRO stage 3, where every rank must call this."""
+    """Return a parameter without its graph; a copy at ZeRO stage 3, where every rank must call this."""
     if not hasattr(param, "ds_id"):
         return param.detach()
     with deepspeed.zero.GatheredParameters(param):
@@ -167,7 +169,7 @@ def whole(param):
 
 
 def assert_same_on_all_ranks(module):
-    """Every rank's copy of the model is the same, bit for bit."""
+    """Check that every rank's copy of the model is the same, bit for bit."""
     mine = weights(module)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
@@ -176,12 +178,12 @@ def assert_same_on_all_ranks(module):
 
 
 def relative_error(value, expected):
-    """Of a tensor as a whole."""
+    """Return the relative error of a tensor as a whole."""
     return float((value - expected).norm() / expected.norm().clamp_min(1e-30))
 
 
 def poison(engine):
-    """Fill with NaN every element of every buffer that belongs to no parameter; how many these are on this rank."""
+    """Fill the elements of buffers that belong to no parameter with NaN; return how many these are on this rank."""
     optimizer, hit = engine.optimizer, 0
     for bucket in optimizer.layout.buckets:
         used = torch.zeros(bucket.numel, dtype=torch.bool)
@@ -199,7 +201,7 @@ def poison(engine):
 
 
 def arrive_late(monkeypatch):
-    """Send nothing before somebody waits for it: who does not, is sure to read what is old."""
+    """Send nothing before somebody waits for it, so that a reader that does not wait reads old values."""
     gather = Wire.gather
 
     def late(wire, memory, bucket, turn=None):

@@ -1,4 +1,4 @@
-"""Universal checkpoints in tests: what writes them besides this package, what else reads them, and a model to train."""
+"""Helpers for universal checkpoints: DeepSpeed's own writer and reader, and a model to train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.checkpoints import on_rank_0
 from tests.support.models import TINY_GPT_MATRICES, tiny_gpt, token_loss
 from tests.support.training import ds_config, start
 
-#: What each side of a resume is laid out by; the world size is the index plus one.
+#: The layout and the bucket size of each side of a resume; the world size is the index plus one.
 LAYOUTS = [("balanced", 600), ("lpt", 10**9), ("size_matching", 600), ("balanced", 1)]
 
 
@@ -25,7 +25,7 @@ class WithLoss(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = tiny_gpt(tied=True)
-        # More than float32 can count to.
+        # The count is beyond the whole numbers that float32 can hold.
         self.register_buffer("seen", torch.tensor(0))
 
     def forward(self, step):
@@ -34,19 +34,19 @@ class WithLoss(torch.nn.Module):
         return token_loss(self.inner, mine)
 
 
-#: Of :class:`WithLoss`, by name.
+#: Matrices of :class:`WithLoss`, by name.
 MATRICES = {f"inner.{name}" for name in TINY_GPT_MATRICES}
 
 
 def start_with_loss(*, layerwise=None, **changes):
-    """An engine on this backend that trains :class:`WithLoss`, laid out as this world size is."""
+    """Return an engine on this backend that trains :class:`WithLoss`, with the layout of this world size."""
     layout, bucket_numel = LAYOUTS[dist.get_world_size() - 1]
     return start(WithLoss(), ds_config(clip=1.0, bucket_numel=bucket_numel, params={"eps": 1e-8},
                                        layerwise={"layout": layout, **(layerwise or {})}, **changes))
 
 
 def start_stock(stage, **changes):
-    """DeepSpeed's own engine for :class:`WithLoss`: AdamW under ZeRO ``stage``."""
+    """Return DeepSpeed's own engine for :class:`WithLoss`: AdamW under ZeRO ``stage``."""
     module = WithLoss()
     config = ds_config(clip=1.0, bf16={"enabled": True}, **changes,
                        optimizer={"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}})
@@ -57,7 +57,7 @@ def start_stock(stage, **changes):
 
 
 def train_with_loss(engine, first, last):
-    """Train on steps ``first`` to ``last``; their losses, averaged over ranks."""
+    """Train on steps ``first`` to ``last``; return their losses, averaged over ranks."""
     losses = []
     for step in range(first, last):
         loss = engine(step)
@@ -70,7 +70,7 @@ def train_with_loss(engine, first, last):
 
 
 def stock_states(engine):
-    """What DeepSpeed's own interface says of masters (key ``fp32``) and moments, 1-D, by (parameter, state)."""
+    """Return masters (key ``fp32``) and moments by DeepSpeed's own interface, 1-D, by (parameter, state)."""
     found = {}
     for name, param in engine.module.named_parameters():
         found[name, "fp32"] = safe_get_full_fp32_param(param).flatten().clone()
@@ -87,10 +87,10 @@ def convert(saved, into, *, inject=False):
 
 
 def write_dense(folder: Path, state_dict):
-    """A universal checkpoint of weights alone, such as anybody writes who has a ``state_dict`` of a dense model."""
+    """Write a universal checkpoint of weights alone, as anybody could from a ``state_dict`` of a dense model."""
     for name, value in state_dict.items():
         (folder / "zero" / name).mkdir(parents=True)
         torch.save({"param": value.float()}, folder / "zero" / name / "fp32.pt")
-    # All that the engine asks for.
+    # The engine asks for no other entries.
     torch.save({"dp_world_size": 1, "mp_world_size": 1, "global_steps": 0, "skipped_steps": 0},
                folder / "mp_rank_00_model_states.pt")

@@ -1,4 +1,4 @@
-"""Layouts whose buckets travel another way than the planner chose."""
+"""Layouts whose buckets travel in another way than the planner chose."""
 
 from dataclasses import replace
 
@@ -9,7 +9,8 @@ from ds_layerwise.zero.setup import run_plan
 
 
 def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
-    """``layout`` with its whole buckets, or ``only`` some of them, in equal cuts, and the padding that these need."""
+    """Return ``layout`` with its whole buckets, or those that ``only`` selects, in equal cuts and the padding for
+    these."""
     buckets: list[Bucket] = []
     ends: dict[str, int] = {}
     for bucket in layout.buckets:
@@ -27,6 +28,6 @@ def in_cuts(layout: Layout, only=lambda bucket: True) -> Layout:
 
 
 def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True) -> None:
-    """Let every engine from here on have its whole buckets, or ``only`` some of them, in cuts."""
+    """Let every engine made from here on have its whole buckets, or those that ``only`` selects, in cuts."""
     made = run_plan.__dict__["plan_layout"]
     monkeypatch.setattr(run_plan, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))

@@ -1,6 +1,6 @@
-"""Python imports this at its start, in every rank too, where ``tests/upstream.py`` put its folder on the path.
+"""A module that Python imports at its start, in every rank too, where ``tests/upstream.py`` put its folder on the path.
 
-It changes how DeepSpeed reads a config: ZeRO with Adam or AdamW becomes this backend, by ``UPSTREAM_MODE``.
+It changes DeepSpeed's reading of a config: ZeRO with Adam or AdamW becomes this backend, as ``UPSTREAM_MODE`` says.
 """
 
 import importlib.abc
@@ -11,12 +11,12 @@ import sys
 from multiprocessing import forkserver
 
 MODE = os.environ.get("UPSTREAM_MODE", "stock")
-#: What stock's Adam has where a config says nothing.
+#: The values of stock's Adam where a config says nothing.
 STOCK = {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}
 
 
 def replaced(given):
-    """``given``, a dict or the path of one, with this backend where it is about ZeRO with Adam or AdamW."""
+    """Return ``given``, a dict or the path of one, with this backend where it asks for ZeRO with Adam or AdamW."""
     config = given
     if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
         with open(given) as file:
@@ -41,7 +41,8 @@ def replaced(given):
 
 
 def has_its_own_optimizer():
-    """Whether the ``deepspeed.initialize`` that asks for a config was handed an optimizer, which wins over it."""
+    """Return whether the ``deepspeed.initialize`` that asks for a config got an optimizer, which wins over the config.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "initialize" and "config_class" in frame.f_code.co_varnames:
@@ -69,10 +70,10 @@ def change(module):
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Calls :func:`change` on DeepSpeed's module of configs as soon as it is there."""
+    """An importer that calls :func:`change` on DeepSpeed's module of configs as soon as it is there."""
 
     def find_spec(self, name, path=None, target=None):
-        """Of that module alone, and once."""
+        """Find that module alone, and only once."""
         if name != "deepspeed.runtime.config":
             return None
         sys.meta_path.remove(self)
@@ -87,6 +88,6 @@ class Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-# DeepSpeed's harness starts its ranks from there.
+# DeepSpeed's harness starts its ranks from the fork server.
 forkserver.set_forkserver_preload(["upstream_ranks"])
 sys.meta_path.insert(0, Finder())

@@ -1,4 +1,4 @@
-"""What every rank of ``tests/upstream.py`` would import for itself: once, in the process that ranks are forks of."""
+"""Imports that every rank of ``tests/upstream.py`` needs, done once in the process that ranks are forks of."""
 
 import importlib
 import os
