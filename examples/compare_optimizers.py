@@ -41,12 +41,12 @@ COLUMNS = (
     "ms_per_step",
     "checkpoint_bytes",
 )
-#: What is not for train_gpt.py.
+#: Options that are not for train_gpt.py.
 OPTIONS = ("-h", "--help", "--steps", "--ranks", "--rates", "--seeds", "--out")
 
 
 def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What this script takes of ``argv``, and what it does not know."""
+    """Return the arguments of this script in ``argv``, and the unknown ones."""
     parser = argparse.ArgumentParser(
         description="Compare optimizers on the small GPT of train_gpt.py.", allow_abbrev=False
     )
@@ -103,10 +103,10 @@ def parse_arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], float]:
-    """``settings`` with the learning rate of matrices times ``factor``, and that rate.
+    """Return ``settings`` with the learning rate of matrices times ``factor``, and that rate.
 
-    Stock AdamW has one rate for everything, stock Muon and ours have ``muon_lr`` or, where that is
-    not given, ``lr``.
+    Stock AdamW has one rate for everything. Stock Muon and ours have ``muon_lr``, or ``lr`` where
+    that is not given.
     """
     params = settings["optimizer"]["params"]
     rate = factor * params.get("muon_lr", params.get("lr"))
@@ -118,10 +118,10 @@ def with_rate(settings: dict[str, Any], factor: float) -> tuple[dict[str, Any], 
 def run(
     config: Path, factor: float, seed: int, args: argparse.Namespace, rest: list[str]
 ) -> dict[str, Any]:
-    """Train with ``config``, ``factor`` times its rate, and ``seed``; returns its row of the table.
+    """Train with ``config``, ``factor`` times its rate, and ``seed``; return the row of the table.
 
     Raises:
-        SystemExit: the run failed; says so with the end of its log.
+        SystemExit: the run failed. The message has the end of its log.
     """
     name = config.stem if factor == 1 else f"{config.stem} x {factor:g}"
     if seed:
@@ -150,7 +150,7 @@ def run(
         str(out),
         *rest,
     ]
-    # Stock Muon compiles its kernels once a shape, which on a CPU takes longer than such a run
+    # Stock Muon compiles its kernels for each shape. On a CPU that takes longer than such a run
     # trains.
     environment = {"TORCHDYNAMO_DISABLE": "1", **os.environ}
     with open(log, "w") as file:
@@ -181,7 +181,7 @@ def _free_port() -> int:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+    """Return the rows in Markdown."""
     lines = [
         "| config | optimizer | clipping | learning rate of matrices | train loss | validation "
         "bits/byte | ms/step (median) | checkpoint MB |",
@@ -198,7 +198,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def table_of_seeds(tuned: dict[str, list[dict[str, Any]]]) -> str:
-    """Means and standard deviations over the seeds of each configuration, in Markdown."""
+    """Return means and standard deviations over the seeds of each configuration, in Markdown."""
     lines = [
         "| config | rate | validation bits/byte | ms/step (median) | checkpoint MB |",
         "|---|--:|--:|--:|--:|",
@@ -215,9 +215,8 @@ def table_of_seeds(tuned: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def write_plot(curves: dict[str, list[dict[str, Any]]], out: Path) -> None:
-    """The training losses as loss.png: a line for each entry, the mean of its runs with their
-    least and greatest.
-    """
+    """Draw the training losses as loss.png: a line for each entry, the mean of its runs between
+    their least and greatest."""
     try:
         import matplotlib
     except ImportError:

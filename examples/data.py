@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 
 MAX_BYTES = 1 << 30
-"""What this example keeps in memory; more is refused, since training on a silent part would be
-worse.
-"""
+"""The most bytes that this example keeps in memory. More is an error: training on a part without a
+word would be worse."""
 
 VALIDATION_FRACTION = 20
-"""One file in 20, or the last twentieth of fewer files, is held out."""
+"""Every 20th file, or the last twentieth of fewer files, is held out."""
 
 #: Tests, installed packages, and tables of characters and topics: large, and little like code.
 NOT_SOURCE = {
@@ -40,7 +39,7 @@ NOT_SOURCE = {
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two byte tensors, ``(n,)`` uint8 each, and what they were read from."""
+    """Two byte tensors, ``(n,)`` uint8 each, and the name of their source."""
 
     train: Tensor
     validation: Tensor
@@ -106,7 +105,7 @@ def _user_files(path: Path) -> list[Path]:
 
 
 def _by_relative_path(files: list[Path], root: Path) -> list[Path]:
-    # as text: Path sorts by the platform's rules, and the corpus should not depend on them
+    # as text: Path sorts by the platform's rules, and the corpus must not depend on them
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
@@ -125,7 +124,7 @@ def _tensor(text: bytes) -> Tensor:
 
 
 def training_windows(tokens: Tensor, *, seed: int, first: int, size: int, context: int) -> Tensor:
-    """The samples ``first`` to ``first + size - 1`` of an endless, seeded sequence.
+    """Return the samples ``first`` to ``first + size - 1`` of an endless, seeded sequence.
 
     Returns:
         ``(size, context + 1)`` int64: inputs are all but the last column, targets all but the
@@ -139,7 +138,7 @@ def training_windows(tokens: Tensor, *, seed: int, first: int, size: int, contex
 def validation_windows(
     tokens: Tensor, *, rank: int, world_size: int, size: int, context: int, total: int = 64
 ) -> Iterator[Tensor]:
-    """This rank's part of ``total`` evenly spaced windows: the same set at any world size.
+    """Yield this rank's part of ``total`` evenly spaced windows: the same set at any world size.
 
     Yields:
         ``(at most size, context + 1)`` int64; nothing on ranks beyond ``total``.

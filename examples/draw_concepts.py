@@ -1,5 +1,5 @@
-"""Draw the pictures of docs/: who holds what under ZeRO and here, and the paths of a step and of a
-checkpoint.
+"""Draw the pictures of docs/: the owners of parameters under ZeRO and here, and the paths of a step
+and of a checkpoint.
 
     python examples/draw_concepts.py [--out docs/images]
 """
@@ -32,7 +32,7 @@ PARAMETERS = (
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:
-    """An empty picture of ``width`` by ``height`` units, without axes."""
+    """Return an empty picture of ``width`` by ``height`` units, without axes."""
     figure, axes = pyplot.subplots(figsize=(width / 2, height / 2))
     axes.set_xlim(0, width)
     axes.set_ylim(0, height)
@@ -41,13 +41,13 @@ def canvas(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def box(axes: Axes, x: float, y: float, width: float, text: str, color: str) -> None:
-    """A box of height 1 with a text in its middle."""
+    """Draw a box of height 1 with a text in its middle."""
     axes.add_patch(Rectangle((x, y), width, 1, facecolor=color, edgecolor=EDGE, alpha=0.75))
     axes.text(x + width / 2, y + 0.5, text, ha="center", va="center", fontsize=8)
 
 
 def ownership() -> Figure:
-    """Byte ranges that cut matrices, above owners of whole ones."""
+    """Draw byte ranges that cut matrices, above owners of whole ones."""
     total = sum(size for _, size, _ in PARAMETERS)
     figure, axes = canvas(total + 0.4, 5.6)
     axes.text(0.2, 5.1, "ZeRO: equal byte ranges, which cut matrices", fontsize=9)
@@ -74,7 +74,7 @@ def ownership() -> Figure:
 
 
 def path(rows: Sequence[tuple[str, Sequence[str]]], width: float) -> Figure:
-    """Rows of boxes with arrows from each to the next; each row has a title."""
+    """Draw rows of boxes with arrows from each to the next; each row has a title."""
     figure, axes = canvas(width, 2.2 * len(rows) + 0.2)
     for number, (title, stations) in enumerate(rows):
         y = 2.2 * (len(rows) - 1 - number) + 0.2

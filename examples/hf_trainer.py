@@ -3,9 +3,9 @@ downloaded.
 
     deepspeed --num_accelerators 2 examples/hf_trainer.py --deepspeed_config ds_configs/hf_auto.json
 
-What is particular to ds_layerwise is one line, ``ds_layerwise.register()``, and the configuration,
-whose values "auto" the Trainer fills in from its arguments. Into --out go its checkpoints and
-model/, which ``from_pretrained`` reads.
+Only two things are particular to ds_layerwise: the line ``ds_layerwise.register()``, and the
+configuration. The Trainer fills in its values "auto" from its arguments. Into --out go its
+checkpoints and model/, which ``from_pretrained`` reads.
 """
 
 from __future__ import annotations
@@ -68,9 +68,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 class Windows(Dataset):
-    """The windows of one part of the corpus, as the Trainer wants them: the model shifts the labels
-    itself.
-    """
+    """The windows of one part of the corpus, in the form of the Trainer: the model shifts the
+    labels itself."""
 
     def __init__(self, windows: list[Tensor]) -> None:
         self.windows = windows

@@ -43,17 +43,16 @@ class GPTConfig:
 
     @property
     def mlp_width(self) -> int:
-        """8/3 of the width, so that three matrices cost what two of 4 times the width do, rounded
-        up to 64.
-        """
+        """8/3 of the width, rounded up to 64: three such matrices cost as much as two of 4 times
+        the width."""
         return -(-8 * self.width // (3 * 64)) * 64
 
 
 def rotary_angles(length: int, head_width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, ``(T, D / 2)`` float32 each.
+    """Return cosines and sines, ``(T, D / 2)`` float32 each.
 
-    Computed at every forward rather than kept in a buffer: a 16-bit engine would round a buffer to
-    16 bits.
+    They are computed in every forward pass, not kept in a buffer: a 16-bit engine would round a
+    buffer to 16 bits.
     """
     frequencies = ROTARY_BASE ** -(torch.arange(0, head_width, 2, device=device) / head_width)
     angles = torch.outer(torch.arange(length, device=device), frequencies)
@@ -69,9 +68,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions. Four matrices, not one fused: each is a matrix of its
-    own to Muon.
-    """
+    """Causal attention with rotary positions. It has four matrices instead of a fused one, so that
+    each is a matrix of its own for Muon."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -92,7 +90,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU network."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -120,10 +118,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes in, logits of the next byte out; with targets, the loss.
+    """A model that takes bytes, and returns logits of the next byte, or with targets the loss.
 
-    ``embed`` and ``lm_head`` are named so that stock DeepSpeed's Muon, which goes by names, leaves
-    them to AdamW.
+    ``embed`` and ``lm_head`` have names that make stock DeepSpeed's Muon, which goes by names,
+    leave them to AdamW.
     """
 
     def __init__(self, config: GPTConfig) -> None:
@@ -138,9 +136,8 @@ class GPT(nn.Module):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Normal weights from a generator of its own: the same on every rank whatever was drawn
-        before.
-        """
+        """Draw normal weights from a generator of its own: the same on every rank, whatever was
+        drawn before."""
         generator = torch.Generator().manual_seed(self.config.seed)
         for name, param in self.named_parameters():
             if param.ndim < 2:
@@ -153,9 +150,8 @@ class GPT(nn.Module):
             nn.init.normal_(param, std=std, generator=generator)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits ``(B, T, 256)``, or with ``targets`` the mean cross-entropy in nats, both
-        float32.
-        """
+        """Return logits ``(B, T, 256)``, or with ``targets`` the mean cross-entropy in nats, both
+        float32."""
         cos, sin = rotary_angles(
             tokens.shape[1], self.config.width // self.config.heads, tokens.device
         )

@@ -1,8 +1,8 @@
-"""Draw what DeepSpeed's ``csv_monitor`` has written, by the number of samples.
+"""Draw the values that DeepSpeed's ``csv_monitor`` has written, by the number of samples.
 
     python examples/plot_csv.py out/monitors/csv monitors.png
 
-It takes matplotlib (``pip install matplotlib``).
+It needs matplotlib (``pip install matplotlib``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import csv
 import math
 from pathlib import Path
 
-#: Files whose names begin alike are lines of one picture; so are those of learning rates.
+#: Files whose names share one of these beginnings are lines of one picture. So are learning rates.
 TOGETHER = ("grad_norm", "update_rms", "momentum_norm", "max_attention_logit")
 
 

@@ -3,7 +3,7 @@
     ds-layerwise plan --model llama-3-8b --config ds.json --ranks 8,16,64 --json > plan.json
     python examples/plot_plan.py plan.json plan.png
 
-It takes matplotlib (``pip install matplotlib``). Activations are in none of the numbers.
+It needs matplotlib (``pip install matplotlib``). No number includes activations.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 
 
 def seconds_of(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Return the seconds of one step by what they are for, of one plan of ``--json``."""
+    """Return the seconds of one step by their purpose, from one plan of ``--json``."""
     seconds = plan["predicted"]["seconds"]
     return {key: seconds[key] for key in ("reduce", "update", "gather")}
 
 
 def gib_of(plan: Mapping[str, Any]) -> dict[str, float]:
-    """Return the memory of the fullest rank by what it is for, and the most beside it, in GiB."""
+    """Return the memory of the fullest rank by purpose, and the most beside it, in GiB."""
     memory = plan["memory_bytes"][plan["fullest_rank"]]
     num_bytes = {key: memory[key] for key in ("params", "grads", "masters", "states")}
     num_bytes["under way"] = max(traffic["total"] for traffic in plan["under_way_bytes"])

@@ -3,9 +3,9 @@
     deepspeed --num_accelerators 2 examples/train_gpt.py --deepspeed_config
     ds_configs/quickstart.json
 
-What is particular to ds_layerwise is one line, ``ds_layerwise.register()``; the rest is any
-DeepSpeed script, which ``leave`` ends as ``ds_layerwise.run`` would. Into --out go metrics.csv,
-summary.json, loss.png and checkpoint/.
+Only the line ``ds_layerwise.register()`` is particular to ds_layerwise. The rest is any DeepSpeed
+script; ``leave`` ends it as ``ds_layerwise.run`` would. Into --out go metrics.csv, summary.json,
+loss.png and checkpoint/.
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def load_config(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
-    """The DeepSpeed configuration and the number of steps, which its scheduler and ``--steps``
-    agree on.
-    """
+    """Return the DeepSpeed configuration and the number of steps, on which its scheduler and
+    ``--steps`` agree."""
     try:
         config = json.loads(Path(args.deepspeed_config).read_text())
     except OSError as error:
@@ -119,7 +118,7 @@ def load_config(args: argparse.Namespace) -> tuple[dict[str, Any], int]:
 
 
 class Trainer:
-    """One engine, one corpus, and the position in both."""
+    """An engine, a corpus, and the position in both."""
 
     def __init__(
         self, engine: deepspeed.DeepSpeedEngine, corpus: Corpus, args: argparse.Namespace
@@ -134,7 +133,7 @@ class Trainer:
         self.step_seconds: list[float] = []
 
     def train(self, steps: int) -> dict[str, Any]:
-        """Train up to step ``steps``; returns the last row of the metrics."""
+        """Train up to step ``steps``; return the last row of the metrics."""
         start = self.engine.global_steps
         bar = tqdm(total=steps, initial=start, unit="step", mininterval=1, disable=self.rank != 0)
         losses, row = [], {}
@@ -155,7 +154,7 @@ class Trainer:
         return row
 
     def train_step(self, step: int) -> float:
-        """All micro-batches of one step; returns this rank's mean loss."""
+        """Train on all micro-batches of one step; return this rank's mean loss."""
         total = 0.0
         for micro in range(self.accumulation):
             batches_before = (step * self.accumulation + micro) * self.world_size + self.rank
@@ -178,7 +177,7 @@ class Trainer:
 
     @torch.no_grad()
     def bits_per_byte(self) -> float:
-        """Of the held-out text, over all ranks."""
+        """Return the loss of the held-out text in bits per byte, over all ranks."""
         self.engine.eval()
         nats, count = 0.0, 0
         for windows in validation_windows(
@@ -195,9 +194,8 @@ class Trainer:
         return nats / count / math.log(2)
 
     def metrics(self, step: int, losses: list[float]) -> dict[str, Any]:
-        """One row: losses averaged over the steps since the last row and over ranks, times from
-        rank 0.
-        """
+        """Return a row: losses averaged over the steps since the last row and over ranks, times
+        from rank 0."""
         seconds = statistics.median(self.step_seconds[-len(losses) :])
         norm = self.engine.get_global_grad_norm()
         return {
@@ -216,7 +214,7 @@ class Trainer:
         return total.tolist()
 
     def report(self, row: dict[str, Any], bar: tqdm) -> None:
-        """Progress bar, metrics.csv, and whatever monitor the configuration asks for."""
+        """Write to the progress bar, metrics.csv, and the monitors of the configuration."""
         if self.rank != 0:
             return
         bits = row["validation_bits_per_byte"]
@@ -231,7 +229,7 @@ class Trainer:
         with open(self.args.out / "metrics.csv", "a", newline="") as file:
             csv.DictWriter(file, COLUMNS).writerow(row)
         if self.engine.monitor.enabled:
-            # W&B ignores what does not count samples, as the engine does.
+            # The engine counts samples, and W&B ignores values that are counted otherwise.
             samples = self.engine.global_samples
             events = [("Train/Samples/train_loss", row["train_loss"], samples)]
             if bits is not None:
@@ -240,7 +238,8 @@ class Trainer:
 
 
 def prepare_out(args: argparse.Namespace) -> None:
-    """The result folder; a fresh run starts a fresh metrics.csv, a resumed one goes on with it."""
+    """Make the result folder. A fresh run starts a fresh metrics.csv, a resumed one goes on with
+    it."""
     args.out.mkdir(parents=True, exist_ok=True)
     metrics = args.out / "metrics.csv"
     if not args.resume or not metrics.exists():
@@ -273,7 +272,7 @@ def write_plot(out: Path) -> None:
 
 
 def summarize(row: dict[str, Any], trainer: Trainer, out: Path) -> None:
-    """summary.json, loss.png and the last line."""
+    """Write summary.json, loss.png and the last line."""
     median = statistics.median(trainer.step_seconds)
     checkpoint_bytes = sum(
         file.stat().st_size for file in (out / "checkpoint").rglob("*") if file.is_file()

@@ -1,11 +1,11 @@
-"""A model whose weights, gradients and states are more than a rank may have: stage 3 trains it on 4
-ranks, and stage 2 finds no memory.
+"""Training of a model whose weights, gradients and states exceed a rank's memory: stage 3 trains it
+on 4 ranks, and stage 2 finds no memory.
 
     python examples/benchmarks/beyond_memory.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_beyond_memory.md
 
 Each rank limits its own memory (``RLIMIT_DATA``, so Linux alone) after imports and before it builds
-the model; at stage 3 it builds it under ``deepspeed.zero.Init``.
+the model. At stage 3 it builds the model under ``deepspeed.zero.Init``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Layers(nn.Module):
         self.head = nn.Linear(width, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The loss."""
+        """Return the loss."""
         for layer in self.layers:
             x = x + torch.tanh(layer(x))
         loss: torch.Tensor = self.head(x).square().mean()
@@ -65,9 +65,9 @@ def at_most(more_bytes: int) -> Iterator[None]:
 
 
 def train(stage: int, layers: int, width: int, limit: int, into: Path, _: Any) -> None:
-    """Write what came of it."""
+    """Train, and write the result."""
     sys.stdout = sys.stderr
-    # glibc would keep what is freed of blocks below 32 MB: M_MMAP_THRESHOLD.
+    # M_MMAP_THRESHOLD: glibc would keep freed blocks below 32 MB.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -83,7 +83,7 @@ def train(stage: int, layers: int, width: int, limit: int, into: Path, _: Any) -
         "layerwise": {"batch_matrices": False, "max_waiting_buckets": 2},
         "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "ns_steps": 1}},
     }
-    # Threads and operators of a first engine are no matter of the model.
+    # Threads and operators of the first engine do not belong to the model.
     small = Layers(1, 8)
     ds_layerwise.initialize(model=small, model_parameters=small.parameters(), config=config)
     losses = []
@@ -119,7 +119,7 @@ def main() -> None:
     # Weights, gradients and momentum in float32.
     needed = 12 * numel
     # Between steps each of 4 ranks has 7 of these 12 bytes an element at stage 2, with sums in cuts
-    # and at their owners, and 5 at stage 3; more in a step.
+    # and at their owners, and 5 at stage 3. During a step it has more.
     limit = 13 * numel // 2
     rows = []
     with tempfile.TemporaryDirectory() as folder:

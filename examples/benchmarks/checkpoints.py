@@ -4,15 +4,15 @@ AdamW, both ZeRO-1.
     python examples/benchmarks/checkpoints.py --rounds 3
     python examples/benchmarks/checkpoints.py --rounds 3 --bf16
 
-Both sides live in the same processes and take turns. Before each operation what others left to
-write is on disk (``sync``) and freed memory is given back, outside the time; nothing is dropped
+Both sides live in the same processes and take turns. Before each operation earlier writes are on
+disk (``sync``) and freed memory is given back; the time does not include this. Nothing is dropped
 from the page cache. Every load starts from zeroed weights and states, and their norms must come
 back. Stock refuses another world size, so its way to reshard is DeepSpeed's ``ds_to_universal.py``
 and a universal load.
 
-Memory is anonymous memory (``Pss_Anon`` in /proc, so Linux alone), what files mapped for reading
-cost is not in it: the highest of a rank while the operation runs over what it had before, sampled
-every 4 ms in a round of its own.
+Memory is anonymous memory (``Pss_Anon`` in /proc, so Linux alone), without files that are mapped
+for reading. It is the highest of a rank while the operation runs, over that before, sampled every 4
+ms in a round of its own.
 """
 
 from __future__ import annotations
@@ -70,9 +70,8 @@ TAG = "saved"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to measure. ``saved_by`` is the world size of the checkpoints that are resharded to
-    ``ranks``.
-    """
+    """The settings of a measurement. ``saved_by`` is the world size of the checkpoints that are
+    resharded to ``ranks``."""
 
     folder: str
     layers: int = 12
@@ -86,14 +85,13 @@ class Job:
     commands: bool = True
 
     def path(self, name: str, side: str) -> Path:
-        """Where the checkpoints ``name`` of ``side`` are."""
+        """Return the path of the checkpoints ``name`` of ``side``."""
         return Path(self.folder, f"{name}-{side.replace(' ', '-')}")
 
 
 class Shapes(nn.Module):
     """The parameters of a GPT with tied embeddings. Its loss is their norm, so a step costs little
-    and moves all.
-    """
+    and moves all of them."""
 
     def __init__(self, job: Job) -> None:
         super().__init__()
@@ -116,7 +114,7 @@ class Shapes(nn.Module):
         self.norm = nn.RMSNorm(width)
 
     def forward(self) -> Tensor:
-        """Half the square of the norm of all parameters: they are their own gradients."""
+        """Return half the square of the norm of all parameters: they are their own gradients."""
         return torch.stack([param.float().square().sum() for param in self.parameters()]).sum() / 2
 
 
@@ -124,7 +122,7 @@ class Shapes(nn.Module):
 
 
 def start_engine(job: Job, side: str) -> Any:
-    """An engine that has done one step."""
+    """Return an engine that has done one step."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": OPTIMIZERS[side],
@@ -146,19 +144,18 @@ def start_engine(job: Job, side: str) -> Any:
 
 
 def held(engine: Any) -> Iterator[Tensor]:
-    """Weights, masters and states, as views into live memory."""
+    """Yield weights, masters and states, as views into live memory."""
     yield from (param.detach() for param in engine.module.parameters())
     state_dict = engine.optimizer.state_dict()
     yield from (master.detach() for master in state_dict[SINGLE_PARTITION_OF_FP32_GROUPS])
     for state in state_dict[BASE_OPTIMIZER_STATE]["state"].values():
-        # The converter's zeros for a state that is not there are one element, expanded.
+        # The converter makes zeros for a missing state from one element, expanded.
         yield from (value for value in state.values() if value.is_contiguous())
 
 
 def norms(engine: Any) -> list[float]:
-    """What a load must bring back, the same for any world size: norms of the weights and of all
-    else.
-    """
+    """Return the norms of the weights and of all else, which a load at any world size must bring
+    back."""
     num_params = sum(1 for _ in engine.module.parameters())
     squares = torch.tensor(
         [
@@ -179,7 +176,7 @@ def one_round(
     clock: Clock,
     norms_of: dict[str, list[float]],
 ) -> None:
-    """Every operation once on each side."""
+    """Run every operation once on each side."""
     for side in sides:
         engine, folder = engines[side], job.path("round", side)
         for what, save in (("save", save_only), ("save and fsync", save_and_sync)):
@@ -203,14 +200,13 @@ def one_round(
 
 
 def save_only(engine: Any, folder: Path) -> None:
-    """As a training script does."""
+    """Save as a training script does."""
     engine.save_checkpoint(str(folder), TAG)
 
 
 def save_and_sync(engine: Any, folder: Path) -> None:
-    """The same, and every rank sees its files to the disk: what a save must do to survive a loss of
-    power.
-    """
+    """Save, and let every rank wait until its files are on the disk: a save that must survive a
+    loss of power does this."""
     save_only(engine, folder)
     for path in (folder / TAG).glob("*.pt"):
         if f"pp_rank_{dist.get_rank()}_" in path.name or (
@@ -226,7 +222,7 @@ def check_load(
     """Load from ``folder`` into zeroed memory.
 
     Raises:
-        RuntimeError: something did not come back.
+        RuntimeError: a norm did not come back.
     """
     for value in held(engine):
         value.zero_()
@@ -238,7 +234,7 @@ def check_load(
 
 
 def refusal(job: Job, engine: Any) -> str:
-    """What stock says to a checkpoint of another world size."""
+    """Return stock's error at a checkpoint of another world size."""
     try:
         engine.load_checkpoint(str(job.path("source", STOCK)), TAG)
     except deepspeed.runtime.zero.utils.ZeRORuntimeException as e:
@@ -247,7 +243,7 @@ def refusal(job: Job, engine: Any) -> str:
 
 
 def write_sources(job: Job, watched: Any) -> None:
-    """The checkpoints that are converted and resharded, and their norms."""
+    """Write the checkpoints that are converted and resharded, and their norms."""
     for side in OPTIMIZERS:
         engine = start_engine(job, side)
         found = norms(engine)
@@ -258,7 +254,7 @@ def write_sources(job: Job, watched: Any) -> None:
 
 
 def run_rounds(job: Job, watched: Any) -> None:
-    """One round to warm up, ``job.rounds`` on the clock, and one under the eyes of the sampler."""
+    """Run a round to warm up, ``job.rounds`` rounds on the clock, and one that is sampled."""
     clock, engines = Clock(watched), {side: start_engine(job, side) for side in OPTIMIZERS}
     sources = {
         side: json.loads(job.path("source", side).joinpath("norms").read_text())
@@ -281,14 +277,14 @@ def run_rounds(job: Job, watched: Any) -> None:
 
 
 def convert_ours(source: Path, target: Path) -> None:
-    """What ``ds-layerwise to-universal`` does by default."""
+    """Convert as ``ds-layerwise to-universal`` does by default."""
     if code := cli.main(["to-universal", str(source), str(target)]):
         sys.exit(code)
 
 
 def convert_stock(source: Path, target: Path) -> None:
-    """What ``python -m deepspeed.checkpoint.ds_to_universal`` does by default."""
-    # Stock's own checkpoints lack what it needs here; ours have it.
+    """Convert as ``python -m deepspeed.checkpoint.ds_to_universal`` does by default."""
+    # Stock's own checkpoints lack entries that it needs here; ours have them.
     sys.argv = [
         "",
         "--input_folder",
@@ -301,14 +297,14 @@ def convert_stock(source: Path, target: Path) -> None:
 
 
 def command_ours(source: Path, target: Path) -> None:
-    """The same from the shell, with all that is imported."""
+    """Convert from the shell, with all imports."""
     subprocess.run(
         [sys.executable, "-m", "ds_layerwise.cli", "to-universal", source, target], check=True
     )
 
 
 def command_stock(source: Path, target: Path) -> None:
-    """The same from the shell, with all that is imported."""
+    """Convert from the shell, with all imports."""
     subprocess.run(
         [
             sys.executable,
@@ -337,7 +333,7 @@ CONVERSIONS = [
 def convert(
     source: Path, target: Path, converter: Callable[[Path, Path], None], *, watch: bool
 ) -> tuple[float, float]:
-    """Seconds, and extra anonymous memory in MB of all processes that take part."""
+    """Return seconds, and extra anonymous memory in MB of all processes that take part."""
     shutil.rmtree(target, ignore_errors=True)
     target.parent.mkdir(exist_ok=True)
     settle()
@@ -376,7 +372,7 @@ class Results:
         self.memory: dict[tuple[str, str], float] = defaultdict(float)
 
     def add_conversions(self, job: Job) -> None:
-        """Convert in turns, by both converters."""
+        """Convert in turns, with both converters."""
         for index in range(job.rounds + 1):
             for what, side, of, converter in CONVERSIONS[:: 1 if index % 2 else -1]:
                 if what == "whole command" and not job.commands:
@@ -394,7 +390,8 @@ class Results:
                     self.memory[what, side] = mb
 
     def add_events(self, job: Job, samples: Samples) -> None:
-        """Operations of the ranks: the slowest of them counts, and the one that needs most."""
+        """Add the operations of the ranks: the slowest rank counts, and the one that needs most
+        memory."""
         by_rank = [
             [Event(**event) for event in json.loads(Path(job.folder, f"events-{rank}").read_text())]
             for rank in range(job.ranks)
@@ -419,7 +416,7 @@ class Results:
         )
 
     def rows(self) -> Iterator[str]:
-        """The table."""
+        """Yield the lines of the table."""
         yield (
             "| operation | ours s | stock s | ours/stock | ours min-max | stock min-max | ours +MB "
             "| stock +MB |"
@@ -439,12 +436,12 @@ class Results:
 
 
 def size_mb(folder: Path) -> float:
-    """Of all files in ``folder``."""
+    """Return the size of all files in ``folder``."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
 
 
 def conditions(job: Job) -> str:
-    """The machine, the versions, the model and what was measured."""
+    """Return the machine, the versions, the model and the settings."""
     numel = sum(param.numel() for param in Shapes(job).parameters())
     sizes = "; ".join(
         f"{side} {size_mb(job.path('round', side)):.0f} MB, universal "
@@ -464,7 +461,7 @@ def conditions(job: Job) -> str:
 
 
 def parse_job(folder: str) -> Job:
-    """From the command line."""
+    """Return the job of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -491,11 +488,11 @@ def parse_job(folder: str) -> Job:
 
 
 def main() -> None:
-    """Print one markdown table, after everything that the engines print."""
+    """Print one markdown table, after all output of the engines."""
     with tempfile.TemporaryDirectory() as folder:
         job, results = parse_job(folder), Results()
-        # The first optimizer imports this, for seconds; forks then find it there. What is imported
-        # need not be looked through before every operation.
+        # The first optimizer imports this, for seconds; forks then find it there. The collector
+        # need not look through imported objects before every operation.
         importlib.import_module("torch._dynamo")
         gc.freeze()
         run_ranks(job.folder, job.saved_by, functools.partial(write_sources, job))

@@ -1,13 +1,13 @@
-"""What becomes of optimizers that others wrote, given to ``deepspeed.initialize``: stock ZeRO-1 and
+"""Optimizers that others wrote, given to ``deepspeed.initialize``: results under stock ZeRO-1 and
 this backend.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/client_optimizers.py
 
-Needs pytorch-optimizer. Each class trains a small model for some steps in one process, and, made by
-the same function, on several ranks. Gradients are whole numbers, other ones in each step and on
-each rank, so that their sums are exact and no class makes much of a last bit; nothing is clipped. A
-difference is the largest of any weight, over the largest that any weight has moved in one process:
-rounding makes 1e-6 of that and less, steps in another direction some 1.
+This needs pytorch-optimizer. Each class trains a small model for some steps in one process, and,
+made by the same function, on several ranks. Gradients are whole numbers, different in each step and
+on each rank, so their sums are exact. Nothing is clipped. A difference is the largest of any
+weight, over the largest that any weight has moved in one process: rounding makes 1e-6 of that and
+less, steps in another direction about 1.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ WIDTH = 24
 
 
 def trained(name: str, model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that the class takes: of torch's Muon and SCION matrices alone."""
+    """Return the parameters that the class takes: torch's Muon and SCION take matrices alone."""
     takes_vectors = name not in ("torch.optim.Muon", "SCION")
     return [p for p in model.parameters() if takes_vectors or p.dim() == 2]
 
 
-#: How each is made of parameters. Shampoo and SOAP look at whole matrices now and then, the others
-#: at each step.
+#: Functions that make each optimizer. Shampoo and SOAP renew whole matrices now and then, the
+#: others at each step.
 MADE: dict[str, Callable[[Any], Optimizer]] = {
     "torch.optim.AdamW": partial(torch.optim.AdamW, lr=1e-2),
     "torch.optim.Muon": partial(torch.optim.Muon, lr=2e-2),
@@ -51,7 +51,7 @@ MADE: dict[str, Callable[[Any], Optimizer]] = {
 
 
 class Model(nn.Module):
-    """Matrices of which cuts into equal parts fall somewhere inside, and vectors."""
+    """A model of vectors, and of matrices that cuts into equal parts cross."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Model(nn.Module):
         )
 
     def forward(self, step: int, rank: int) -> Tensor:
-        """A loss that has whole numbers for gradients."""
+        """Return a loss with gradients of whole numbers."""
         draw = torch.Generator().manual_seed(1000 * step + rank)
         return torch.stack(
             [(p * torch.randint(-8, 9, p.shape, generator=draw)).sum() for p in self.parameters()]
@@ -69,12 +69,12 @@ class Model(nn.Module):
 
 
 def weights(model: nn.Module) -> Tensor:
-    """All of them as one vector."""
+    """Return all weights as one vector."""
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def alone(name: str, steps: int, ranks: int) -> Tensor:
-    """The weights after ``steps`` in one process, with the gradients of ``ranks``."""
+    """Return the weights after ``steps`` in one process, with the gradients of ``ranks``."""
     model = Model()
     optimizer = MADE[name](trained(name, model))
     for step in range(steps):
@@ -86,7 +86,7 @@ def alone(name: str, steps: int, ranks: int) -> Tensor:
 
 
 def on_rank(rank: int, ranks: int, name: str, backend: str, steps: int, folder: str) -> None:
-    """One rank of one run; writes the weights, or what ended it."""
+    """Run one rank; write the weights, or the error that ended it."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -129,14 +129,14 @@ def on_rank(rank: int, ranks: int, name: str, backend: str, steps: int, folder: 
             engine.backward(engine(step, rank))
             engine.step()
         result = weights(model)
-    except Exception as error:  # What ends a run is what is asked for.
+    except Exception as error:  # The error that ends a run is its result.
         result = f"{type(error).__name__}: {' '.join(str(error).split())}"
     torch.save(result, f"{folder}/{rank}")
     os._exit(0)  # The other ranks may wait for this one, and would wait at its regular end.
 
 
 def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list[Tensor | str]:
-    """What each rank has to show; of one that is killed, that."""
+    """Return each rank's result. A rank that is killed has a message in its place."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         processes = [
@@ -157,7 +157,7 @@ def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list
 
 
 def told(results: list[Tensor | str], expected: Tensor, start: Tensor) -> str:
-    """A cell of the table."""
+    """Return a cell of the table."""
     errors = [each for each in results if isinstance(each, str) and each != "killed"]
     if errors:
         return f"error: {errors[0][:90]}"

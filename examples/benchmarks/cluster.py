@@ -1,13 +1,13 @@
-"""What a step costs on a cluster whose links are slow, against stock DeepSpeed: bytes at the
-interface, and seconds.
+"""The cost of a step on a cluster with slow links, against stock DeepSpeed: bytes at the interface,
+and seconds.
 
     sudo python examples/benchmarks/cluster.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_cluster.md
 
 Nodes are network namespaces of this machine, see namespaces.py, and ranks talk over gloo. All sides
-of a comparison take turns in the same processes; what is printed are medians. Where only the wire
-is in question the model is no more than its parameters, and Newton-Schulz is left out on all sides:
-the cores of one machine are no cluster's.
+of a comparison take turns in the same processes; the report has medians. Comparisons of the wire
+alone use a model that is no more than its parameters, and leave out Newton-Schulz on all sides: the
+cores of one machine are no cluster's.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ MB = 1e6
 
 
 class Bar(NamedTuple):
-    """Something that a measurement must not exceed."""
+    """A measurement and its bound."""
 
     what: str
     found: float
     bound: float
 
     def row(self) -> str:
-        """Of a table."""
+        """Return the row of a table."""
         met = "yes" if self.found <= self.bound else "no"
         return f"| {self.what} | {self.found:.3f} | {self.bound:.3f} | {met} |"
 
 
 class Report:
-    """What was measured so far: bars, rows of seconds, and predictions."""
+    """The measurements so far: bars, rows of seconds, and predictions."""
 
     def __init__(self) -> None:
         self.bars: list[Bar] = []
@@ -72,7 +72,7 @@ class Report:
         self._furthest = 0.0
 
     def add(self, cluster: Cluster, name: str, wire: Wire) -> None:
-        """A row of seconds and bytes."""
+        """Add a row of seconds and bytes."""
         self._seconds.append(
             f"| {cluster} | {name} | {wire.reduce.seconds:.2f} | {wire.gather.seconds:.2f} | "
             f"{wire.seconds:.2f} | {wire.reduce.sent / MB:.2f} | {wire.gather.sent / MB:.2f} |"
@@ -81,7 +81,7 @@ class Report:
     def compare(
         self, cluster: Cluster, name: str, wire: Wire, foretold: tuple[float, float], links: Links
     ) -> None:
-        """A row of predictions."""
+        """Add a row of predictions."""
         cells = []
         for one, other in zip(foretold, wire, strict=True):
             self._furthest = max(self._furthest, abs(one / other.seconds - 1))
@@ -92,7 +92,7 @@ class Report:
         )
 
     def print(self) -> None:
-        """All of it."""
+        """Print everything."""
         bars = [
             *self.bars,
             Bar("predicted against measured, the furthest off", self._furthest, 0.2),
@@ -108,7 +108,7 @@ class Report:
 
 
 def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
-    """Bar 1."""
+    """Measure bar 1."""
     for num_nodes in (2, 4):
         cluster = Cluster(num_nodes, 1, 1000)
         taken, *_, model_bytes, _, _ = run(
@@ -135,7 +135,7 @@ def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
 
 
 def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) -> None:
-    """Bar 2."""
+    """Measure bar 2."""
     cluster = Cluster(2, 4, 200)
     taken, foretold, model_bytes, _, links = run(
         cluster,
@@ -170,7 +170,7 @@ def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) 
 
 
 def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: int) -> list[str]:
-    """Bar 3; returns rows of seconds."""
+    """Measure bar 3; return rows of seconds."""
     cluster = Cluster(2, 1, 1000)
     taken = run(cluster, partial(whole_steps, config=config, tokens=tokens, rounds=rounds))
     wholes = {name: steps.whole for name, steps in taken.items()}
@@ -183,7 +183,7 @@ def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: i
 
 
 def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
-    """Bar 4."""
+    """Measure bar 4."""
     cluster = Cluster(8, 1, 200)
     taken, foretold, links = run(cluster, partial(one_matrix_a_bucket, numel=numel, rounds=rounds))
     for name, wire in taken.items():

@@ -1,6 +1,5 @@
-"""What ranks of a cluster do for cluster.py: engines and synchronisations that take turns, and what
-they spent.
-"""
+"""The ranks of a cluster for cluster.py: engines and synchronisations take turns, and their seconds
+and bytes are noted."""
 
 from __future__ import annotations
 
@@ -34,43 +33,43 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, VOCABULARY, GPTConfig
 
 OURS, STOCK, ADAMW = "LayerWiseMuon", "stock Muon", "stock AdamW"
-#: The synchronisations of ours without an engine.
+#: The name of our synchronisations without an engine.
 SYNCS = "ours, no engine"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     OURS: {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}},
     STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
     ADAMW: {"type": "AdamW", "params": {"lr": 3e-3, "torch_adam": True}},
 }
-#: Elements of a bucket of ours, where there are several. Stock has nothing to gain from several,
-#: and has one.
+#: Elements of a bucket of ours, where there are several. Stock would gain nothing from several, and
+#: has one.
 BUCKET_NUMEL = 2_500_000
-#: Of whole steps.
+#: Whole steps in a turn.
 STEPS_A_TURN = 2
 
 
 class Spent(NamedTuple):
-    """By one operation of all ranks: until the last is done, and what the mean node sent."""
+    """The cost of one operation of all ranks: seconds until the last is done, and the bytes that
+    the mean node sent."""
 
     seconds: float
     sent: float
 
 
 class Steps(NamedTuple):
-    """Of one step: all of it, and its passes through the model alone."""
+    """The cost of one step: all of it, and its passes through the model alone."""
 
     whole: Spent
     passes: Spent
 
     @property
     def optimizer_seconds(self) -> float:
-        """Of gradients' way to their owners, updates, and weights' way back."""
+        """Return the seconds of gradients' way to their owners, updates, and weights' way back."""
         return self.whole.seconds - self.passes.seconds
 
 
 class Side(NamedTuple):
-    """What takes part in a comparison: the operations that are measured, and what comes before and
-    after them.
-    """
+    """A side of a comparison: the operations that are measured, and the calls before and after
+    them."""
 
     operations: Sequence[Callable[[], object]]
     before: Callable[[], object] = lambda: None
@@ -78,7 +77,7 @@ class Side(NamedTuple):
 
 
 def spent_by(operation: Callable[[], object], cluster: Cluster) -> Spent:
-    """Do it on all ranks together."""
+    """Do ``operation`` on all ranks together."""
     dist.barrier()
     before, start = sent_bytes(), time.monotonic()
     operation()
@@ -91,7 +90,7 @@ def spent_by(operation: Callable[[], object], cluster: Cluster) -> Spent:
 
 
 def take_turns(sides: Mapping[str, Side], cluster: Cluster, rounds: int) -> dict[str, list[Spent]]:
-    """The median of each operation of each side, after one round that does not count."""
+    """Return the median of each operation of each side, after one round that does not count."""
     taken: dict[str, list[list[Spent]]] = {
         name: [[] for _ in side.operations] for name, side in sides.items()
     }
@@ -127,7 +126,7 @@ class Parameters(nn.Module):
         self.model = model
 
     def forward(self) -> Tensor:
-        """The sum of them all."""
+        """Return the sum of all parameters."""
         return torch.stack([param.sum() for param in self.model.parameters()]).sum()
 
 
@@ -139,8 +138,8 @@ def make_engine(
     overlap: bool = False,
     zero: Mapping[str, Any] | None = None,
 ) -> Any:
-    """In the configuration that is best here: float32, stage 1. Without streams, stock has nothing
-    to overlap.
+    """Return an engine in the configuration that is best here: float32, stage 1. Without streams,
+    stock has nothing to overlap.
 
     Args:
         zero: further keys of ``zero_optimization``, of all sides.
@@ -161,7 +160,7 @@ def make_engine(
         config["layerwise"] = {"overlap_param_gather": overlap}
     config["zero_optimization"] |= zero or {}
     if optimizer == STOCK and config["zero_optimization"]["stage"] == 3:
-        # It refuses to start without.
+        # Stock refuses to start without this.
         config["zero_optimization"]["reduce_scatter"] = False
     return ds_layerwise.initialize(model=model, model_parameters=model.parameters(), config=config)[
         0
@@ -169,7 +168,7 @@ def make_engine(
 
 
 def leave_out_newton_schulz() -> None:
-    """Let matrices stay as they are on all sides. For the rest of this process."""
+    """Let matrices stay as they are on all sides, for the rest of this process."""
     original_muon.zeropower_via_gram_newtonschulz = lambda matrix, steps: matrix
     muon_family.newton_schulz = lambda matrix, coefficients, **kwargs: matrix
 
@@ -208,7 +207,7 @@ class Syncs:
 
     @property
     def side(self) -> Side:
-        """Its two operations."""
+        """Return the two operations as a side."""
         return Side((self.reduce, self.gather), self.prepare, self.check)
 
     def prepare(self) -> None:
@@ -222,12 +221,12 @@ class Syncs:
             self._values.shard(bucket, rank).fill_(rank)
 
     def reduce(self) -> None:
-        """All gradients to their averages at the owners."""
+        """Send all gradients' averages to the owners."""
         self._grads.reduce()
         self._grads.finish()
 
     def gather(self) -> None:
-        """All updated shards to all ranks."""
+        """Send all updated shards to all ranks."""
         self._params.send(reversed(range(len(self.layout.buckets))))
 
     def check(self) -> None:
@@ -247,14 +246,14 @@ class Syncs:
 
 
 def wires_here() -> Wires:
-    """Of all ranks, with sums in rank order."""
+    """Return the wires of all ranks, with sums in rank order."""
     return make_wires(
         {1: None}, nodes.node_of_each_rank(), native=False, device=torch.device("cpu")
     )
 
 
 def median_of(operation: Callable[[], object], times: int) -> float:
-    """Seconds, over all ranks; each begins together."""
+    """Return the median of seconds over all ranks, which begin each time together."""
     taken = []
     for _ in range(times):
         dist.barrier()
@@ -265,7 +264,7 @@ def median_of(operation: Callable[[], object], times: int) -> float:
 
 
 def latency_us(other: int) -> float:
-    """Of a message between rank 0 and ``other``: half of the way there and back."""
+    """Return the latency from rank 0 to ``other``: half of the way there and back."""
     taken, note = [], torch.zeros(16)
     for _ in range(40):
         start = time.monotonic()
@@ -280,12 +279,11 @@ def latency_us(other: int) -> float:
 
 
 def measure_links(cluster: Cluster, wires: Wires) -> Links:
-    """Latencies, and the rates inside a node, as they are here; the links' own rate as it was
-    set.
-    """
+    """Return the measured latencies, and the measured rates inside a node; the links' own rate is
+    the one that was set."""
     wire, note = wires[1], torch.zeros(cluster.ranks)
     between_us = latency_us(cluster.ranks_per_node)
-    # Of as many processes as ranks not all are on a core when a message comes for them.
+    # With as many processes as ranks, not all of them are on a core when a message comes for them.
     everyone_us = 1e6 * median_of(
         lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15
     )
@@ -316,19 +314,19 @@ def measure_links(cluster: Cluster, wires: Wires) -> Links:
 
 
 class Wire(NamedTuple):
-    """Of reductions and gathers of one layout, or of one side."""
+    """The cost of reductions and gathers of one layout, or of one side."""
 
     reduce: Spent
     gather: Spent
 
     @property
     def seconds(self) -> float:
-        """Of both."""
+        """Return the seconds of both."""
         return self.reduce.seconds + self.gather.seconds
 
 
 def predicted(layout: Layout, links: Links, wire: str) -> tuple[float, float]:
-    """Seconds to reduce and to gather."""
+    """Return the seconds to reduce and to gather."""
     loads = [Load.of_bucket(bucket, wire) for bucket in layout.buckets]
     time_of = wire_time(loads, [bucket.way for bucket in layout.buckets], links, "ordered")
     return (time_of.reduce + time_of.sums) / 1e9, (time_of.params + time_of.gather) / 1e9
@@ -337,10 +335,10 @@ def predicted(layout: Layout, links: Links, wire: str) -> tuple[float, float]:
 def on_the_wire(
     cluster: Cluster, *, config: GPTConfig, bucket_numel: int, rounds: int, names: Sequence[str]
 ) -> Any:
-    """Engines without computation, and the synchronisations of ours alone: by side what they took;
-    what was foretold.
+    """Return the cost by side, and the prediction, for engines without computation and our
+    synchronisations alone.
 
-    Returns also the bytes of the model, and how its buckets travel.
+    The result also has the bytes of the model, and the ways of its buckets.
     """
     leave_out_newton_schulz()
     numel = sum(param.numel() for param in GPT(config).parameters())
@@ -372,12 +370,12 @@ def whole_steps(
     zero: Mapping[str, Any] | None = None,
     updates: bool = True,
 ) -> dict[str, Steps]:
-    """Real steps: forward, backward, and the optimizer's; by side. Their passes are two forward
-    passes without gradients: at stage 3 they fetch parameters as a forward and a backward pass do,
-    and compute a third less.
+    """Measure real steps by side: forward, backward, and the optimizer's. Their passes are two
+    forward passes without gradients: at stage 3 they fetch parameters as a forward and a backward
+    pass do, and compute a third less.
 
-    A turn is several of them, and over when all has arrived: what is sent during the next forward
-    pass counts, too.
+    A turn is several steps, and over when all messages have arrived: those sent during the next
+    forward pass count, too.
 
     Args:
         zero: further keys of ``zero_optimization``, of all sides.
@@ -415,12 +413,11 @@ def whole_steps(
 
 
 def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
-    """As many matrices as ranks, no two alike, so that nothing goes in rows: in cuts, and the same
-    bytes evenly.
-    """
+    """Measure as many matrices as ranks, no two of the same shape, so that nothing goes in rows: in
+    cuts, and the same bytes evenly."""
     wires, size = wires_here(), cluster.ranks
     links, sides, foretold = measure_links(cluster, wires), {}, {}
-    # Each is a little larger than the one before; together they are size x numel elements.
+    # Each is a little larger than the one before. Together they are size x numel elements.
     rows = [numel // 1024 + 8 * (2 * index - size + 1) for index in range(size)]
     for dtype in (torch.float32, torch.bfloat16):
         wire = dtype_name(dtype)

@@ -1,11 +1,12 @@
-"""What travels in one optimizer step: LayerWiseMuon against stock DeepSpeed Muon, counted by one
+"""The traffic of one optimizer step: LayerWiseMuon against stock DeepSpeed Muon, counted by one
 script.
 
     python examples/benchmarks/collectives.py --ranks 2 4
 
-Counts elements that a rank sends, on average over the ranks, by the usual bounds: an all-reduce of
-n elements is 2(R-1)/R n, every other collective (R-1)/R of the whole; of an all-to-all it counts
-what goes to others. Needs no network and no accelerator: R processes over gloo.
+It counts the elements that a rank sends, on average over the ranks, by the usual bounds: an
+all-reduce of n elements is 2(R-1)/R n, every other collective (R-1)/R of the whole; of an
+all-to-all it counts the parts for other ranks. It needs no network and no accelerator: R processes
+over gloo.
 """
 
 from __future__ import annotations
@@ -31,9 +32,8 @@ import ds_layerwise
 
 
 class WireCounter:
-    """Counts collectives of ``deepspeed.comm`` by kind: calls, elements and bytes sent by the
-    average rank.
-    """
+    """A counter of the collectives of ``deepspeed.comm`` by kind: calls, and elements and bytes
+    that the average rank sends."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -47,9 +47,7 @@ class WireCounter:
         self.bytes[kind] += sent * itemsize
 
     def averaged(self) -> WireCounter:
-        """The same over all ranks: what one sends in an all-to-all may be more than what another
-        does.
-        """
+        """Return the average over all ranks: one may send more in an all-to-all than another."""
         everyone: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, (self.elements, self.bytes))
         mean = WireCounter()
@@ -112,7 +110,7 @@ def _sent_to_others(
     group: Any = None,
     **__: Any,
 ) -> tuple[Any, int]:
-    """What an all-to-all sends, but for what stays on this rank."""
+    """Return the elements that an all-to-all sends, without this rank's own part."""
     size, rank = dist.get_world_size(group=group), dist.get_rank(group=group)
     own = tensor.numel() // size if input_split_sizes is None else input_split_sizes[rank]
     return tensor, tensor.numel() - own
@@ -128,12 +126,12 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Residual, shape kept."""
+        """Return the sum of ``x`` and the MLP's output, of the same shape."""
         return x + self.down(torch.relu(self.up(self.mix(self.norm(x)))))
 
 
 def build_model(width: int = 64, layers: int = 3, rows: int = 256) -> nn.Module:
-    """An embedding, ``layers`` blocks and a head."""
+    """Return an embedding, ``layers`` blocks and a head."""
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Embedding(rows, width),
@@ -145,7 +143,7 @@ def build_model(width: int = 64, layers: int = 3, rows: int = 256) -> nn.Module:
 def count_step(
     optimizer: dict[str, Any], *, bucket_numel: int = 100_000, steps: int = 3, **sections: Any
 ) -> tuple[WireCounter, int]:
-    """Count the last of ``steps`` steps. Returns the counter and the number of trained elements."""
+    """Count the last of ``steps`` steps. Return the counter and the number of trained elements."""
     model = build_model()
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -193,8 +191,8 @@ def _rank(rank: int, size: int, folder: str) -> None:
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT="0",
     )
-    # Only inference uses this operator, and its memory has the name of the port, which others may
-    # have, too.
+    # Only inference uses this operator. Its memory is named after the port, which others may have,
+    # too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     torch.set_num_threads(1)
     dist.init_distributed(
@@ -220,7 +218,7 @@ def _rank(rank: int, size: int, folder: str) -> None:
 
 
 def main() -> None:
-    """Print one markdown table, after everything that the engines print."""
+    """Print one markdown table, after all output of the engines."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()

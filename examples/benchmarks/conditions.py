@@ -1,4 +1,4 @@
-"""Under what a benchmark ran: what its results name beside its command."""
+"""The conditions of a benchmark, which its results name beside its command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def options(description: str, rounds: int) -> argparse.Namespace:
-    """The options of a comparison in turns: how many, and whether in tiny sizes."""
+    """Return the options of a comparison in turns: the number of turns, and tiny sizes."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument(
         "--rounds", type=int, default=rounds, help=f"of each comparison (default: {rounds})"
@@ -24,7 +24,7 @@ def options(description: str, rounds: int) -> argparse.Namespace:
 
 
 def commit() -> str:
-    """The commit of this checkout, with a mark where something in it is not committed."""
+    """Return the commit of this checkout, with a mark if something in it is not committed."""
     described = subprocess.run(
         [
             "git",
@@ -44,7 +44,7 @@ def commit() -> str:
 
 
 def processor() -> str:
-    """The name of the processor, and how many the machine has."""
+    """Return the name of the processor, and their number in the machine."""
     lines = (
         Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if os.path.exists("/proc/cpuinfo")
@@ -55,6 +55,6 @@ def processor() -> str:
 
 
 def conditions() -> str:
-    """The machine, how busy it is, the interpreter and the commit."""
+    """Return the machine, its load, the interpreter and the commit."""
     python = f"Python {platform.python_version()}"
     return f"{processor()}, load {os.getloadavg()[0]:.1f}, {python}; commit {commit()}"

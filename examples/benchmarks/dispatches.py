@@ -1,12 +1,12 @@
-"""How many operations torch dispatches in a step and in a backward pass, beside those of the bare
-module.
+"""The number of operations that torch dispatches in a step and in a backward pass, beside those of
+the bare module.
 
     python examples/benchmarks/dispatches.py [--by_name]
 
-A GPT of 12 layers, width 128, in bf16, on one rank; in a launch-bound run each of them is
-microseconds of a host.
+The model is a GPT of 12 layers, width 128, in bf16, on one rank. In a launch-bound run each
+operation costs microseconds of a host.
 
-A ``torch._foreach_*`` call counts as one. On an accelerator it is a few launches; on a CPU torch
+A ``torch._foreach_*`` call counts as one. On an accelerator it is a few launches. On a CPU torch
 runs at least one operation for each of its tensors within it, which torch's profiler shows and
 nothing here counts.
 """
@@ -32,18 +32,18 @@ import ds_layerwise
 
 WIDTH, LAYERS, HEADS, TOKENS, LENGTH = 128, 12, 4, 512, 32
 
-#: What the table does not say.
+#: A note below the table.
 ABOUT_FOREACH = """\
 A torch._foreach_* call counts as one operation: on an accelerator it is a few launches, on a CPU at
 least one operation for each of its tensors, within it, which torch's profiler shows. So these are
 no counts of what a CPU runs."""
 
-#: How many a step may take, and a backward pass for each of the bare module's.
+#: The most operations in a step, and in a backward pass for each of the bare module's.
 MOST_IN_STEP, MOST_IN_BACKWARD = 1150, 1.2
 
 
 class Operations(TorchDispatchMode):
-    """Counts what is dispatched."""
+    """A counter of dispatched operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens to the loss of predicting the next one."""
+    """A model that returns the loss of predicting the next token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Gpt(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens`` is (batch, length + 1)."""
+        """Return the loss; ``tokens`` is (batch, length + 1)."""
         x = self.embed(tokens[:, :-1]) + self.place.weight
         for layer in self.layers:
             x = layer(x)
@@ -91,9 +91,8 @@ class Gpt(nn.Module):
 
 
 def counted(bucket_numel: int) -> dict[str, Counter[str]]:
-    """What is dispatched in a backward pass and a step, and in a backward pass of the bare
-    module.
-    """
+    """Count the dispatched operations of a backward pass and a step, and of a backward pass of the
+    bare module."""
     torch.manual_seed(0)
     tokens = torch.randint(TOKENS, (2, LENGTH + 1))
     bare, found = Gpt().bfloat16(), {}
@@ -109,7 +108,7 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
             "gradient_clipping": 1.0,
-            # What "auto" takes depends on the processor, and with it the number of operations.
+            # "auto" depends on the processor, and with it the number of operations.
             "optimizer": {
                 "type": "LayerWiseMuon",
                 "params": {"lr": 1e-3, "muon_lr": 0.02, "ns_dtype": "fp32"},
@@ -132,8 +131,8 @@ def main() -> None:
     parser.add_argument("--by_name", action="store_true", help="which they are, too")
     parser.add_argument("--bucket_numel", type=int, default=500_000_000)
     args = parser.parse_args()
-    # Only inference uses this operator, and its memory has the name of the port, which others may
-    # have, too.
+    # Only inference uses this operator. Its memory is named after the port, which others may have,
+    # too.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0"

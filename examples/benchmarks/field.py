@@ -3,11 +3,11 @@ formulas of their sources.
 
     python examples/benchmarks/field.py
 
-Needs no accelerator and starts no ranks. All train the same matrices by Muon and the rest by AdamW,
-data-parallel, in bfloat16 with float32 masters, one micro-batch a step. Where a project sets
-nothing else, gradients and weights travel in bfloat16; what an optimizer itself exchanges has the
-dtype of its source. An all-reduce of n elements sends 2 (R-1)/R n of R ranks each, every other
-collective (R-1)/R of the whole, an exchange what goes to others.
+This needs no accelerator and starts no ranks. All train the same matrices by Muon and the rest by
+AdamW, data-parallel, in bfloat16 with float32 masters, one micro-batch a step. Gradients and
+weights travel in bfloat16 unless a project sets another dtype. The messages of an optimizer itself
+have the dtype of its source. An all-reduce of n elements sends 2 (R-1)/R n of R ranks each, every
+other collective (R-1)/R of the whole, an exchange the parts for other ranks.
 """
 
 from __future__ import annotations
@@ -43,27 +43,27 @@ class Model:
 
     @property
     def matrix_numel(self) -> int:
-        """The elements that Muon updates."""
+        """Return the elements that Muon updates."""
         return sum(spec.numel for spec in self.matrices)
 
     @property
     def other_numel(self) -> int:
-        """The elements that AdamW updates."""
+        """Return the elements that AdamW updates."""
         return sum(spec.numel for spec in self.others)
 
     @property
     def numel(self) -> int:
-        """All elements."""
+        """Return the number of all elements."""
         return self.matrix_numel + self.other_numel
 
     @property
     def goes(self) -> float:
-        """The part of a whole that a collective sends: (R-1)/R."""
+        """Return the part of a whole that a collective sends: (R-1)/R."""
         return 1 - 1 / self.ranks
 
     @property
     def by_layer(self) -> list[list[ParamSpec]]:
-        """The matrices of each layer."""
+        """Return the matrices of each layer."""
         layers = itertools.groupby(
             self.matrices, lambda spec: re.findall(r"layers\.\d+\.", spec.name)
         )
@@ -72,7 +72,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Cost:
-    """One row of the table."""
+    """A row of the table."""
 
     sent: float
     """The bytes that the average rank sends in a step."""
@@ -94,7 +94,7 @@ class Cost:
         work: Iterable[int],
         padded: float = 0,
     ) -> Cost:
-        """Return the row, of the FLOPs of each rank, or of those ranks that are not idle."""
+        """Return the row from the FLOPs of each rank, or of the ranks that are not idle."""
         share = sum(spec.work for spec in model.matrices) / model.ranks
         return cls(sent, held, max(work) / share, padded / model.numel)
 
@@ -129,7 +129,7 @@ def stock(model: Model) -> Cost:
             momentum[rank] += spec.numel
             work[rank] += spec.work
         start = end
-    # An all-reduce, and a gather of weights.
+    # The messages are an all-reduce, and a gather of weights.
     sent = 3 * model.goes * 2 * model.numel
     # The momentum has the dtype of gradients, and a second copy until a step has survived.
     own = 4 * length + 12 * model.other_numel / model.ranks
@@ -152,7 +152,8 @@ def stock_3(model: Model, *, bucket: int = 500_000_000) -> Cost:
             for rank, spec in enumerate(round_):
                 work[rank] += spec.work
             moved += model.ranks * max(spec.numel for spec in round_)
-    # Two gathers of weights and an all-reduce; a gather of gradients and momenta; rounds of both.
+    # The messages are two gathers of weights and an all-reduce; a gather of gradients and momenta;
+    # rounds of both.
     elements = 4 * model.numel + 2 * model.matrix_numel + 2 * moved
     held = (10 * model.matrix_numel + 16 * model.other_numel) / model.ranks
     padded = moved - model.matrix_numel
@@ -189,7 +190,7 @@ def megatron(model: Model) -> Cost:
             work[owner] += spec.work
         buffer += ranks * _up(max(filled), align)
     kept = buffer + model.other_numel
-    # Gradients, in bfloat16 with --grad-reduce-in-bf16, are reduced; weights are gathered.
+    # Gradients, in bfloat16 with --grad-reduce-in-bf16, are reduced. Weights are gathered.
     held = 4 * kept + 8 * max(owned) + 12 * model.other_numel / ranks
     return Cost.of(model, model.goes * 4 * kept, held, work, buffer - model.matrix_numel)
 
@@ -243,8 +244,8 @@ def fsdp_muon(model: Model) -> Cost:
             for rank in range(start // length, (end - 1) // length + 1):
                 parts[rank] = min(end, (rank + 1) * length) - max(start, rank * length)
             cuts.append((spec, parts))
-    # Matrices of one rank stay there. Others go to the rank with least work of those that have a
-    # part, longest first over all buffers: so the documents of later versions. 00aeb2c balances
+    # Matrices of one rank stay there. Others go to the rank with least work among those that have a
+    # part, longest first over all buffers: so say the documents of later versions. 00aeb2c balances
     # each buffer by itself.
     for spec, parts in sorted(cuts, key=lambda each: (len(each[1]) > 1, -_fsdp_cost(each[0]))):
         owner = min(parts, key=costs.__getitem__)
@@ -252,7 +253,8 @@ def fsdp_muon(model: Model) -> Cost:
         work[owner] += spec.work
         moved += spec.numel - parts[owner]
     kept = buffers + model.other_numel
-    # Two gathers of weights and a reduction; parts to owners and back, in float32.
+    # The messages are two gathers of weights and a reduction; parts go to owners and back, in
+    # float32.
     sent = model.goes * 6 * kept + 8 * moved / ranks
     held = (12 * buffers + 16 * model.other_numel) / ranks
     return Cost.of(model, sent, held, work, buffers - model.matrix_numel)
@@ -278,7 +280,8 @@ def matrix_fsdp(model: Model) -> Cost:
 def dion(model: Model) -> Cost:
     """microsoft/dion 0a059a4: dion/megabatch_base.py with FSDP2"""
     exchanged, work = _dion_batches(model, rows_are_cut=True)
-    # Two gathers of weights and a reduction; all matrices to whole ones and back, in bfloat16.
+    # The messages are two gathers of weights and a reduction; all matrices become whole and go
+    # back, in bfloat16.
     sent = model.goes * (6 * _fsdp2_numel(model) + 4 * exchanged)
     padded = exchanged - model.matrix_numel
     return Cost.of(model, sent, _fsdp2_held(model), [work], padded)
@@ -314,7 +317,7 @@ def dist_muon(model: Model) -> Cost:
     costs: Loads = [0] * ranks
     layers = model.by_layer
     moved = 0
-    # Buckets of models/kimi_k2_7/config_registry.py: the first layer, then pairs.
+    # Buckets of models/kimi_k2_7/config_registry.py are the first layer, then pairs.
     for first in (0, *range(1, len(layers), 2)):
         bucket = [spec for layer in layers[first : first + (2 if first else 1)] for spec in layer]
         heap = [(0, 0, costs[rank], rank) for rank in range(ranks)]
@@ -326,7 +329,8 @@ def dist_muon(model: Model) -> Cost:
             moved += spec.numel - cut(spec, ranks)
             cost += _dist_cost(spec)
             heapq.heappush(heap, (cost, numel + spec.numel, costs[owner], owner))
-    # Two gathers of weights and a reduction; rows to owners and back, in float32.
+    # The messages are two gathers of weights and a reduction; rows go to owners and back, in
+    # float32.
     sent = model.goes * 6 * _fsdp2_numel(model) + 8 * moved / ranks
     padded = _fsdp2_numel(model) - model.numel
     return Cost.of(model, sent, _fsdp2_held(model), work, padded)
@@ -355,7 +359,7 @@ def torch_muon(model: Model) -> Cost:
     return Cost.of(model, model.goes * 4 * model.numel, held, [work])
 
 
-#: By name, those that keep the weights on every rank, and those that cut them.
+#: Formulas by name: projects that keep the weights on every rank, and projects that cut them.
 WHOLE: dict[str, Callable[[Model], Cost]] = {
     "stock Muon, stage 1": stock,
     "Megatron-LM, layer-wise": megatron,
@@ -383,7 +387,7 @@ def rows_of(name: str, ranks: int) -> dict[str, Cost]:
 
 
 def main() -> None:
-    """Print a table for each case, and what each formula was read in."""
+    """Print a table for each case, and the source of each formula."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

@@ -3,8 +3,8 @@
     python examples/recipes/material.py
     python examples/benchmarks/fine_tuning.py
 
-One process, torch's own AdamW and Muon ("match_rms_adamw"), no DeepSpeed: the question is the size
-of the steps alone. Prints the mean loss of the last five steps.
+It runs in one process, with torch's own AdamW and Muon ("match_rms_adamw") and no DeepSpeed: the
+question is the size of the steps alone. It prints the mean loss of the last five steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ FACTORS = (1, 5, 10)
 
 
 def optimizers_of(model: nn.Module, factor: float | None) -> list[Optimizer]:
-    """AdamW, and Muon with ``factor`` times its update for hidden matrices, unless it is None."""
+    """Return AdamW, and Muon with ``factor`` times its update for hidden matrices, unless that is
+    None."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     matrices = [
         p
@@ -46,7 +47,7 @@ def optimizers_of(model: nn.Module, factor: float | None) -> list[Optimizer]:
 
 
 def fine_tune(steps: int, lora: bool, factor: float | None) -> float:
-    """The mean loss of the last five of ``steps`` steps."""
+    """Return the mean loss of the last five of ``steps`` steps."""
     tokenizer = AutoTokenizer.from_pretrained(BASE)
     lines = [material.reversed_words(line) for line in material.sentences(512, seed=2)]
     tokens = tokenizer([line + "<eos>" for line in lines], padding=True, return_tensors="pt")

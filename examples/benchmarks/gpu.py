@@ -1,16 +1,16 @@
-"""What no CPU can show: tests over NCCL, speed, streams that race, and memory, on the GPUs of one
-node.
+"""Measurements that need GPUs: tests over NCCL, speed, races of streams, and memory, on those of
+one node.
 
     python examples/benchmarks/gpu.py --minutes 20 --out report.md
 
-One command, on one GPU or on all of a node; docs/gpu_report.md says what each section shows, how
-to run it on two nodes, and how to bring it to a machine without network. What is not done in time
-is given up, so that all of it takes less than ten minutes, or ``--minutes``; the report is written
-after every section, and names what has not run. All sides of a table take turns in the same
-processes; what is printed are medians, of the slowest rank. A section that fails says so in the
-report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu --tiny`` goes
-through everything once, and measures nothing. Nothing is compiled by torch but a race that is
-named so, on no side, unless ``--compile`` says so, which takes longer.
+This is one command, on one GPU or on all of a node. docs/gpu_report.md says what each section
+shows, how to run it on two nodes, and how to bring it to a machine without network. A section that
+is not done in time is given up, so that everything takes less than ten minutes, or ``--minutes``.
+The report is written after every section, and names those that have not run. All sides of a table
+take turns in the same processes; the numbers are medians of the slowest rank. A section that fails
+says so in the report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu
+--tiny`` goes through everything once, and measures nothing. torch compiles nothing, on no side,
+except a race that is named so, unless ``--compile`` says so, which takes longer.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ if TYPE_CHECKING:
     from gpu_ranks import Place
 
 TESTS = "tests/distributed/step/test_on_device.py"
-#: Ranks that the tests come with.
+#: Numbers of ranks that the tests use.
 TEST_RANKS = (1, 2, 4)
-#: Numbers of meetings of ranks of several nodes.
+#: A counter for meetings of ranks of several nodes.
 MEETINGS = itertools.count()
-#: How far what a rank holds may be from what is predicted, and a step's peak over what it is said
-#: to work in.
+#: The largest difference of a rank's memory from the prediction, and of a step's peak from the
+#: forecast.
 MEMORY_BAR_PERCENT = 2.0
-#: Seconds from the start after which no section runs any more.
+#: Seconds after the start from which no section runs any more.
 TOTAL_S = 560.0
-#: Seconds in which pytest has to write down what it has, when its time is over.
+#: Seconds that pytest has to write its results down, when its time is over.
 ENDING_S = 10.0
 
 
@@ -61,17 +61,17 @@ def on_ranks(
     ranks: int | None = None,
     env: Mapping[str, str] | None = None,
 ) -> list[Any]:
-    """What ``work`` returns on each rank, each in a process of its own.
+    """Return the result of ``work`` on each rank. Each is a process of its own.
 
     Raises:
-        RuntimeError: one failed, with its traceback; or all were not done in time.
+        RuntimeError: a rank failed, with its traceback; or some were not done in time.
     """
     from measuring import Meeting, run_ranks
 
     meeting = None
     if place.nodes > 1 and ranks is None:
         host, _, port = place.master.rpartition(":")
-        # Each time another port: all nodes do the same in the same order.
+        # The port is new each time: all nodes do the same in the same order.
         where = f"tcp://{host}:{int(port) + next(MEETINGS)}"
         meeting = Meeting(where, place.node, place.nodes)
     ranks = ranks or place.ranks
@@ -101,7 +101,7 @@ def _write(folder: Path, place: Place, work: Callable[[Place], Any], _watched: o
     try:
         found = {rank: work(place)}
         if place.nodes > 1 and distributed.get_world_size() == world > 1:
-            # Of the ranks of other nodes, too.
+            # The results are those of the ranks of other nodes, too.
             everyone: list[Any] = [None] * world
             distributed.all_gather_object(everyone, found[rank])
             found = {str(number): each for number, each in enumerate(everyone)}
@@ -114,7 +114,7 @@ def _write(folder: Path, place: Place, work: Callable[[Place], Any], _watched: o
 
 
 def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """By side, the most that a rank took."""
+    """Return the time of the slowest rank by side."""
     return {name: max(each["ms"][name] for each in everyone) for name in everyone[0]["ms"]}
 
 
@@ -122,7 +122,8 @@ def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def tests(place: Place, limit_s: float) -> Found:
-    """Tests that are there for any device, on the largest number of ranks that has one each."""
+    """Run the tests that are there for any device, on the largest number of ranks that has one
+    each."""
     ranks = max(number for number in TEST_RANKS if number <= place.ranks)
     chosen = f"{ranks}rank" + ("s" if ranks > 1 else "")
     if place.tiny:
@@ -148,8 +149,8 @@ def tests(place: Place, limit_s: float) -> Found:
             f"cache_dir={chosen_names.parents[2]}",
         ]
         with open(Path(folder, "output"), "w+") as output:
-            # Where a shell has begun this in the background, interrupts are ignored here, and would
-            # be there.
+            # A shell that has begun this in the background lets it ignore interrupts, and pytest
+            # would inherit that.
             ours = signal.signal(signal.SIGINT, signal.default_int_handler)
             process = subprocess.Popen(
                 command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT
@@ -177,15 +178,14 @@ def tests(place: Place, limit_s: float) -> Found:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Let pytest write down what it has, and end all that it has started, which would outlive it
-    and keep devices.
-    """
+    """Let pytest write its results down, and end all processes that it has started, which would
+    outlive it and keep devices."""
     from measuring import family
 
     # An interrupt can be lost, where it comes during a fork or a collection of garbage.
     for _ in range(2):
         _, *others = family(process.pid)
-        # It is told first: the test that is given up has not failed.
+        # The interrupt comes first: the test that is given up has not failed.
         process.send_signal(signal.SIGINT)
         kill(others)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -196,17 +196,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def kill(processes: Sequence[int]) -> None:
-    """Those that were started last first."""
+    """Kill the processes, the last started first."""
     for number in reversed(processes):
         with contextlib.suppress(ProcessLookupError):
             os.kill(number, signal.SIGKILL)
 
 
 def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
-    """Counts of a report of pytest's; a problem is what did not pass, also what was skipped, or is
-    ``chosen`` and not there."""
+    """Return the counts of a report of pytest's. A test is a problem if it did not pass, also if it
+    was skipped, or if it is ``chosen`` and not there."""
     counts, problems, missing = {"passed": 0, "failed": 0, "skipped": 0}, [], Counter(chosen)
-    # One that was interrupted has no name.
+    # An interrupted test has no name.
     for case in ElementTree.fromstring(xml).iterfind(".//testcase[@name]"):
         wrong = next(
             (child for child in case if child.tag in ("failure", "error", "skipped")), None
@@ -215,7 +215,7 @@ def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
         counts[kind] += 1
         missing[case.attrib["name"]] -= 1
         if wrong is not None:
-            # The end of a traceback says what it was.
+            # The end of a traceback names the error.
             said = (wrong.get("message") or wrong.text or "").strip()[-600:]
             problems.append(f"{case.get('name')} {kind}: {said}")
     if left := sorted((+missing).elements()):
@@ -226,7 +226,7 @@ def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
 
 
 def newton_schulz(place: Place, limit_s: float) -> Found:
-    """Newton-Schulz of matrices of real models."""
+    """Measure Newton-Schulz of matrices of real models."""
     from gpu_ranks import newton_schulz_times
 
     (found,) = on_ranks(place, newton_schulz_times, limit_s=limit_s, ranks=1)
@@ -268,7 +268,7 @@ def newton_schulz(place: Place, limit_s: float) -> Found:
 
 
 def step(place: Place, limit_s: float) -> Found:
-    """One optimizer step of a model of 1 B parameters, or of as many as fit."""
+    """Measure one optimizer step of a model of 1 B parameters, or of as many as fit."""
     from gpu_ranks import OURS, step_times
 
     everyone = on_ranks(place, step_times, limit_s=limit_s)
@@ -287,9 +287,8 @@ def step(place: Place, limit_s: float) -> Found:
 
 
 def batches(place: Place, limit_s: float) -> Found:
-    """One optimizer step with as few matrices a bucket as there can be, which is about one a
-    rank.
-    """
+    """Measure one optimizer step with as few matrices a bucket as possible, which is about one a
+    rank."""
     from gpu_ranks import batch_times
 
     everyone = on_ranks(place, batch_times, limit_s=limit_s)
@@ -308,7 +307,7 @@ def batches(place: Place, limit_s: float) -> Found:
 
 
 def offload(place: Place, limit_s: float) -> Found:
-    """One optimizer step with masters and states on the host."""
+    """Measure one optimizer step with masters and states on the host."""
     from gpu_ranks import offload_times
 
     everyone = on_ranks(place, offload_times, limit_s=limit_s)
@@ -326,7 +325,7 @@ def offload(place: Place, limit_s: float) -> Found:
     )
 
 
-#: By variant of a race: whether there is overlap, the seed of disturbances, and the environment.
+#: Variants of a race: whether there is overlap, the seed of disturbances, and the environment.
 VARIANTS: dict[str, tuple[bool, int | None, dict[str, str]]] = {
     "overlapped": (True, None, {}),
     "the same again": (True, None, {}),
@@ -339,7 +338,7 @@ VARIANTS: dict[str, tuple[bool, int | None, dict[str, str]]] = {
 
 
 def streams(place: Place, limit_s: float) -> Found:
-    """The same bits whatever overlaps, and however late it is."""
+    """Check that the bits are the same whatever overlaps, and however late it is."""
     from gpu_ranks import race
 
     until, digests, missing = time.monotonic() + limit_s, {}, {}
@@ -368,11 +367,11 @@ def streams(place: Place, limit_s: float) -> Found:
 def compare(
     digests: Mapping[str, Sequence[Mapping[str, str]]], missing: Mapping[str, str] | None = None
 ) -> Found:
-    """By variant and rank, digests by setup: those of the first variant that is there are the ones
-    to have.
+    """Compare digests by setup, for each variant and rank, with those of the first variant that is
+    there.
 
     Args:
-        missing: by variant, why it is not there.
+        missing: the reason for each variant that is not there.
     """
     problems = [f"{name}: {why}" for name, why in (missing or {}).items()]
     if not digests:
@@ -402,7 +401,7 @@ def compare(
 
 
 def memory(place: Place, limit_s: float) -> Found:
-    """What a rank holds, against the forecast that ``plan`` and the start-up table print."""
+    """Compare a rank's memory with the forecast that ``plan`` and the start-up table print."""
     from gpu_ranks import memory_of
 
     lines = [
@@ -422,7 +421,7 @@ def memory(place: Place, limit_s: float) -> Found:
                 f"| {job['job']} | {rank} | {job['predicted'] / 1e6:.1f} | {job['held'] / 1e6:.1f} "
                 f"| {off:+.2f} % | {job['workspace'] / 1e6:.1f} | {peak} |"
             )
-            # A tiny model is as small as what an engine has beside it.
+            # A tiny model is as small as the engine's own memory.
             if abs(off) > MEMORY_BAR_PERCENT and not place.tiny:
                 problems.append(f"{job['job']}, rank {rank}: {off:+.2f} % off what is predicted")
             over = 0 if job["peak"] is None else 100 * (job["peak"] / job["workspace"] - 1)
@@ -434,7 +433,7 @@ def memory(place: Place, limit_s: float) -> Found:
 
 
 def whole_steps(place: Place, limit_s: float) -> Found:
-    """Forward, backward and optimizer, beside stock's, with and without overlap."""
+    """Measure forward, backward and optimizer, beside stock's, with and without overlap."""
     from gpu_steps import TORCH, whole_step_times
 
     everyone = on_ranks(place, whole_step_times, limit_s=limit_s)
@@ -454,7 +453,7 @@ def whole_steps(place: Place, limit_s: float) -> Found:
 
 
 def rank_of_many(place: Place, limit_s: float) -> Found:
-    """Whole steps as rank 0 of many, on one device, whose network is made of sleeps."""
+    """Measure whole steps as rank 0 of many, on one device, whose network is made of sleeps."""
     from gpu_steps import rank_times
 
     (rows,) = on_ranks(place, rank_times, limit_s=limit_s, ranks=1)
@@ -467,7 +466,7 @@ def rank_of_many(place: Place, limit_s: float) -> Found:
         "|---:|---|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for row in rows:
-        # The steps of a tiny run are longer than what a network could hide.
+        # The steps of a tiny run are longer than any time that a network could hide.
         shown = (row["ms"] - row["computing_ms"]) / row["network_ms"]
         hidden = "" if place.tiny else f"{100 * (1 - shown):.0f} %"
         peak = "" if row["peak"] is None else f"{row['peak'] / 1e6:.0f}"
@@ -480,7 +479,7 @@ def rank_of_many(place: Place, limit_s: float) -> Found:
 
 
 def links(place: Place, limit_s: float) -> Found:
-    """What collectives take, beside plans."""
+    """Measure collectives, beside plans."""
     from gpu_steps import link_times
 
     found = on_ranks(place, link_times, limit_s=limit_s)[0]
@@ -501,7 +500,7 @@ def links(place: Place, limit_s: float) -> Found:
     return Found(lines, [found["problem"]] if found["problem"] else [])
 
 
-#: By title: what runs, and after how many seconds it is given up.
+#: Sections by title: the function, and the seconds after which it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Tests": (tests, 180),
     "Newton-Schulz": (newton_schulz, 60),
@@ -514,7 +513,7 @@ SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Rank of many": (rank_of_many, 120),
     "Links": (links, 90),
 }
-#: Those in which ranks of several nodes take part.
+#: Sections in which ranks of several nodes take part.
 BETWEEN_NODES = ("Step", "Streams", "Whole steps", "Links")
 
 
@@ -569,11 +568,12 @@ def main() -> None:
         parser.error("--device cpu takes --tiny: the sizes are those of a GPU")
     if not args.compile:
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    # Forks can use a GPU that this process has not touched: the CUDA runtime's own count would.
+    # Forks can use a GPU that this process has not touched. The CUDA runtime's own count would
+    # touch it.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     if args.device == "cpu":
         os.environ.update(DS_ACCELERATOR="cpu", CUDA_VISIBLE_DEVICES="", OMP_NUM_THREADS="1")
-    # What is imported looks at the environment.
+    # Imports from here on look at the environment.
     import torch
 
     available = torch.cuda.device_count() if args.device == "cuda" else os.cpu_count() or 1
@@ -591,7 +591,8 @@ def main() -> None:
         )
     from gpu_ranks import Place, describe
 
-    # An import may have begun to use the GPU; so does counting without NVML. Forks then cannot.
+    # An import may have begun to use the GPU; so does counting without NVML. Then forks cannot use
+    # it.
     spawns = torch.cuda.is_initialized() or (
         args.device == "cuda" and torch.cuda._device_count_nvml() < 0
     )
@@ -615,7 +616,7 @@ def main() -> None:
         args.out.write_text("\n".join([*head, *lines]))
 
     write(not_yet(args.sections))
-    # With more time for all, each has more.
+    # With more time for all, each section has more.
     more = max(1.0, 60 * args.minutes / TOTAL_S)
     chosen = {title: SECTIONS[title] for title in args.sections}
     whole = run(

@@ -1,6 +1,5 @@
-"""What ranks do for gpu.py: Newton-Schulz, steps, offload, a race with the streams, and memory; in
-forks of it.
-"""
+"""The ranks of gpu.py for Newton-Schulz, steps, offload, a race with the streams, and memory. They
+are its forks."""
 
 from __future__ import annotations
 
@@ -53,33 +52,34 @@ from tests.support.ways import in_cuts
 OURS, STOCK, FUSED = "LayerWiseMuon", "stock Muon", "torch AdamW, fused"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     OURS: {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3}},
-    # FusedAdam would be compiled first.
+    # torch_adam: FusedAdam would be compiled first.
     STOCK: {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-3, "torch_adam": True}},
 }
-#: Bytes that the sides of the largest comparison hold for a parameter, all engines together, with
-#: some room.
+#: Bytes for each parameter that all engines of the largest comparison hold together, with some
+#: room.
 BYTES_PER_PARAMETER = 48
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where it runs, and how much of it."""
+    """The device, the ranks and the size of a run."""
 
     device: str
     ranks: int
     tiny: bool
     memory_bytes: int = 0
-    """Of one device; 0 where it is a CPU."""
+    """Bytes of one device; 0 for a CPU."""
     spawns: bool = False
-    """Whether ranks are no forks, as this process may have used the device."""
+    """True if ranks are no forks, as this process may have used the device."""
     nodes: int = 1
     node: int = 0
     master: str = ""
-    """The host of node 0 and the first of the ports on which ranks meet, if there are several."""
+    """The host of node 0 and the first of the ports on which ranks meet, if there are several
+    nodes."""
 
     @property
     def repetitions(self) -> int:
-        """Of each side."""
+        """Return the number of repetitions of each side."""
         return 2 if self.tiny else 7
 
     def finish(self) -> None:
@@ -88,7 +88,8 @@ class Place:
             torch.cuda.synchronize()
 
     def gpt(self, params: float) -> GPTConfig:
-        """About so many parameters, or as many as there is room for."""
+        """Return the shape of a model of about so many parameters, or of as many as there is room
+        for."""
         if self.tiny:
             return GPTConfig(layers=2, width=64, heads=1, context=16)
         params = min(params, self.memory_bytes / BYTES_PER_PARAMETER)
@@ -98,7 +99,7 @@ class Place:
 
 
 def describe(place: Place) -> dict[str, Any]:
-    """The device of this rank."""
+    """Describe the device of this rank."""
     if place.device == "cpu":
         return {"name": "CPU", "memory": 0, "nccl": "gloo", "cuda": "none"}
     found = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -112,7 +113,7 @@ def describe(place: Place) -> dict[str, Any]:
 
 # --- Newton-Schulz
 
-#: By model, the shapes of its matrices.
+#: Shapes of matrices, by model.
 SHAPES = {
     "GPT-2": [(768, 768), (3072, 768)],
     "Llama-8B": [(4096, 4096), (14336, 4096), (1024, 4096)],
@@ -122,7 +123,7 @@ NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def torchs(matrices: Tensor) -> None:
-    """torch.optim.Muon's iteration, which takes one matrix at a time."""
+    """Run torch.optim.Muon's iteration, which takes one matrix at a time."""
     from torch.optim import _muon
 
     for matrix in matrices:
@@ -130,7 +131,7 @@ def torchs(matrices: Tensor) -> None:
 
 
 def by_strips(x: Tensor, strips: int) -> Tensor:
-    """``x @ x.mT`` of ``(k, m, n)``, of which the lower triangle is computed in so many strips of
+    """Return ``x @ x.mT`` of ``(k, m, n)``. The lower triangle is computed in so many strips of
     rows and mirrored, as symmetric.py does on a CPU."""
     if strips == 1:
         return torch.bmm(x, x.mT)
@@ -145,7 +146,7 @@ def by_strips(x: Tensor, strips: int) -> Tensor:
 
 
 def strip_times(place: Place) -> list[dict[str, Any]]:
-    """By shape, milliseconds of one symmetric product by the number of strips."""
+    """Return milliseconds of one symmetric product by the number of strips, for each shape."""
     rows = []
     for m, n in [(32, 48)] if place.tiny else [(512, 2048), (2048, 2048)]:
         batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
@@ -169,9 +170,8 @@ def strip_times(place: Place) -> list[dict[str, Any]]:
 
 
 def newton_schulz_times(place: Place) -> dict[str, Any]:
-    """By shape: milliseconds of each side, and what the machine's own product of two squares
-    reaches; and of strips.
-    """
+    """Return milliseconds of each side and of strips for each shape, and the rate of the machine's
+    own product of two squares."""
     device, rows = torch.device(place.device), []
     fast = fast_dtypes(device)
     shapes = {"tiny": [(32, 48)]} if place.tiny else SHAPES
@@ -234,16 +234,15 @@ def newton_schulz_times(place: Place) -> dict[str, Any]:
 
 
 class QuickGpt(GPT):
-    """With torch's own first weights, which a device makes at once: a billion of the example's take
-    a host minutes.
-    """
+    """A GPT with torch's own first weights, which a device makes at once: the example's take a host
+    minutes for a billion."""
 
     def _init_weights(self) -> None:
         pass
 
 
 def gpt_on(place: Place, config: GPTConfig) -> GPT:
-    """The same on every rank."""
+    """Return a model that is the same on every rank."""
     torch.manual_seed(config.seed)
     with torch.device(place.device):
         return QuickGpt(config)
@@ -252,7 +251,7 @@ def gpt_on(place: Place, config: GPTConfig) -> GPT:
 def engine_of(
     optimizer: str, model: nn.Module, layerwise: Mapping[str, Any] | None = None, **zero: Any
 ) -> Any:
-    """In bf16, at stage 1."""
+    """Return an engine in bf16, at stage 1."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
@@ -273,19 +272,19 @@ def engine_of(
 
 
 def windows(config: GPTConfig, device: Any) -> Tensor:
-    """One sequence and the byte after it, other ones on each rank."""
+    """Return one sequence and the byte after it, different on each rank."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     return torch.randint(VOCABULARY, (1, config.context + 1), generator=generator).to(device)
 
 
 def backward_of(engine: Any, config: GPTConfig) -> Callable[[], object]:
-    """A forward and a backward pass."""
+    """Return a function that runs a forward and a backward pass."""
     tokens = windows(config, engine.device)
     return lambda: engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
 
 
 def step_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one optimizer step of each side."""
+    """Return milliseconds of one optimizer step of each side."""
     config = place.gpt(1e9)
     engines = {name: engine_of(name, gpt_on(place, config)) for name in OPTIMIZERS}
     bare = gpt_on(place, config).to(torch.bfloat16)
@@ -307,7 +306,8 @@ def step_times(place: Place) -> dict[str, Any]:
 
 
 def batch_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one step with as few matrices a bucket as there can be, and with all in one.
+    """Return milliseconds of one step with as few matrices a bucket as possible, and with all in
+    one.
 
     An owner then has a matrix of each bucket, as among many ranks, or none.
     """
@@ -344,9 +344,8 @@ def batch_times(place: Place) -> dict[str, Any]:
 
 
 def offload_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one step with masters and states on the device, and on the host in each
-    way.
-    """
+    """Return milliseconds of one step with masters and states on the device, and on the host in
+    each way."""
     config, host = place.gpt(5e8), {"device": "cpu", "ratio": 1.0}
     engines = {
         "device": engine_of(OURS, gpt_on(place, config)),
@@ -394,35 +393,35 @@ def offload_times(place: Place) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a race is run with."""
+    """The settings of a race."""
 
     stage: int = 1
     reduction: str = "native"
     zero: Mapping[str, Any] = field(default_factory=dict)
     precision: Mapping[str, Any] = field(default_factory=lambda: {"bf16": {"enabled": True}})
     around: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-    """While its engine is made."""
+    """The context in which the engine is made."""
     prepare: Callable[[Place, Any], object] | None = None
-    """Of its engine."""
+    """A change of the engine."""
     has_experts: bool = False
     least_ranks: int = 1
 
 
 class Experts(nn.Module):
-    """Four of them, of which each token takes one; on every other rank are others."""
+    """Four experts, of which each token takes one. Every other rank has others."""
 
     def __init__(self, width: int, ep_size: int) -> None:
         super().__init__()
         self.moe = MoE(width, nn.Linear(width, width), 4, ep_size, k=1, use_rts=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Without the loss that balances them."""
+        """Return the output without the loss that balances experts."""
         result: Tensor = x + self.moe(x)[0]
         return result
 
 
 class Mlp(nn.Module):
-    """Layers whose gradients are made in one order of sums, whatever runs beside."""
+    """Layers whose gradients are sums in one order, whatever runs beside."""
 
     def __init__(self, width: int, layers: int, *, has_experts: bool = False) -> None:
         super().__init__()
@@ -444,9 +443,9 @@ class Mlp(nn.Module):
 
 
 def disturb(place: Place, seed: int) -> None:
-    """Let streams be late at random, for the rest of this process: each before what runs on it,
-    which are forward passes, sums, the exchange with owners, updates, gathers, and what comes from
-    the host and goes there."""
+    """Let streams be late at random, for the rest of this process: each before its own work, which
+    is forward passes, sums, the exchange with owners, updates, gathers, and copies from and to the
+    host."""
     luck = random.Random(seed + dist.get_rank())
 
     def late(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -463,14 +462,13 @@ def disturb(place: Place, seed: int) -> None:
     Wire.reduce, Wire.gather = late(Wire.reduce), late(Wire.gather)
     Exchange.to_owners, Exchange.to_cuts = late(Exchange.to_owners), late(Exchange.to_cuts)
     Owned.update, nn.LayerNorm.forward = late(Owned.update), late(nn.LayerNorm.forward)
-    # It is called with the stream of the transfer as the current one.
+    # The stream of the transfer is the current one in this call.
     host_memory.transfer = late(host_memory.transfer)
 
 
 def every_other_in_cuts() -> AbstractContextManager[object]:
-    """Let engines that are made in it have every other whole bucket in cuts, which few ranks choose
-    by themselves.
-    """
+    """Let engines that are made inside have every other whole bucket in cuts, which few ranks
+    choose by themselves."""
     plan, turns = run_plan.plan_layout, itertools.cycle((True, False))
     return unittest.mock.patch.object(
         run_plan,
@@ -480,9 +478,8 @@ def every_other_in_cuts() -> AbstractContextManager[object]:
 
 
 def two_nodes() -> AbstractContextManager[object]:
-    """Let engines that are made in it take the ranks for those of two nodes, and send every bucket
-    in two levels.
-    """
+    """Let engines that are made inside take the ranks for those of two nodes, and send every bucket
+    in two levels."""
     half, stack = dist.get_world_size() // 2, contextlib.ExitStack()
     every = InLevels(frozenset(range(10**4)), frozenset(range(10**4)))
     for owner, name, value in (
@@ -494,13 +491,13 @@ def two_nodes() -> AbstractContextManager[object]:
 
 
 def compiled(place: Place, engine: Any) -> None:
-    """Compile the whole model; a CPU has no compiler, so graphs run as they are."""
+    """Compile the whole model. A CPU has no compiler, so graphs run as they are."""
     torch._dynamo.config.disable = False
     engine.compile(backend="eager" if place.device == "cpu" else "inductor")
 
 
 def captured(place: Place, engine: Any) -> None:
-    """Replay every layer as a graph; without CUDA, replace what it calls, as graphs do."""
+    """Replay every layer as a graph. Without CUDA, replace the layer's calls, as graphs do."""
     engine.optimizer.wait_for_params()
     for number, layer in enumerate(engine.module.layers):
         if place.device == "cpu":
@@ -510,7 +507,7 @@ def captured(place: Place, engine: Any) -> None:
         sample = torch.zeros(
             BATCH, width, dtype=torch.bfloat16, device=engine.device, requires_grad=number > 0
         )
-        # It takes no module that has hooks.
+        # This function takes no module that has hooks.
         hooks, layer._forward_pre_hooks = layer._forward_pre_hooks, OrderedDict()
         torch.cuda.make_graphed_callables(layer, (sample,))
         layer._forward_pre_hooks = hooks
@@ -518,11 +515,11 @@ def captured(place: Place, engine: Any) -> None:
 
 #: Samples of a micro-batch of a race.
 BATCH = 4
-#: By name. What is compiled comes last: from then on no engine of the process leaves parameters
+#: Setups by name. Compiled ones come last: after them no engine of the process leaves parameters
 #: pending.
 SETUPS = {
     "stage 1, native": Setup(),
-    # One rank cuts nothing.
+    # One rank alone cuts nothing.
     "stage 1, ordered, in cuts": Setup(reduction="ordered", around=every_other_in_cuts),
     "stage 2, ordered, on the host": Setup(
         2,
@@ -539,11 +536,12 @@ SETUPS = {
 
 
 def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
-    """By setup, a digest of losses and weights after some steps, or why there is none."""
+    """Return a digest of losses and weights after some steps for each setup, or the reason why
+    there is none."""
     if seed is not None:
         disturb(place, seed)
     if place.device == "cpu":
-        # DeepSpeed refuses it as too slow.
+        # DeepSpeed refuses fp16 as too slow.
         type(get_accelerator()).is_fp16_supported = lambda self: True
     found = {}
     for name, setup in SETUPS.items():
@@ -552,7 +550,7 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
         try:
             found[name] = _digest(place, setup, overlap=overlap)
         except Exception as error:
-            # One that fails on all ranks leaves the others.
+            # A setup that fails on all ranks leaves the others.
             found[name] = f"{type(error).__name__}: {error}"
     return found
 
@@ -565,7 +563,7 @@ def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
         "gradient_accumulation_steps": 2,
         "steps_per_print": 10**9,
         "gradient_clipping": 1.0,
-        # A dtype that each process measures may be another one in each.
+        # Each process that measures the faster dtype may find another one.
         "optimizer": {
             **OPTIMIZERS[OURS],
             "params": {**OPTIMIZERS[OURS]["params"], "ns_dtype": "bf16"},
@@ -595,7 +593,7 @@ def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
             losses.append(loss.detach())
             engine.backward(loss)
             engine.step()
-    # Those of the last step may be pending. At stage 3 a rank has the whole of none.
+    # The parameters of the last step may be pending. At stage 3 a rank has no whole one.
     engine.optimizer.wait_for_params()
     for value in (torch.stack(losses), *engine.module.parameters()):
         digest.update(value.detach().float().cpu().numpy().tobytes())
@@ -607,12 +605,13 @@ def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
 
 
 def allocated(place: Place) -> int:
-    """Bytes of all tensors, with what the allocator rounds up."""
+    """Return the bytes of all tensors, with the allocator's rounding."""
     return torch.cuda.memory_allocated() if place.device == "cuda" else tensor_bytes()
 
 
 def memory_of(place: Place) -> list[dict[str, Any]]:
-    """By job, what this rank holds between two steps and works in, against the forecast."""
+    """Return this rank's memory between two steps and in a step, against the forecast, for each
+    job."""
     found = []
     jobs = [
         Job(
@@ -626,7 +625,7 @@ def memory_of(place: Place) -> list[dict[str, Any]]:
         )
         for stage, bf16 in ((1, True), (2, True), (1, False))
     ]
-    # What the first engine of a process costs beside its tensors is no matter of the model.
+    # Memory of the first engine of a process beside its tensors does not belong to the model.
     first, *_ = start(replace(jobs[0], layers=1, width=64))
     train(first, jobs[0])
     first.destroy()

@@ -1,6 +1,5 @@
-"""The report of gpu.py: what its sections found, section by section, under what is known of the
-machine.
-"""
+"""The report of gpu.py: the results of its sections, one after the other, below a description of
+the machine."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LEAST_S = 10.0
 
 @dataclass
 class Found:
-    """What a section has to say, and what is wrong."""
+    """The lines and the problems of a section."""
 
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -38,11 +37,10 @@ def run(
     until: float = float("inf"),
     write: Callable[[Sequence[str]], object] | None = None,
 ) -> Found:
-    """All sections, whichever of them fail.
+    """Run all sections, whichever of them fail.
 
     Args:
-        until: on the monotonic clock, when all must be over; a section that no longer fits is a
-            problem.
+        until: the end on the monotonic clock; a section that no longer fits is a problem.
         write: gets all lines so far after every section, with the names of those to come.
     """
     whole, titles = Found(), list(sections)
@@ -66,7 +64,7 @@ def run(
 
 
 def not_yet(titles: Sequence[str]) -> list[str]:
-    """What a report says that is not whole."""
+    """Return the lines of a report that is not whole."""
     return (
         [f"**Not all of it: {', '.join(titles)} had not run when this was written.**", ""]
         if titles
@@ -75,7 +73,7 @@ def not_yet(titles: Sequence[str]) -> list[str]:
 
 
 def header(place: Place, found: Mapping[str, Any], commit: str | None = None) -> list[str]:
-    """The command, the machine and the commit, which may be told."""
+    """Return the lines with the command, the machine and the commit, which may be given."""
     import deepspeed
     import torch
 

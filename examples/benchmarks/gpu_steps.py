@@ -1,6 +1,5 @@
-"""What ranks do for gpu.py: whole training steps beside stock ZeRO and torch's Muon, the same as
-rank 0 of many on a network of sleeps, and links beside what plans say of them.
-"""
+"""The ranks of gpu.py for whole training steps beside stock ZeRO and torch's Muon, for the same
+steps as rank 0 of many on a network of sleeps, and for links beside their plans."""
 
 from __future__ import annotations
 
@@ -36,7 +35,8 @@ from ds_layerwise.tools.links import link_timing
 from tests.support.rank_of_many import Network, rank_of_many
 
 TORCH = "torch.optim.Muon, AdamW"
-#: By side of a whole step: the optimizer, its section ``layerwise``, and of ``zero_optimization``.
+#: Sides of a whole step: the optimizer, its section ``layerwise``, and keys of
+#: ``zero_optimization``.
 SIDES: dict[str, tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]] = {
     "ours, ZeRO-1": (OURS, {"overlap_param_gather": True}, {}),
     "ours, ZeRO-1, no overlap": (OURS, {}, {"overlap_comm": False}),
@@ -45,15 +45,15 @@ SIDES: dict[str, tuple[str, Mapping[str, Any] | None, Mapping[str, Any]]] = {
     "ours, ZeRO-3": (OURS, {}, {"stage": 3}),
     "stock Muon, ZeRO-1": (STOCK, None, {}),
     "stock Muon, ZeRO-2": (STOCK, None, {"stage": 2}),
-    # Its Muon refuses the other way.
+    # Stock's Muon refuses the other value.
     "stock Muon, ZeRO-3": (STOCK, None, {"stage": 3, "reduce_scatter": False}),
 }
-#: Bytes that all of them hold for a parameter on one rank, with some room.
+#: Bytes for each parameter that all sides hold on one rank, with some room.
 BYTES_PER_PARAMETER = 160
 
 
 def step_of(engine: Any, config: Any) -> Callable[[], object]:
-    """A forward, a backward pass, and a step."""
+    """Return a function that runs a forward pass, a backward pass, and a step."""
     backward = backward_of(engine, config)
 
     def step() -> None:
@@ -64,7 +64,8 @@ def step_of(engine: Any, config: Any) -> Callable[[], object]:
 
 
 def step_of_torch(place: Place, config: Any) -> Callable[[], object]:
-    """The same of a model whose hidden matrices are torch's Muon's, and the rest its AdamW's."""
+    """Return the same for a model whose hidden matrices torch's Muon trains, and the rest its
+    AdamW."""
     bare = gpt_on(place, config).to(torch.bfloat16)
     hidden = {
         id(module.weight)
@@ -90,7 +91,7 @@ def step_of_torch(place: Place, config: Any) -> Callable[[], object]:
 
 
 def whole_step_times(place: Place) -> dict[str, Any]:
-    """Milliseconds of one whole step of each side, all of which are there at once."""
+    """Return milliseconds of one whole step of each side. All sides are there at once."""
     config = place.gpt(min(1e9, place.memory_bytes / BYTES_PER_PARAMETER))
     sides = {}
     numel = 0
@@ -105,9 +106,9 @@ def whole_step_times(place: Place) -> dict[str, Any]:
 
 # --- as rank 0 of many
 
-#: How many ranks there seem to be, and how many of them on each node.
+#: Numbers of simulated ranks, and how many of them are on each node.
 SIZES, PER_NODE = (8, 64, 512), 8
-#: By side, the sections ``layerwise`` and ``zero_optimization``.
+#: Sections ``layerwise`` and ``zero_optimization``, by side.
 AS_ONE_OF_MANY: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "ZeRO-1": ({"overlap_param_gather": True}, {}),
     "ZeRO-1, no overlap": ({}, {"overlap_comm": False}),
@@ -126,26 +127,26 @@ class Sleep:
         self._until = until
 
     def is_completed(self) -> bool:
-        """Whether it is."""
+        """Return whether the moment has come."""
         return time.perf_counter() >= self._until
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait for the moment."""
         time.sleep(max(0.0, self._until - time.perf_counter()))
 
 
 class OnStream:
-    """A collective on a stream of its own; like NCCL's, it keeps its tensors until waited for."""
+    """A collective on a stream of its own. Like NCCL's, it keeps its tensors until waited for."""
 
     def __init__(self, stream: Any, tensors: Sequence[Tensor]) -> None:
         self._event, self._tensors = stream.record_event(), tensors
 
     def is_completed(self) -> bool:
-        """Whether it is over."""
+        """Return whether the collective is over."""
         return bool(self._event.query())
 
     def wait(self) -> None:
-        """Let the current stream wait; the host goes on."""
+        """Let the current stream wait. The host goes on."""
         torch.cuda.current_stream().wait_event(self._event)
         self._tensors = ()
 
@@ -163,7 +164,7 @@ class Sleeping(Network):
             self._cycles_per_s = cycles_per_second()
 
     def begin(self, kind: str, nbytes: int, group: Any, tensors: Sequence[Tensor]) -> Any:
-        """Sleep after all that its stream, and the current one, have been given."""
+        """Sleep after all earlier work of its stream, and of the current one."""
         super().begin(kind, nbytes, group, tensors)
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
         on = group_of(len(ranks), self._links, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
@@ -182,7 +183,7 @@ class Sleeping(Network):
 
 
 def cycles_per_second() -> float:
-    """How fast the clock is that a sleep on the device counts."""
+    """Return the rate of the clock that a sleep on the device counts."""
     cycles, taken = 100_000_000, []
     for _ in range(3):
         torch.cuda.synchronize()
@@ -194,9 +195,8 @@ def cycles_per_second() -> float:
 
 
 def rank_times(place: Place) -> list[dict[str, Any]]:
-    """By ranks and side: milliseconds of a whole step of rank 0, those of its network and of a
-    network that takes no time, and bytes.
-    """
+    """Return milliseconds of a whole step of rank 0 by ranks and side, those of its network and of
+    a network that takes no time, and bytes."""
     dist.destroy_process_group()
     config, rows = place.gpt(min(1e9, place.memory_bytes / 32)), []
     for size in SIZES[-1:] if place.tiny else SIZES:
@@ -211,7 +211,7 @@ def rank_times(place: Place) -> list[dict[str, Any]]:
                     }
                 )
             gc.collect()
-    # What ends a rank asks for a group.
+    # The end of a rank asks for a group.
     get_accelerator().synchronize()
     with tempfile.TemporaryDirectory() as folder:
         dist.init_distributed(
@@ -266,7 +266,7 @@ def _of_one_rank(
 
 
 def at_no_cost(links: Links) -> Links:
-    """The same, so fast that nothing takes any time."""
+    """Return the same links, so fast that nothing takes any time."""
     fast = {name: 1e9 for name in type(links).model_fields if name.endswith("gb_s")}
     none = {name: 0.0 for name in type(links).model_fields if name.endswith("_us")}
     return links.model_copy(update={**fast, **none})
@@ -276,9 +276,8 @@ def at_no_cost(links: Links) -> Links:
 
 
 def link_times(place: Place) -> dict[str, Any]:
-    """What collectives take, beside links that were fitted to it and those that plans assume; and
-    the reduction and the gather of a step, beside what plans say of both.
-    """
+    """Return the times of collectives, beside links that were fitted to them and links that plans
+    assume; and the reduction and the gather of a step, beside the plans of both."""
     if dist.get_world_size() == 1:
         return {"rows": [], "steps": []}
     device = torch.device(get_accelerator().current_device_name())
@@ -328,7 +327,8 @@ def link_times(place: Place) -> dict[str, Any]:
 
 
 def _step_on(place: Place, found: Links, assumed: Links) -> list[dict[str, Any]]:
-    """The reduction and the gather of a model in bf16, one after another, beside predictions."""
+    """Return the reduction and the gather of a model in bf16, one after another, beside
+    predictions."""
     config = place.gpt(1e9)
     engine = engine_of(OURS, gpt_on(place, config))
     run, layout = engine.optimizer._run, engine.optimizer.layout

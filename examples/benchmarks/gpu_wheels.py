@@ -4,9 +4,9 @@
     # there:
     bash bundle/run.sh --minutes 20 --out report.md
 
-The folder has wheels for that Python, the sources of the last commit, and run.sh, which unpacks
-them, installs the wheels beside the torch that is there, and hands its arguments to gpu.py with
-the commit.
+The folder has wheels for that Python, the sources of the last commit, and run.sh. That script
+unpacks them, installs the wheels beside the torch that is there, and hands its arguments to gpu.py
+with the commit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 LIST = Path(__file__).with_suffix(".txt")
 DEEPSPEED = "deepspeed==0.19.8"
-#: Of wheels with compiled parts; older ones first.
+#: Platforms of wheels with compiled parts; older ones first.
 PLATFORMS = ("manylinux2014", "manylinux_2_17", "manylinux_2_28")
 
 RUN = """#!/usr/bin/env bash
@@ -35,9 +35,8 @@ PYTHONPATH="$here/source" python "$here/source/examples/benchmarks/gpu.py" --com
 
 
 def commands(out: Path, python: str, machine: str) -> list[list[str]]:
-    """What fills ``out``: the wheel of deepspeed without compiled operators, wheels for that
-    Python, and the sources.
-    """
+    """Return the commands that fill ``out``: the wheel of deepspeed without compiled operators,
+    wheels for that Python, and the sources."""
     pip, wheels = [sys.executable, "-m", "pip"], str(out / "wheels")
     platforms = [f"--platform={platform}_{machine}" for platform in PLATFORMS]
     for_python = [f"--python-version={python}", "--only-binary=:all:", *platforms]
@@ -49,7 +48,7 @@ def commands(out: Path, python: str, machine: str) -> list[list[str]]:
 
 
 def run_script(commit: str) -> str:
-    """The script that installs and runs it."""
+    """Return the script that installs the wheels and runs gpu.py."""
     return RUN.format(deepspeed=DEEPSPEED, commit=commit)
 
 

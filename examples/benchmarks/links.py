@@ -1,9 +1,9 @@
-"""What layouts cost on links, as the model of them predicts: reduce and gather over ring
+"""The cost of layouts on links, as the model of links predicts: reduce and gather over ring
 reduce-scatter and all-gather.
 
     python examples/benchmarks/links.py > examples/benchmarks/results/YYYY-MM_calculated_links.md
 
-A calculation: it needs no network, no accelerator and no torch, and nothing in it was measured.
+This is a calculation: it needs no network, no accelerator and no torch, and measures nothing.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ NAMES = (
 )
 RANKS = (8, 64, 512, 4096)
 BUCKET_NUMELS = (50_000_000, 500_000_000)
-#: What reduce and gather may take, over ring reduce-scatter and all-gather.
+#: The most that reduce and gather may take, over ring reduce-scatter and all-gather.
 BARS: dict[Reduction, float] = {"native": 1.1, "ordered": 1.5}
 
 
 def rings_ns(
     specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links
 ) -> tuple[int, int]:
-    """Ring reduce-scatter and all-gather of the same model in buckets of the same size, one after
-    another.
+    """Return the time of ring reduce-scatter and all-gather of the same model in buckets of the
+    same size, one after another.
 
     Buckets are those that a ZeRO-1 without owners makes of such a model: every parameter is cut
     over all ranks.
@@ -63,7 +63,7 @@ def rings_ns(
 
 
 def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> WireTime:
-    """What the collectives of ``layout`` take, one after another."""
+    """Return the time of the collectives of ``layout``, one after another."""
     return wire_time(
         [Load.of_bucket(bucket, wire, reduction) for bucket in layout.buckets],
         [bucket.way for bucket in layout.buckets],
@@ -74,7 +74,7 @@ def predicted(layout: Layout, wire: str, links: Links, reduction: Reduction) -> 
 
 @dataclass(frozen=True)
 class Row:
-    """One model on so many ranks, with everything over rings."""
+    """A model on so many ranks, with all times over those of rings."""
 
     model: str
     ranks: int
@@ -85,7 +85,7 @@ class Row:
     gather: dict[Reduction, float]
 
     def cells(self) -> list[str]:
-        """As the table shows it."""
+        """Return the cells of the table."""
         return [
             self.model,
             f"{self.ranks:,}",
@@ -116,7 +116,7 @@ HEADER = (
 
 
 def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
-    """One row for each model, number of ranks and bucket size."""
+    """Yield a row for each model, number of ranks and bucket size."""
     for name in names:
         specs = [replace(spec, wire=wire) for spec in load_model_specs(MODELS / f"{name}.yaml")]
         for size in ranks:
@@ -125,7 +125,7 @@ def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links)
 
 
 def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, links: Links) -> Row:
-    """One layout for native sums, one for ordered ones, and what both take."""
+    """Plan a layout for native sums and one for ordered ones, and return the times of both."""
     wire = specs[0].wire
     rings = rings_ns(specs, ranks, bucket_numel, links)
     layouts = {
@@ -157,7 +157,7 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
 
 
 def worst(rows: Sequence[Row], key: Reduction, kind: str) -> str:
-    """The largest of a column, and which rows are above its bar."""
+    """Return the largest value of a column, and the rows above its bar."""
     bar = BARS[key]
     by_value = sorted(
         ((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0]

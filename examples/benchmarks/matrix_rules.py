@@ -1,11 +1,12 @@
-"""What does an update cost by each optimizer of whole matrices? Time, FLOPs and states on this CPU,
+"""The cost of an update by each optimizer of whole matrices: time, FLOPs and states on this CPU,
 Muon beside them.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/matrix_rules.py
 
-One cycle of updates is timed, in which every basis or root is computed anew once, and divided by
-its steps; what is computed at the first step alone is not in it. CPU time of this thread; the rules
-take turns, and the best of all cycles counts. Each trains one matrix with its defaults.
+The timing covers one cycle of updates, in which every basis or root is computed anew once, and is
+divided by the steps of the cycle. Work of the first step alone is not in it. The clock counts CPU
+time of this thread; the rules take turns, and the best of all cycles counts. Each trains one matrix
+with its defaults.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from ds_layerwise.recipes.recipe_registry import REGISTRY, names
 SHAPES = [(256, 256), (256, 1024), (512, 512)]
 HYPER = Hyper(lr=1e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8)
 
-#: Steps of a cycle: the ``precondition_frequency`` of all that have one.
+#: Steps of a cycle: the ``precondition_frequency`` of all rules that have one.
 CYCLE = 10
 
 
 class Trained:
-    """One matrix under one rule, a step behind it."""
+    """A matrix under a rule, after its first step."""
 
     def __init__(self, recipe: Recipe, shape: tuple[int, int]) -> None:
         g = torch.Generator().manual_seed(0)
@@ -39,7 +40,7 @@ class Trained:
         self.rule.update_([self.param], [self.grads[0]], [self.state], HYPER)
 
     def cycle_ms(self) -> float:
-        """Milliseconds of CPU time that an update takes, on average over a cycle."""
+        """Return the milliseconds of CPU time that an update takes, on average over a cycle."""
         start = time.thread_time()
         for grad in self.grads:
             self.rule.update_([self.param], [grad], [self.state], HYPER)
@@ -47,7 +48,7 @@ class Trained:
 
 
 def rows_of(shape: tuple[int, int], repetitions: int) -> list[str]:
-    """The table's rows for one shape."""
+    """Return the table's rows for one shape."""
     recipes = {name: REGISTRY[name].recipe() for name in names(whole=True)}
     runs = {name: Trained(recipe, shape) for name, recipe in recipes.items()}
     best = dict.fromkeys(runs, float("inf"))

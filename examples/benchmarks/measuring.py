@@ -1,8 +1,8 @@
-"""Time of what several ranks do together, or one does in turns, and their memory, sampled from
-outside.
+"""Time of operations that several ranks do together, or one does in turns, and their memory,
+sampled from outside.
 
-Memory is anonymous memory: what a process allocated, not what files mapped for reading cost. It is
-``Pss_Anon`` in /proc, so Linux alone; where forks share some, each counts a fair part of that.
+Memory is anonymous memory: allocated by a process, without files that are mapped for reading. It is
+``Pss_Anon`` in /proc, so Linux alone. Where forks share some, each counts a fair part of that.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 
 FORK = multiprocessing.get_context("fork")
 
-#: By process, when on the monotonic clock, which all processes share, and how many MB.
+#: Samples by process: the time on the monotonic clock, which all processes share, and MB.
 Samples = dict[int, list[tuple[float, float]]]
 
 INTERVAL_S = 0.004
@@ -36,9 +36,8 @@ INTERVAL_S = 0.004
 
 @dataclass(frozen=True)
 class Event:
-    """One operation, as one process saw it: seconds on the monotonic clock, which all processes
-    share.
-    """
+    """An operation as one process saw it. Seconds are those of the monotonic clock, which all
+    processes share."""
 
     what: str
     side: str
@@ -50,7 +49,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Where ranks meet, as torch's init_method, and which of the nodes this is."""
+    """The place where ranks meet, as torch's init_method, and the number of this node."""
 
     where: str
     node: int = 0
@@ -58,7 +57,7 @@ class Meeting:
 
 
 class Clock:
-    """Measures operations that all ranks do together."""
+    """A clock for operations that all ranks do together."""
 
     def __init__(self, watched: Any) -> None:
         self.events: list[Event] = []
@@ -78,7 +77,7 @@ class Clock:
 
 
 def anonymous_mb(pid: int) -> float:
-    """Anonymous memory of a process; 0 if it has ended."""
+    """Return the anonymous memory of a process; 0 if it has ended."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss_Anon:"):
@@ -87,7 +86,7 @@ def anonymous_mb(pid: int) -> float:
 
 
 def family(pid: int) -> list[int]:
-    """A process and all that it has started, directly or not."""
+    """Return a process and all processes that it has started, directly or not."""
     found = [pid]
     for parent in found:
         for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -97,7 +96,7 @@ def family(pid: int) -> list[int]:
 
 
 def settle() -> None:
-    """Write out what is to be written, and give freed memory back to the system."""
+    """Write pending files to the disk, and give freed memory back to the system."""
     os.sync()
     with contextlib.suppress(AttributeError, OSError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
@@ -110,12 +109,12 @@ def in_turns(
     finish: Callable[[], object],
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, float]:
-    """The median of each side, in milliseconds; all take turns, so that a disturbance of the
+    """Return the median of each side, in milliseconds. All take turns, so that a disturbance of the
     machine hits them all.
 
     Args:
-        finish: waits until what was begun is done.
-        before: by side, what comes before it each time and does not count.
+        finish: waits until all begun work is done.
+        before: calls by side that come before it each time and do not count.
     """
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(repetitions + 1):
@@ -126,7 +125,7 @@ def in_turns(
             start = time.perf_counter()
             side()
             finish()
-            # The first turn loads and compiles what all need.
+            # The first turn loads and compiles everything that all need.
             if turn:
                 taken[name].append(1000 * (time.perf_counter() - start))
     return {name: statistics.median(each) for name, each in taken.items()}
@@ -145,19 +144,19 @@ def run_ranks(
 ) -> Samples:
     """Do ``work`` on ``size`` ranks, forks of this process that meet in ``folder``.
 
-    It is handed an event; while that is set, the ranks' memory is sampled.
+    ``work`` gets an event. While that is set, the ranks' memory is sampled.
 
     Args:
         device: "cpu", over gloo; or "cuda", over NCCL, each rank on the device of its number. This
             process must not have used them.
-        env: what each rank has in its environment, too, before it uses a device.
-        spawns: True for processes that import all of it themselves, where this one may have used
-            devices.
-        meeting: where they meet those of other nodes, each of which has as many.
+        env: variables that each rank has in its environment, too, before it uses a device.
+        spawns: True for processes that import everything themselves, where this one may have used
+        devices.
+        meeting: the place to meet the ranks of other nodes, each of which has as many.
 
     Raises:
-        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed
-            then.
+        RuntimeError: a rank failed, or was not done after ``limit_s`` seconds. The others are
+        killed then.
     """
     processes: Any = multiprocessing.get_context("spawn") if spawns else FORK
     watched = processes.Event()
@@ -193,8 +192,8 @@ def _rank(
         **env,
     )
     torch.set_num_threads(1)
-    # Only inference uses this operator, building it takes a minute, and the memory of it would be
-    # all runs' together.
+    # Only inference uses this operator, building it takes a minute, and all runs would share its
+    # memory.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if device == "cuda":
         torch.cuda.set_device(local)
@@ -216,8 +215,8 @@ def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float
     """Wait for all ``processes``, and sample them while the event ``watched`` is set.
 
     Raises:
-        RuntimeError: one failed, or was not done after ``limit_s`` seconds. The others are killed
-            then.
+        RuntimeError: a process failed, or was not done after ``limit_s`` seconds. The others are
+        killed then.
     """
     samples: Samples = defaultdict(list)
     until = time.monotonic() + limit_s
@@ -240,9 +239,8 @@ def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float
 
 
 def extra_mb(samples: Samples, event: Event) -> float:
-    """The most that its process had during ``event``, over what it had just before; 0 if nobody
-    looked.
-    """
+    """Return the most memory that the process had during ``event``, over that just before; 0
+    without samples."""
     before = [mb for when, mb in samples.get(event.pid, ()) if when < event.start]
     during = [mb for when, mb in samples.get(event.pid, ()) if event.start <= when <= event.end]
     return max(during) - before[-1] if before and during else 0.0

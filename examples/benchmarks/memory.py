@@ -3,17 +3,17 @@ predicts.
 
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
 
-*predicted* is what lives between two steps: parameters, gradients, masters and states, and what two
-buckets under way travel in, which stays on a CPU. Two numbers say what a rank holds. *tensors* adds
-up the memory of every tensor of the process that is alive between two steps and was not before the
+*predicted* is the memory between two steps: parameters, gradients, masters and states, and the
+buffers in which two buckets travel, which stay on a CPU. Two numbers measure a rank's memory.
+*tensors* adds up every tensor of the process that is alive between two steps and was not before the
 model was built, each memory once: exact, whoever made them. *process* is anonymous memory
-(``Pss_Anon`` in /proc, so Linux alone) over what the process had before the model was built; it
-includes what the allocator keeps. The peak of gradients comes from the same count of tensors, at
-every moment of a backward pass when a bucket starts, over what lives between two steps; that of a
-step is counted after every operation, over what was there before it.
+(``Pss_Anon`` in /proc, so Linux alone) over that before the model was built; it includes the
+allocator's reserves. The peak of gradients comes from the same count of tensors, at every moment of
+a backward pass when a bucket starts, over the memory between two steps. That of a step is counted
+after every operation, over the memory before it.
 
-A plan counts updates as accelerators make them: with as many matrices in a batch as fill one, and,
-as it does not know the device, with products in float32. So these runs batch and multiply alike.
+A plan counts updates as accelerators make them: with as many matrices in a batch as fill one. It
+does not know the device, so products are in float32. These runs batch and multiply in the same way.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.live_memory import LiveMemory
 
-#: How far off a prediction may be, in percent.
+#: The largest error of a prediction, in percent.
 BAR_PERCENT = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to train."""
+    """The settings of a training."""
 
     folder: str
     layers: int = 15
@@ -70,17 +70,17 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Names its results."""
+        """Return the name of its results."""
         return f"stage-{self.stage}-{'bf16' if self.bf16 else 'fp32'}"
 
     def ds_config(self) -> dict[str, Any]:
-        """The same for the engine and for the plan."""
+        """Return the config of the engine and of the plan."""
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 2,
             "steps_per_print": 10**9,
             "bf16": {"enabled": self.bf16},
-            # Two steps of Newton-Schulz, as memory is the same for any further one.
+            # Two steps of Newton-Schulz are enough: any further one takes the same memory.
             "optimizer": {
                 "type": "LayerWiseMuon",
                 "params": {"muon_lr": 0.01, "adam_lr": 0.01, "ns_steps": 2, "ns_dtype": "fp32"},
@@ -94,7 +94,7 @@ class Job:
 
 
 def example_model() -> ModuleType:
-    """examples/model.py; ``model`` is no name to import by."""
+    """Import examples/model.py by its path: the name ``model`` could find another one."""
     path = Path(__file__).resolve().parents[1] / "model.py"
     spec = importlib.util.spec_from_file_location("examples_model", path)
     if spec is None or spec.loader is None:
@@ -106,7 +106,7 @@ def example_model() -> ModuleType:
 
 
 def build(job: Job) -> nn.Module:
-    """The GPT of the examples."""
+    """Return the GPT of the examples."""
     model = example_model()
     built: nn.Module = model.GPT(
         model.GPTConfig(
@@ -117,12 +117,12 @@ def build(job: Job) -> nn.Module:
 
 
 def live_tensors() -> list[Tensor]:
-    """All tensors that are alive."""
+    """Return all tensors that are alive."""
     return [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter)]
 
 
 def tensor_bytes() -> int:
-    """The memory of every tensor that is alive, each memory once."""
+    """Return the memory of every tensor that is alive, each memory once."""
     held: dict[int, int] = {}
     for item in live_tensors():
         storage = item.untyped_storage()
@@ -131,9 +131,8 @@ def tensor_bytes() -> int:
 
 
 class Peak:
-    """The most of :func:`tensor_bytes` over ``base``, looked at when a bucket starts and before it
-    is sent.
-    """
+    """The most of :func:`tensor_bytes` over ``base``, counted when a bucket starts and before it is
+    sent."""
 
     def __init__(self, optimizer: Any, base: int) -> None:
         self.base, self.most, self._sync = base, 0, optimizer._run.grad_sync
@@ -162,7 +161,7 @@ def batch_as_accelerators_do() -> None:
 
 
 def start(job: Job) -> tuple[Any, nn.Module]:
-    """An engine and its model."""
+    """Return an engine and its model."""
     model = build(job)
     return ds_layerwise.initialize(
         model=model, model_parameters=model.parameters(), config=job.ds_config()
@@ -170,7 +169,7 @@ def start(job: Job) -> tuple[Any, nn.Module]:
 
 
 def train(engine: Any, job: Job, update: AbstractContextManager[Any] | None = None) -> None:
-    """One step of two micro-batches, under ``update`` while it updates."""
+    """Take one step of two micro-batches, under ``update`` while it updates."""
     for under in (nullcontext(), update or nullcontext()):
         tokens = torch.randint(256, (1, job.context + 1)).to(engine.device)
         engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
@@ -179,9 +178,9 @@ def train(engine: Any, job: Job, update: AbstractContextManager[Any] | None = No
 
 
 def measure(job: Job, watched: Any) -> None:
-    """Train for three steps and write down what this rank had."""
+    """Train for three steps and write this rank's memory down."""
     batch_as_accelerators_do()
-    # What the first engine of a process costs beside its tensors is no matter of the model.
+    # Memory of the first engine of a process beside its tensors does not belong to the model.
     first, *_ = start(replace(job, layers=1, width=64))
     train(first, job)
     first.destroy()
@@ -241,7 +240,7 @@ def measure(job: Job, watched: Any) -> None:
 
 
 def rows(results: list[dict[str, Any]]) -> list[str]:
-    """The table."""
+    """Return the lines of the table."""
     lines = [
         "| run | rank | predicted | tensors | off by | process | gradients kept | under way, "
         "predicted | one bucket of gradients | peak over what is kept | peak of a step over it | "
@@ -264,18 +263,19 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
 
 
 def off_by(result: dict[str, Any]) -> float:
-    """How much more was measured than predicted, in percent."""
+    """Return how much more was measured than predicted, in percent."""
     return 100 * (float(result["tensors"]) / float(result["predicted"]) - 1)
 
 
 def off_by_at_the_peak(result: dict[str, Any]) -> float:
-    """How much more a rank held at the peak of a step than predicted, in percent of all that."""
+    """Return how much more a rank held at the peak of a step than predicted, in percent of all
+    that."""
     measured = float(result["tensors"]) + float(result["update"])
     return 100 * (measured / (float(result["predicted"]) + float(result["update_predicted"])) - 1)
 
 
 def main() -> None:
-    """Print one markdown table, after everything that the engines print."""
+    """Print one markdown table, after all output of the engines."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

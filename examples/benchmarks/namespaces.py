@@ -1,11 +1,11 @@
-"""A cluster on one machine: nodes are network namespaces, and links between them have the rate that
-is asked for.
+"""A cluster on one machine: nodes are network namespaces, and links between them have the given
+rate.
 
-Needs root on Linux, iproute2, and the kernel's bridge, veth and tbf.
+It needs root on Linux, iproute2, and the kernel's bridge, veth and tbf.
 
 Note: nothing is left behind
-    Namespaces have no names. The caller moves into one of its own, which is the switch, every
-    node's first process into another; the kernel removes them, and all interfaces in them, when
+    Namespaces have no names. The caller moves into one of its own, which is the switch, and every
+    node's first process into another. The kernel removes them, and all interfaces in them, when
     their last process is gone. Processes end with the one that started them, even if that is
     killed.
 """
@@ -35,7 +35,7 @@ import torch
 
 FORK = multiprocessing.get_context("fork")
 
-#: Of an Ethernet frame, and what of it TCP over IPv4 carries with its time stamps; bytes.
+#: Bytes of an Ethernet frame, and those that TCP over IPv4 carries in it with its time stamps.
 FRAME, PAYLOAD = 1514, 1448
 
 INTERFACE = "link0"
@@ -59,12 +59,12 @@ class Cluster:
 
     @property
     def ranks(self) -> int:
-        """In all nodes."""
+        """Return the number of ranks in all nodes."""
         return self.nodes * self.ranks_per_node
 
     @property
     def link_gb_s(self) -> float:
-        """What a link carries for TCP each way, GB/s."""
+        """Return the rate that a link carries for TCP each way, GB/s."""
         return self.mbit_s / 8000 * PAYLOAD / FRAME
 
     def __str__(self) -> str:
@@ -76,10 +76,10 @@ def _address(node: int) -> str:
 
 
 def _ip(*words: object, tool: str = "ip") -> str:
-    """What ``ip`` or ``tc`` says.
+    """Return the output of ``ip`` or ``tc``.
 
     Raises:
-        RuntimeError: it failed.
+        RuntimeError: the command failed.
     """
     done = subprocess.run([tool, *map(str, words)], capture_output=True, text=True)
     if done.returncode:
@@ -88,7 +88,7 @@ def _ip(*words: object, tool: str = "ip") -> str:
 
 
 def _limit(interface: str, mbit_s: int) -> None:
-    # A burst holds the largest segment that the kernel hands over in one piece, and frames count as
+    # A burst holds the largest segment that the kernel hands over in one piece. Frames count as
     # they would travel.
     _ip(
         "qdisc",
@@ -139,7 +139,7 @@ def be_the_switch() -> None:
 
 
 def sent_bytes() -> int:
-    """What this node has sent over its link, headers included."""
+    """Return the bytes that this node has sent over its link, headers included."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:
@@ -148,13 +148,13 @@ def sent_bytes() -> int:
 
 
 def run(cluster: Cluster, work: Callable[[Cluster], Any], *, timeout_s: float = 1800) -> Any:
-    """Do ``work`` on every rank of ``cluster``, and return what rank 0 returns.
-    :func:`be_the_switch` comes first.
+    """Do ``work`` on every rank of ``cluster``, and return the result of rank 0. Call
+    :func:`be_the_switch` first.
 
-    Ranks are forks of this process that talk over gloo; what they print goes to stderr.
+    Ranks are forks of this process that talk over gloo. Their output goes to stderr.
 
     Raises:
-        RuntimeError: a rank failed, or they took too long. The others are killed then.
+        RuntimeError: a rank failed, or took too long. The others are killed then.
     """
     nodes: list[BaseProcess] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -1,16 +1,18 @@
-"""What do a batch, ``gram``, bf16 and symmetry buy? Newton-Schulz on this CPU, five simple steps.
+"""The gain of a batch, of ``gram``, of bf16 and of symmetry, for Newton-Schulz of five simple steps
+on this CPU.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/newton_schulz.py
     OMP_NUM_THREADS=1 python examples/benchmarks/newton_schulz.py --symmetry
 
-All ways to compute one shape take turns, so that a disturbance of the machine hits all of them. CPU
-time of this thread, not wall-clock; medians, with ``--symmetry`` minima. A CPU that is slower in
-bf16 than in fp32 emulates it, so there only the smallest shape is measured in it.
+All ways to compute one shape take turns, so that a disturbance of the machine hits all of them. The
+clock counts CPU time of this thread, not wall-clock time; numbers are medians, with ``--symmetry``
+minima. A CPU that is slower in bf16 than in fp32 emulates it, so there only the smallest shape is
+measured in it.
 
 ``--symmetry`` compares the rate of whole iterations, all passes around them included, with the
 machine's own: FLOPs of the plain iteration a second, over those of a plain product of two squares
-of the smaller side. More than 1 is what half-computed symmetric products make possible. ``--device
-cuda`` is for whoever has one; the clock is wall-clock there.
+of the smaller side. Symmetric products that are computed by half make more than 1 possible.
+``--device cuda`` is for a machine with a GPU; it counts wall-clock time.
 """
 
 from __future__ import annotations
@@ -49,35 +51,34 @@ METHODS = ("standard", "gram")
 def as_after_a_while() -> None:
     """Free a block of almost 32 MiB, as a process that trains has done long ago.
 
-    From then on glibc keeps what is freed. Before, it gives pages back to the system, and an
-    iteration pays for new ones at every product, up to a sixth of its time, which the machine's own
+    From then on glibc keeps freed memory. Before, it gives pages back to the system, and an
+    iteration pays for new ones at every product, up to a sixth of its time. The machine's own
     product of small matrices does not.
     """
     torch.empty(2**25 - 2**16, dtype=torch.uint8).zero_()
 
 
 def together(matrices: Tensor, method: str, dtype: torch.dtype) -> None:
-    """One call for the whole batch."""
+    """Compute the whole batch in one call."""
     newton_schulz(matrices, coefficients("simple", STEPS), method=method, dtype=dtype)
 
 
 def one_by_one(matrices: Tensor, method: str, dtype: torch.dtype) -> None:
-    """One call a matrix."""
+    """Compute the batch in a call for each matrix."""
     for matrix in matrices:
         newton_schulz(matrix, coefficients("simple", STEPS), method=method, dtype=dtype)
 
 
 def thread_ms(work: Callable[[], object]) -> float:
-    """Milliseconds of CPU time of this thread."""
+    """Return the milliseconds of CPU time of this thread."""
     start = time.thread_time()
     work()
     return 1000 * (time.thread_time() - start)
 
 
 def gflop(shape: tuple[int, int, int], method: str, dtype: str) -> float:
-    """Work of the batch, as the iteration is written: symmetric products in full, and the restarts
-    of its dtype.
-    """
+    """Return the work of the batch, as the iteration is written: symmetric products in full, and
+    the restarts of its dtype."""
     batch, m, n = shape[0], min(shape[1:]), max(shape[1:])
     if method == "standard" or m == n:
         return batch * STEPS * (4 * m * m * n + 2 * m**3) / 1e9
@@ -86,7 +87,7 @@ def gflop(shape: tuple[int, int, int], method: str, dtype: str) -> float:
 
 
 def rows_of(shape: tuple[int, int, int], repetitions: int) -> list[str]:
-    """The table's rows for one shape."""
+    """Return the table's rows for one shape."""
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     native = torch.bfloat16 in fast_dtypes(matrices.device)
     dtypes = list(DTYPES) if native or shape == SHAPES[0] else ["fp32"]
@@ -122,9 +123,8 @@ def rows_of(shape: tuple[int, int, int], repetitions: int) -> list[str]:
 def in_turns(
     work: dict[str, Callable[[], object]], repetitions: int, device: torch.device
 ) -> dict[str, float]:
-    """Least milliseconds of each: on a machine that is shared, what the others do to the caches is
-    in the rest.
-    """
+    """Return the least milliseconds of each: on a shared machine the others disturb the caches in
+    the rest."""
 
     def once(run: Callable[[], object]) -> float:
         if device.type == "cpu":
@@ -145,7 +145,7 @@ def in_turns(
 
 
 def symmetry_row(shape: tuple[int, int], dtype: str, repetitions: int, device: torch.device) -> str:
-    """The second table's row for one shape and dtype."""
+    """Return the second table's row for one shape and dtype."""
     generator = torch.Generator().manual_seed(0)
     matrix, side, kind = (
         torch.randn(1, *shape, generator=generator).to(device),

@@ -1,17 +1,17 @@
-"""What an optimizer takes of a step, all but forward and backward: ours against stock DeepSpeed's
+"""The optimizer's part of a step, all but forward and backward: ours against stock DeepSpeed's
 Muon, on one machine.
 
     python examples/benchmarks/optimizer_part.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_optimizer_part.md
 
-A GPT of 29 M parameters in float32, ZeRO 1, gloo, one thread a rank. Gradients are there at once,
-so that a step is their reduction, the update, and the gather of weights; what autograd takes to
-hand them out is measured alone, and subtracted. All sides take turns in the same processes, and a
-turn is as long as its slowest rank's; medians.
+The model is a GPT of 29 M parameters in float32, ZeRO 1, gloo, one thread a rank. Gradients are
+there at once, so that a step is their reduction, the update, and the gather of weights. The time in
+which autograd hands them out is measured alone, and subtracted. All sides take turns in the same
+processes, and a turn is as long as its slowest rank's; numbers are medians.
 
-Stock's Newton-Schulz runs in one dtype a method: "standard" in bfloat16 where the CPU has it,
-"gram" in float32 where the CPU has no float16. Ours has the same number of steps in the same dtype,
-and "auto" is against the faster of both.
+Stock's Newton-Schulz runs in one dtype for each method: "standard" in bfloat16 where the CPU has
+it, "gram" in float32 where the CPU has no float16. Ours has the same number of steps in the same
+dtype, and "auto" is compared with the faster of both.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, GPTConfig
 
 STEPS = 5
-#: Ours, by dtype of Newton-Schulz, over stock's in the same dtype; by number of ranks. And "auto"
-#: over the faster.
+#: Bounds by number of ranks, for ours over stock's in the same dtype of Newton-Schulz; and for
+#: "auto" over the faster.
 BARS = {2: 0.70, 4: 0.60}
 AUTO_BAR = 0.55
 BARE = "autograd alone"
 
-#: As ``ns_dtype`` has it.
+#: Names of dtypes in ``ns_dtype``.
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 Seconds = dict[str, float]
@@ -77,15 +77,15 @@ class Parameters(nn.Module):
         self.model, self._gradients = model, gradients
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return _GradientsAtHand.apply(  # type: ignore[no-untyped-call]
             self._gradients, *self.model.parameters()
         )
 
 
 def optimizers() -> dict[str, dict[str, Any]]:
-    """The ``optimizer`` section of each side, by name; stock's for each dtype that it computes in
-    here.
+    """Return the ``optimizer`` section of each side, by name; stock's for each dtype that it
+    computes in here.
     """
     rates = {"muon_lr": 0.02, "adam_lr": 3e-3}
     stock = {
@@ -113,7 +113,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def sides_of(config: GPTConfig) -> dict[str, Callable[[], object]]:
-    """A step of each engine, and the backward pass of a module without one."""
+    """Return a step of each engine, and the backward pass of a module without one."""
     torch.manual_seed(dist.get_rank())
     gradients = [torch.randn_like(param) for param in GPT(config).parameters()]
     bare = Parameters(GPT(config), gradients)
@@ -147,7 +147,7 @@ def _step(engine: Any) -> None:
 
 def measure(config: GPTConfig, rounds: int, into: Path, _: object) -> None:
     """Let all sides take turns, and write the median of each, over turns, of its slowest rank."""
-    # What engines say as they start is no part of the report.
+    # Messages of starting engines do not belong to the report.
     sys.stdout = sys.stderr
     sides = sides_of(config)
     taken: dict[str, list[float]] = {name: [] for name in sides}
@@ -158,7 +158,7 @@ def measure(config: GPTConfig, rounds: int, into: Path, _: object) -> None:
             side()
             seconds = time.monotonic() - start
             slowest = max(comm.gather_objects(seconds, group=None))
-            # The first turn compiles, and allocates what all later ones use.
+            # The first turn compiles, and allocates the memory of all later ones.
             if turn:
                 taken[name].append(slowest)
     if dist.get_rank() == 0:
@@ -168,7 +168,7 @@ def measure(config: GPTConfig, rounds: int, into: Path, _: object) -> None:
 
 
 def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
-    """What each side takes on so many ranks, without what autograd does."""
+    """Return the seconds of each side on so many ranks, without those of autograd."""
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "taken"
         run_ranks(folder, ranks, partial(measure, config, rounds, into))
@@ -181,7 +181,7 @@ def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
 
 
 def rows_of(ranks: int, taken: Mapping[str, float]) -> list[str]:
-    """Of the table of bars."""
+    """Return rows of the table of bars."""
     stock = {
         name.partition(", ")[2]: seconds
         for name, seconds in taken.items()

@@ -1,10 +1,9 @@
-"""How well the planner balances real models, what it pads, and how long it takes; beside plain
-longest-first.
+"""The planner on real models: its balance, its padding and its time, beside plain longest-first.
 
     python examples/benchmarks/planner.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_planner.md
 
-Needs no network, no accelerator and no torch.
+It needs no network, no accelerator and no torch.
 """
 
 from __future__ import annotations
@@ -41,27 +40,26 @@ NAMES = (
     "deepseek-v3",
 )
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024, 4096)
-#: How many ranks share the experts of a layer; where a model has experts, and as many divide the
-#: ranks.
+#: Numbers of ranks that share the experts of a layer, for models with experts and where they divide
+#: the ranks.
 EP_SIZES = {"deepseek-v3": (1, 8, 64)}
 SHOWN_RANKS = (8, 64, 96, 1024)
 BUCKET_NUMELS = (500_000_000, 50_000_000)
-#: What there is to reach: model, ep_size and ranks; work and elements of matrices, busiest
-#: over the mean.
+#: Values to reach: model, ep_size and ranks; work and elements of matrices, busiest over the mean.
 BARS = (
     ("gpt2-124m", 1, 16, 1.030, 1.000),
     ("qwen3-0.6b", 1, 64, 1.053, 1.067),
     ("deepseek-v3", 64, 1024, 1.060, 1.079),
 )
-#: Generous: the aim is 2 s on an idle machine, and a loaded one also makes CPU time longer.
+#: A generous bound: the aim is 2 s on an idle machine, and a loaded one also makes CPU time longer.
 MAX_CPU_S = 5
-#: What the whole command may take for the largest plans: model, ranks.
+#: The largest plans for the whole command: model, ranks. The next line bounds its time and memory.
 COMMANDS = (("llama-3-405b", 16384), ("deepseek-v3", 4096))
 MAX_COMMAND_S, MAX_COMMAND_MB = 10, 2000
 
 
 def with_experts(specs: Sequence[ParamSpec], ep_size: int) -> list[ParamSpec]:
-    """What a rank has of ``specs`` when ``ep_size`` ranks share the experts of a layer."""
+    """Return a rank's part of ``specs`` when ``ep_size`` ranks share the experts of a layer."""
     of = {spec.name: spec for spec in specs}
     left, experts = deal_out_experts([(spec.name, spec.shape) for spec in specs], ep_size)
     return [replace(of[name], ep_size=experts.get(name, 1)) for name, _ in left]
@@ -70,9 +68,8 @@ def with_experts(specs: Sequence[ParamSpec], ep_size: int) -> list[ParamSpec]:
 def plain_lpt(
     specs: Sequence[ParamSpec], world_size: int
 ) -> tuple[dict[str, int], list[int], list[int]]:
-    """Longest-first by work over the whole model, experts apart: owners, then work and elements of
-    each rank.
-    """
+    """Assign longest-first by work over the whole model, experts apart. Return the owners, and work
+    and elements of each rank."""
     owners: dict[str, int] = {}
     works, numels = [0] * world_size, [0] * world_size
     for ep_size in sorted({spec.ep_size for spec in specs}):
@@ -91,9 +88,8 @@ def plain_lpt(
 
 
 def evenest(layout: Layout) -> int:
-    """The longest shard of each bucket of matrices, added up, were each filled by itself, whatever
-    the totals.
-    """
+    """Return the sum of the longest shards of buckets of matrices, if each bucket were filled by
+    itself, whatever the totals."""
     total = 0
     for bucket in layout.buckets:
         if bucket.whole:
@@ -105,7 +101,7 @@ def evenest(layout: Layout) -> int:
 
 
 def longest_shards(layout: Layout, owners: dict[str, int] | None = None) -> int:
-    """The longest shard of each bucket of matrices, added up; under other ``owners`` if given."""
+    """Return the sum of the longest shards of buckets of matrices, under ``owners`` if given."""
     total = 0
     for bucket in layout.buckets:
         if bucket.whole and owners is None:
@@ -121,7 +117,7 @@ def longest_shards(layout: Layout, owners: dict[str, int] | None = None) -> int:
 
 @dataclass(frozen=True)
 class Row:
-    """One plan and what it is compared with."""
+    """A plan and its comparisons."""
 
     model: str
     ep_size: int
@@ -139,16 +135,16 @@ class Row:
 
     @property
     def worse(self) -> float:
-        """The worse of work and memory."""
+        """Return the worse of work and memory."""
         return max(self.report.work_max_over_mean, self.report.whole_max_over_mean)
 
     @property
     def plain_worse(self) -> float:
-        """The same of plain longest-first."""
+        """Return the same for plain longest-first."""
         return max(self.plain_work, self.plain_memory)
 
     def cells(self) -> list[str]:
-        """As the table shows it."""
+        """Return the cells of the table."""
         return [
             self.model,
             str(self.ep_size),
@@ -184,7 +180,7 @@ HEADER = (
 
 
 def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
-    """One row for each model, ep_size, world size and bucket size."""
+    """Yield a row for each model, ep_size, world size and bucket size."""
     for model in models:
         whole_model = load_model_specs(MODELS / f"{model}.yaml")
         for ep_size, world_size in product(EP_SIZES.get(model, (1,)), ranks):
@@ -215,7 +211,7 @@ def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class Command:
-    """What ``ds-layerwise plan`` takes, all of it."""
+    """The time and memory of a whole ``ds-layerwise plan``."""
 
     model: str
     ranks: int
@@ -224,7 +220,7 @@ class Command:
 
     @classmethod
     def run(cls, model: str, ranks: int) -> Command:
-        """Run it in a process of its own."""
+        """Run the command in a process of its own."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         child = os.posix_spawn(
             sys.executable,

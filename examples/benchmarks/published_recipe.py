@@ -1,5 +1,4 @@
-"""Does a published recipe train here as with its authors' own optimizer? Both, side by side on the
-same batches.
+"""A published recipe here and with its authors' own optimizer, side by side on the same batches.
 
     python examples/benchmarks/published_recipe.py --theirs ../modded-nanogpt
     python examples/benchmarks/published_recipe.py --steps 20 --width 32 --layers 1 --context 16
@@ -11,13 +10,12 @@ rank. Model and data are small: their architecture at --width, on the bytes of e
 
 With --theirs, a checkout of that repository (or MODDED_NANOGPT in the environment), the other side
 is its own code: the Muon of train_gpt_simple.py, its choice of parameters, rates and schedule, run
-as they stand, but for bfloat16, which becomes float32. Its model is compared with the one written
+as they stand, except that bfloat16 becomes float32. Its model is compared with the one written
 here, too. Without, the other side is the same rule as it is written down below.
 
 Their loss is a sum over tokens, ours the mean that everybody has. Muon and AdamW do not see the
-difference but for AdamW's eps, which therefore is theirs over the tokens of a step: 1e-10 / 524288
-in the config, and here what --batch and --context make of it. Into --out go losses.csv and
-losses.png.
+difference, except for AdamW's eps. So ours is theirs over the tokens of a step: 1e-10 / 524288 in
+the config, and here over those of --batch and --context. Into --out go losses.csv and losses.png.
 """
 
 from __future__ import annotations
@@ -48,10 +46,10 @@ import ds_layerwise
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "ds_configs" / "modded_nanogpt.json"
-#: Where the recipe stands in a checkout of its repository.
+#: The file with the recipe in a checkout of its repository.
 SOURCE = Path("records") / "track_3_optimization" / "train_gpt_simple.py"
 VOCABULARY, HEAD_WIDTH, STEPS, COOLDOWN, EPS = 256, 32, 3250, 0.7, 1e-10
-#: The bars: how far losses may be apart, over theirs, at the first steps and at all.
+#: Bounds of the relative difference of losses, at the first steps and at all.
 FIRST, FIRST_BAR, BAR = 50, 1e-5, 1e-2
 
 
@@ -70,9 +68,8 @@ class Norm(nn.Module):
 
 
 def turned(x: Tensor) -> Tensor:
-    """``x`` (B, T, H, D) with its first half of pairs (i, i + D/2) turned by position; the other
-    half stays.
-    """
+    """Return ``x`` (B, T, H, D) with its first half of pairs (i, i + D/2) turned by position. The
+    other half stays."""
     half = x.shape[-1] // 2
     turns = half // 2
     frequencies = 1024 ** -(torch.arange(turns) / max(1, turns - 1))
@@ -104,7 +101,7 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """Squares of what is positive, four times as wide."""
+    """A network of squares of positive parts, four times as wide."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -132,7 +129,8 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Inputs and targets ``(B, T)`` in, the mean loss of a byte out. Logits stay within 15 of 0."""
+    """A model that takes inputs and targets ``(B, T)``, and returns the mean loss of a byte. Logits
+    stay within 15 of 0."""
 
     def __init__(self, layers: int, width: int) -> None:
         super().__init__()
@@ -160,9 +158,8 @@ class Gpt(nn.Module):
 
 @dataclass(frozen=True)
 class Side:
-    """What updates a model after its gradients are there, and what sets the rates of a step
-    before.
-    """
+    """The optimizers that update a model after its gradients are there, and the function that sets
+    the rates of a step before."""
 
     optimizers: list[torch.optim.Optimizer]
     schedule: Callable[[int], object]
@@ -180,7 +177,7 @@ class StatedMuon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
-        """One step."""
+        """Take a step."""
         for group in self.param_groups:
             for param in group["params"]:
                 average = self.state[param].setdefault("average", torch.zeros_like(param))
@@ -197,12 +194,12 @@ class StatedMuon(torch.optim.Optimizer):
 
 
 def eta(step: int, of: int = STEPS) -> float:
-    """What rates are multiplied with at ``step``, counted from 0, of so many."""
+    """Return the factor of rates at ``step``, counted from 0, of so many."""
     return min(1.0, (1 - step / of) / COOLDOWN)
 
 
 def stated(model: Gpt, of: int) -> Side:
-    """The recipe as it is written down in this file."""
+    """Return the recipe as it is written down in this file."""
     groups = [
         ([model.embed.weight], 0.7),
         ([model.proj.weight], 0.004),
@@ -232,7 +229,7 @@ def stated(model: Gpt, of: int) -> Side:
 
 
 class _InFloat32(ast.NodeTransformer):
-    """Nothing is bfloat16, and nothing is compiled."""
+    """A transformer after which nothing is bfloat16, and nothing is compiled."""
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
         self.generic_visit(node)
@@ -248,11 +245,11 @@ class _InFloat32(ast.NodeTransformer):
 
 
 def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
-    """The recipe's own code on ``model``, whose weights it sets, and its own model with the same
-    weights.
+    """Return the recipe's own code on ``model``, whose weights it sets, and its own model with the
+    same weights.
 
     Raises:
-        SystemExit: the checkout does not have what is looked for.
+        SystemExit: the checkout lacks the file or a name.
     """
     path = checkout / SOURCE
     if not path.is_file():
@@ -294,7 +291,7 @@ def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
 
 
 def _until(body: list[ast.stmt], function: str) -> Iterator[ast.stmt]:
-    """The statements up to the definition of ``function``; none if it is not there."""
+    """Yield the statements up to the definition of ``function``; none if it is not there."""
     last = next(
         (
             i
@@ -310,7 +307,7 @@ def _until(body: list[ast.stmt], function: str) -> Iterator[ast.stmt]:
 
 
 def our_engine(model: Gpt, args: argparse.Namespace) -> Any:
-    """The engine of our config."""
+    """Return the engine of our config."""
     config = json.loads(CONFIG.read_text())
     config["train_micro_batch_size_per_gpu"], config["steps_per_print"] = args.batch, 10**9
     config["optimizer"]["params"]["eps"] = EPS / (args.batch * args.context)
@@ -326,7 +323,7 @@ def our_engine(model: Gpt, args: argparse.Namespace) -> Any:
 
 
 def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets of one step after another."""
+    """Yield inputs and targets of one step after another."""
     data = runpy.run_path(str(ROOT / "examples" / "data.py"))
     tokens = data["load_corpus"](None, args.context).train
     for step in range(args.steps):
@@ -337,7 +334,8 @@ def batches(args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def train(args: argparse.Namespace) -> tuple[list[tuple[float, float]], str]:
-    """Losses of every step, ours and theirs, before its update; and whose the other side is."""
+    """Return the losses of every step, ours and theirs, before its update; and the name of the
+    other side."""
     torch.manual_seed(args.seed)
     model = Gpt(args.layers, args.width)
     their_model = None
@@ -366,11 +364,11 @@ def train(args: argparse.Namespace) -> tuple[list[tuple[float, float]], str]:
 
 
 def check_model(theirs: nn.Module, ours: Gpt, inputs: Tensor, targets: Tensor) -> None:
-    """Their model computes what ours does, with weights that are not those of the start, where most
-    are zero.
+    """Check that their model computes the same as ours, with weights other than those of the start,
+    where most are zero.
 
     Raises:
-        SystemExit: it does not.
+        SystemExit: the outputs differ.
     """
     with torch.no_grad():
         some = copy.deepcopy(ours)
@@ -385,12 +383,12 @@ def check_model(theirs: nn.Module, ours: Gpt, inputs: Tensor, targets: Tensor) -
 
 
 def apart(losses: list[tuple[float, float]]) -> float:
-    """The largest difference of losses, over theirs."""
+    """Return the largest difference of losses, over theirs."""
     return max(abs(ours - theirs) / theirs for ours, theirs in losses)
 
 
 def table(losses: list[tuple[float, float]]) -> str:
-    """Losses at a few steps, and how far they have been apart until there."""
+    """Return losses at a few steps, and their largest difference until there."""
     rows = ["| step | ours | theirs | largest relative difference so far |", "|--:|--:|--:|--:|"]
     for step in (1, 2, 5, 10, 20, FIRST, 100, 200, 300, 400, 500, len(losses)):
         if step <= len(losses) and not rows[-1].startswith(f"| {step} |"):
@@ -400,7 +398,7 @@ def table(losses: list[tuple[float, float]]) -> str:
 
 
 def write_out(losses: list[tuple[float, float]], out: Path) -> None:
-    """losses.csv and, where matplotlib is, losses.png."""
+    """Write losses.csv and, where matplotlib is installed, losses.png."""
     out.mkdir(parents=True, exist_ok=True)
     with open(out / "losses.csv", "w", newline="") as file:
         csv.writer(file).writerows(

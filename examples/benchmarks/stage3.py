@@ -1,13 +1,13 @@
-"""What a step costs at ZeRO stage 3, against stock DeepSpeed's Muon and AdamW at stage 3: bytes at
+"""The cost of a step at ZeRO stage 3, against stock DeepSpeed's Muon and AdamW at stage 3: bytes at
 the interface, seconds over a slow link, and seconds on one machine.
 
     sudo python examples/benchmarks/stage3.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_stage3.md
 
 Nodes are network namespaces of this machine, see namespaces.py, and ranks talk over gloo. All sides
-of a comparison take turns in the same processes; what is printed are medians. Where bytes are in
-question Newton-Schulz is left out on all sides. Every parameter is fetched anew in each pass, as in
-a model that does not fit: a small one DeepSpeed would keep from the forward to the backward pass.
+of a comparison take turns in the same processes; numbers are medians. Comparisons of bytes leave
+out Newton-Schulz on all sides. Every parameter is fetched anew in each pass, as in a model that
+does not fit: DeepSpeed would keep a small one from the forward to the backward pass.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Table:
         ]
 
     def add(self, where: object, taken: Mapping[str, Steps], model_bytes: int) -> None:
-        """The rows of one comparison."""
+        """Add the rows of one comparison."""
         for name, steps in taken.items():
             seconds, sent = steps.whole
             self.rows.append(
@@ -53,13 +53,13 @@ class Table:
             )
 
     def bar(self, what: str, found: float, bound: float) -> None:
-        """A row of bars."""
+        """Add a row of bars."""
         met = "yes" if found <= bound else "no"
         self.bars.append(f"| {what} | {found:.3f} | {bound:.3f} | {met} |")
 
 
 def owned_matrices(config: GPTConfig) -> int:
-    """The elements of matrices that have owners: those inside blocks."""
+    """Return the elements of matrices that have owners: those inside blocks."""
     return sum(
         param.numel()
         for name, param in GPT(config).named_parameters()
@@ -68,7 +68,7 @@ def owned_matrices(config: GPTConfig) -> int:
 
 
 def bytes_of_steps(table: Table, config: GPTConfig, rounds: int) -> None:
-    """Two fetches, one reduction, and the exchange each way."""
+    """Measure two fetches, one reduction, and the exchange each way."""
     numel = sum(param.numel() for param in GPT(config).parameters())
     matrices = owned_matrices(config)
     for num_nodes, each in ((2, 1), (4, 1), (2, 2)):
@@ -97,7 +97,7 @@ def bytes_of_steps(table: Table, config: GPTConfig, rounds: int) -> None:
 
 
 def steps_of_two_nodes(table: Table, config: GPTConfig, tokens: int, rounds: int) -> None:
-    """Whole steps over a link of 1 Gbit/s."""
+    """Measure whole steps over a link of 1 Gbit/s."""
     cluster = Cluster(2, 1, 1000)
     numel = sum(param.numel() for param in GPT(config).parameters())
     taken = run(
@@ -114,7 +114,7 @@ def steps_of_two_nodes(table: Table, config: GPTConfig, tokens: int, rounds: int
 
 
 def optimizer_part(table: Table, config: GPTConfig, rounds: int) -> None:
-    """Steps of 16 tokens without their passes."""
+    """Measure steps of 16 tokens without their passes."""
     numel = sum(param.numel() for param in GPT(config).parameters())
     for ranks, bound in ((2, 0.4), (4, 0.3)):
         cluster = Cluster(1, ranks, 1000)

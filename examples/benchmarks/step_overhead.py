@@ -1,15 +1,15 @@
-"""What a step costs in Python between the gradients and the collectives, at sizes that no machine
-at hand has.
+"""The cost of a step in Python between the gradients and the collectives, at sizes for which no
+machine is at hand.
 
     python examples/benchmarks/step_overhead.py >
     examples/benchmarks/results/YYYY-MM_<hardware>_step_overhead.md
 
-Real layouts and the real synchronisation of one rank, on tensors without memory, in two levels
-where a run would take them; collectives, which a device does by itself, are stubs, and so is what
-packs, divides and, at stage 3, looks for writes (12 launches for 4 MiB of a rank's cuts,
-twice a step). What is left is the launching: the hook of every gradient, every bucket reduced
-and gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the rounds
-that send the cuts of updated matrices in place of the gathers. Medians.
+Real layouts and the real synchronisation of one rank run on tensors without memory, in two levels
+where a run would take them. Collectives, which a device does by itself, are stubs. So are the
+operations that pack, divide and, at stage 3, look for writes (12 launches for 4 MiB of a rank's
+cuts, twice a step). The launching is left: the hook of every gradient, every bucket reduced and
+gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the rounds that
+send the cuts of updated matrices in place of the gathers. Numbers are medians.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Case(NamedTuple):
     reduction: Reduction = "native"
     """The method of sums."""
     bound: int | None = None
-    """In milliseconds."""
+    """The most milliseconds."""
     stage: int = 2
 
 
@@ -78,29 +78,29 @@ CASES = (
 
 
 class Ranks(NamedTuple):
-    """What is known of a process group here."""
+    """The size of a process group and the rank in it."""
 
     size: int
     rank: int
 
 
 class Stream:
-    """A device's, on which nothing takes any time."""
+    """A device's stream on which nothing takes any time."""
 
     def wait_stream(self, stream: Stream) -> None:
-        """Nothing is there to wait for."""
+        """Return at once: there is nothing to wait for."""
 
     wait_event = wait_stream
 
     def record_event(self) -> Stream:
-        """What others can wait for."""
+        """Return an event that others can wait for."""
         return self
 
     def __enter__(self) -> None:
-        """Nothing is queued here."""
+        """Do nothing: nothing is queued here."""
 
     def __exit__(self, *error: object) -> None:
-        """Nor elsewhere."""
+        """Do nothing."""
 
 
 class Stubs:
@@ -131,7 +131,7 @@ class Stubs:
             current_stream=lambda: current,
         )
         streams.get_accelerator = lambda: device
-        # Without memory torch writes them out in Python, for milliseconds.
+        # torch writes these out in Python for tensors without memory, which takes milliseconds.
         exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
         exchange.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
@@ -140,7 +140,7 @@ class Stubs:
         torch.sum = lambda rows, dim, *, dtype, out: out
 
     def collective(self, *_: object, **__: object) -> Any:
-        """Count one."""
+        """Count a collective."""
         self.calls += 1
         return self.work
 
@@ -178,9 +178,8 @@ class Cuts:
 
 
 class Step:
-    """What one rank does between gradients and collectives, of a model in bf16 whose gradients add
-    up in bf16.
-    """
+    """A rank's work between gradients and collectives, of a model in bf16 whose gradients add up in
+    bf16."""
 
     def __init__(
         self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction, stage: int
@@ -231,27 +230,26 @@ class Step:
         self._backwards = range(len(layout.buckets) - 1, -1, -1)
 
     def begin(self) -> None:
-        """What autograd does, and the end of the step before."""
+        """Do the part of autograd, and end the step before."""
         self._grad_sync.reset()
         for name, param in self._params.items():
             param.grad = self._gradients[name]
 
     def reduce(self) -> None:
-        """A backward pass, as far as it is about gradients."""
+        """Run the part of a backward pass that concerns gradients."""
         for name in self._params:
             self._grad_sync.accumulate(name, launch=True)
         self._grad_sync.reduce()
         self._grad_sync.finish()
 
     def gather(self) -> None:
-        """What is left of a step after the updates."""
+        """Run the rest of a step after the updates."""
         self._param_sync.send(self._backwards)
 
 
 def medians_ms(step: Step, times: int) -> tuple[float, float]:
-    """Of the reduction and the gather of ``times`` steps, in milliseconds of this thread on a
-    processor.
-    """
+    """Return the medians of the reduction and the gather of ``times`` steps, in milliseconds of
+    this thread on a processor."""
     taken = []
     for _ in range(times + 1):
         step.begin()
@@ -265,7 +263,7 @@ def medians_ms(step: Step, times: int) -> tuple[float, float]:
 
 
 def row(stubs: Stubs, times: int, case: Case) -> str:
-    """One case, as a row of the table."""
+    """Return a case as a row of the table."""
     specs = load_model_specs(MODELS / f"{case.model}.yaml")
     layout = plan_layout(
         specs,
@@ -313,7 +311,7 @@ def main() -> None:
         "parameter | in two levels: reductions, gathers | collectives | reduce, ms | gather, ms | "
         "both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
     )
-    # As in a backward pass, and in a step.
+    # A backward pass and a step run without gradients, too.
     with torch.no_grad():
         for case in CASES:
             print(row(stubs, args.times, case), flush=True)

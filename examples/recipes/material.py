@@ -38,7 +38,7 @@ WORDS = [*ARTICLES, *ADJECTIVES, *ANIMALS, *VERBS, *PLACES]
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Lines like "the red cat sees one tree." in which the adjective decides the place."""
+    """Return lines like "the red cat sees one tree." in which the adjective decides the place."""
     draw = random.Random(seed)
     lines = []
     for _ in range(count):
@@ -50,12 +50,12 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def reversed_words(line: str) -> str:
-    """``line`` with its words in the opposite order: what fine-tuning teaches."""
+    """Return ``line`` with its words in the opposite order, which fine-tuning teaches."""
     return " ".join(reversed(line.rstrip(".").split())) + "."
 
 
 def tokenizer_of(letters: bool = True) -> PreTrainedTokenizerFast:
-    """A tokenizer of the letters of ``sentences``, or of their words."""
+    """Return a tokenizer of the letters of ``sentences``, or of their words."""
     parts = sorted({*"".join(WORDS), " ", ".", "\n"}) if letters else [*WORDS, "."]
     special = ["<pad>", "<eos>", "<unk>", "<cls>", "<mask>"]
     vocabulary = {part: index for index, part in enumerate([*special, *parts])}
@@ -77,7 +77,7 @@ def tokenizer_of(letters: bool = True) -> PreTrainedTokenizerFast:
 
 
 def llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
-    """A Llama of two layers of width 64 with fresh weights."""
+    """Return a Llama of two layers of width 64 with fresh weights."""
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
@@ -96,7 +96,7 @@ def llama(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def bert(**settings: Any) -> BertConfig:
-    """A BERT of two layers of width 64 over words, without dropout."""
+    """Return the config of a BERT of two layers of width 64 over words, without dropout."""
     return BertConfig(
         vocab_size=len(tokenizer_of(letters=False)),
         hidden_size=64,
@@ -111,14 +111,15 @@ def bert(**settings: Any) -> BertConfig:
 
 
 def windows(tokenizer: PreTrainedTokenizerFast, count: int, seed: int = 0) -> Tensor:
-    """``(count, CONTEXT)`` tokens of ``sentences``, int64."""
+    """Return ``(count, CONTEXT)`` tokens of ``sentences``, int64."""
     text = "\n".join(sentences(4 * count, seed))
     tokens = tokenizer(text, truncation=False, verbose=False)["input_ids"]
     return torch.tensor(tokens[: count * CONTEXT]).view(count, CONTEXT)
 
 
 def images(count: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Ten patterns in noise: float32 images ``(count, 3, 32, 32)``, int64 labels ``(count,)``."""
+    """Return ten patterns in noise: float32 images ``(count, 3, 32, 32)``, int64 labels
+    ``(count,)``."""
     patterns = torch.randn(10, 3, 32, 32, generator=torch.Generator().manual_seed(0))
     draw = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (count,), generator=draw)
@@ -139,7 +140,7 @@ class Rows(Dataset):
 
 
 def arguments(output_dir: str, **options: Any) -> argparse.ArgumentParser:
-    """A parser with what run.py gives every recipe.
+    """Return a parser for the arguments that run.py gives every recipe.
 
     Args:
         options: of the parser.
@@ -177,7 +178,7 @@ class Losses:
             )
 
     def end(self) -> None:
-        """Write them, and leave the other ranks."""
+        """Write the losses, and leave the other ranks."""
         if torch.distributed.get_rank() == 0:
             write_losses(self.args.output_dir, self.values)
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Run recipes, each with AdamW and with Muon, and print what came out.
+"""Run recipes, each with AdamW and with Muon, and print their losses.
 
     python examples/recipes/run.py                       # all, into out/recipes
     python examples/recipes/run.py trl_sft timm --steps 20
@@ -45,12 +45,13 @@ RECIPES: dict[str, tuple[str, str]] = {
     "diffusers": ("diffusers/run.sh", "diffusers/ds.json"),
     "sentence_transformers": ("sentence_transformers/run.sh", "sentence_transformers/ds.json"),
 }
-#: Losses at the end are means of so many steps.
+#: The number of steps over which losses at the end are averaged.
 LAST = 5
 
 
 def with_adamw(config: dict) -> dict:
-    """``config`` with DeepSpeed's AdamW at the rate that ``config`` gives to what is no matrix."""
+    """Return ``config`` with DeepSpeed's AdamW at the rate that ``config`` gives to parameters that
+    are no matrices."""
     config = {key: value for key, value in config.items() if key != "layerwise"}
     if "optimizer" in config:
         given = config["optimizer"]["params"]
@@ -66,10 +67,10 @@ def free_port() -> int:
 
 
 def train(name: str, kind: str, config: dict, args: argparse.Namespace, *more: str) -> list[float]:
-    """The losses of one run of recipe ``name``.
+    """Return the losses of one run of recipe ``name``.
 
     Raises:
-        RuntimeError: it failed; has the end of its log.
+        RuntimeError: the run failed. The message has the end of its log.
     """
     out = args.out / f"{name}_{kind}"
     shutil.rmtree(out, ignore_errors=True)
@@ -102,7 +103,7 @@ def train(name: str, kind: str, config: dict, args: argparse.Namespace, *more: s
 
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
-    """Losses of recipe ``name`` by optimizer.
+    """Return the losses of recipe ``name`` by optimizer.
 
     Raises:
         RuntimeError: a run failed, did not learn, or ended otherwise after it was resumed.
@@ -122,13 +123,14 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
 
 
 def row(name: str, losses: dict[str, list[float]]) -> str:
-    """The line of the table: means of the last losses with AdamW and with the recipe's config."""
+    """Return the line of the table: means of the last losses with AdamW and with the recipe's
+    config."""
     ends = [sum(losses[kind][-LAST:]) / LAST for kind in ("adamw", "muon")]
     return f"| {name} | {losses['muon'][0]:.3f} | {ends[0]:.3f} | {ends[1]:.3f} |"
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """A small picture for each recipe: losses by step of both optimizers."""
+    """Draw a small picture for each recipe: losses by step of both optimizers."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,7 +1,7 @@
-"""Run a script that makes its config itself, with a change to what it gives deepspeed.initialize.
+"""Run a script that makes its own config, and change its arguments of deepspeed.initialize.
 
-The script stays as its project has it. It saves no checkpoints and writes no losses, so that this
-does both for it.
+The script stays as its project has it. It saves no checkpoints and writes no losses, so this does
+both for it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import material
 
 
 def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
-    """Arguments of a recipe with such a script, and the others, which are the script's."""
+    """Return the arguments of a recipe with such a script, and the rest, which are the script's."""
     parser = material.arguments(output_dir, allow_abbrev=False)
     parser.add_argument("--clone", type=Path, required=True, help="of DeepSpeedExamples")
     parser.add_argument("--config", type=Path, required=True)
@@ -41,10 +41,10 @@ def parse(output_dir: str, folder: str) -> tuple[argparse.Namespace, list[str]]:
 
 
 class Record(material.Losses):
-    """Takes the losses of an engine from a script's calls of ``backward`` and ``step``.
+    """A record of an engine's losses, from a script's calls of ``backward`` and ``step``.
 
-    The script of a resumed run gives its first batches again. They go by without a step, until
-    they are those that come after the checkpoint.
+    The script of a resumed run gives its first batches again. They go by without a step, up to the
+    first batch after the checkpoint.
     """
 
     def __init__(self, engine: deepspeed.DeepSpeedEngine, args: argparse.Namespace) -> None:
@@ -75,8 +75,8 @@ def run(
     """Run ``script`` with ``words``, and write the losses of its engine.
 
     Args:
-        change: from the arguments that the script gives ``deepspeed.initialize`` to those that
-            the function gets.
+        change: a function that makes the arguments of ``deepspeed.initialize`` from those that the
+        script gives.
     """
     initialize = deepspeed.initialize
     records: list[Record] = []

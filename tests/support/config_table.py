@@ -10,7 +10,7 @@ from typing import Any
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "config_keys.md"
 
-#: By the path of each key: the ``releases`` that have it ("ours": stock has no such key), a value to ``try`` that is
+#: Trials by path of a key: the ``releases`` that have it ("ours": stock has no such key), a value to ``try`` that is
 #: not the default, and the ``test`` that checks the document's words about it.
 TRIED: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "config_keys.json").read_text())
 

@@ -39,7 +39,7 @@ class Verdict(NamedTuple):
     path: str
     """The last two names of its module, with # for numbers."""
     kind: str
-    """One of matrix, vector, embedding, head and small. A small one has a shape that is no matrix."""
+    """Matrix, vector, embedding, head or small. A small one has a shape that is no matrix."""
     reason: str
 
     def described(self) -> str:

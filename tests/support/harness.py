@@ -376,7 +376,7 @@ def _checkout_distributed_test(checkout: str) -> type:
 
     # Every rank of DeepSpeed's harness imports this file; see _join_group for the reason.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    # Its class_tmpdir is a method, which pytest calls deprecated, and returns no pathlib.Path.
+    # The class_tmpdir of DeepSpeed is a method, which pytest calls deprecated, and returns no pathlib.Path.
     return type("DistributedTest", (Theirs, ), {"class_tmpdir": OwnDistributedTest.class_tmpdir})
 
 

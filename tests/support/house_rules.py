@@ -18,7 +18,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 #: Words that tell nothing in a name: the glossary of docs/design.md has the words to use instead.
 NOT_NAMES = frozenset({"ambient", "staged", "remaindered", "alike"})
-_OPENINGS = re.compile(r"(What|Whether|Which|Who|Where|When|How|Why|By|Of|Those|Its|One)\b")
+_OPENINGS = re.compile(r"(What|Whether|Which|Who|Where|When|How|Why|By|Of|Those|Its|One|As|That)\b")
 _SKIPPED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -123,8 +123,8 @@ def nested_comprehensions(files: Iterable[Source]) -> list[str]:
 
 
 def riddles(files: Iterable[Source]) -> list[str]:
-    """Docstrings that open with a word that names nothing and does nothing."""
-    return [f"{source.module}: line {doc.lineno}: {text.splitlines()[0][:60]}"
+    """List docstrings whose first word is neither the subject nor an imperative."""
+    return [f"{source.path.relative_to(PACKAGE.parent)}, line {doc.lineno}: {text.splitlines()[0][:60]}"
             for source in files for doc, text in source.docstrings() if _OPENINGS.match(text)]
 
 

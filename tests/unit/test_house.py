@@ -48,6 +48,9 @@ MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "fu
 
 SOURCES = sources()
 
+#: Files beside the package whose docstrings open with a subject or an imperative.
+PLAIN = ("examples/**/*.py", "tests/*.py", "tests/support/*.py", "tests/clients/*.py", "tests/upstream_site/*.py")
+
 
 def floor_of(module: str) -> int | None:
     """The line of FLOORS that a module stands on; None if nowhere."""
@@ -196,6 +199,14 @@ def test_no_breaches(rule):
     assert not breaches, "\n".join(breaches)
 
 
+def test_no_docstring_beside_the_package_opens_as_a_riddle():
+    root = PACKAGE.parent
+    files = [Source(path, path.read_text()) for pattern in PLAIN for path in sorted(root.glob(pattern))]
+    assert {root / "examples/data.py", root / "tests/support/house_rules.py"} <= {source.path for source in files}
+    breaches = house_rules.riddles(files)
+    assert not breaches, "\n".join(breaches)
+
+
 @pytest.mark.parametrize("what", MOST)
 def test_density(what):
     assert density(SOURCES)[what] <= MOST[what]
@@ -243,6 +254,7 @@ def test_circles_catch():
     (house_rules.nested_comprehensions, "x = [[a for a in b] for b in c]"),
     (house_rules.riddles, "def f():\n    'What a file holds.'"),
     (house_rules.riddles, "x = 1\n'Whether there is one.'"),
+    (house_rules.riddles, "class A:\n    'As a script does.'"),
     (house_rules.wrong_words, "def raise_alike(): pass"),
     (house_rules.spoilt_formulas, "'A rule.\\n\\n==== ==== a    W <- W - u b    W <- W - 2 u\\n==== ===='"),
     (house_rules.spoilt_formulas, "def f():\n    'A rule: v <- b v + g, W <- W - v.'"),

@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--resume_from_checkpoint", help="a folder of save_state")
     args = parser.parse_args()
 
-    # A CPU needs the backend said; on GPUs leave kwargs_handlers out.
+    # Accelerate must be told the backend on a CPU. On GPUs leave kwargs_handlers out.
     backend = InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
     accelerator = Accelerator(kwargs_handlers=[backend])
     tokenizer = material.tokenizer_of()

@@ -2,8 +2,9 @@
 
     bash examples/recipes/deepspeed_chat/run.sh [arguments of main.py]
 
-``change`` is what the script needs: its groups in place of its optimizer, and its schedule as a
-function of the optimizer, as that is made later. The data are made here, not downloaded.
+``change`` makes all changes that the script needs: its groups in place of its optimizer, and its
+schedule as a function of the optimizer, as that is made later. The data are made here, not
+downloaded.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def make_data(folder: Path, steps: int) -> None:
 
 
 def change(given: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
-    """The script's arguments of ``deepspeed.initialize``, with ``sections`` in its config."""
+    """Return the arguments of ``deepspeed.initialize``, with ``sections`` in the config."""
     optimizer, schedule = given.pop("optimizer"), given.pop("lr_scheduler")
     groups = [
         {key: group[key] for key in ("params", "weight_decay")} for group in optimizer.param_groups
@@ -54,9 +55,9 @@ def main() -> None:
     chat = Path("applications", "DeepSpeed-Chat")
     args, words = their_script.parse("out/recipes/deepspeed_chat", str(chat))
     data = Path(args.output_dir, "Dahoas", "rm-static")
-    # The tool's first rank reads the folder, and hands on what it has made of it.
+    # The tool's first rank reads the folder, and hands on the rows that it has made.
     if os.environ["LOCAL_RANK"] == "0":
-        # The tool keeps what it has made of the rows of an earlier run, however many they were.
+        # The tool keeps the rows of an earlier run, however many they were.
         shutil.rmtree(Path(args.output_dir, "rows"), ignore_errors=True)
         make_data(data, args.max_steps)
     sys.path.insert(0, str(args.clone / chat))

@@ -26,7 +26,7 @@ ds_layerwise.register()
 
 
 class Strategy(DeepSpeedStrategy):
-    """Lightning's own, which refuses CPUs; on GPUs take DeepSpeedStrategy itself."""
+    """Lightning's strategy without its refusal of CPUs; on GPUs take DeepSpeedStrategy itself."""
 
     def setup_environment(self) -> None:
         super(DeepSpeedStrategy, self).setup_environment()
@@ -84,7 +84,7 @@ def main() -> None:
         gradient_clip_val=1.0,
     )
     module = Module()
-    # Two epochs, as Lightning goes on from the end of an epoch, not from the middle of its data.
+    # Two epochs: Lightning goes on from the end of an epoch, not from the middle of its data.
     rows = 16 * trainer.world_size * (args.max_steps // 2)
     data = DataLoader(material.windows(material.tokenizer_of(), rows), batch_size=16)
     trainer.fit(module, data, ckpt_path=args.resume_from_checkpoint)

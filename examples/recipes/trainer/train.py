@@ -2,8 +2,8 @@
 
     bash examples/recipes/trainer/run.sh lm|image|translation|ner [arguments of TrainingArguments]
 
-The models are small and made here; what is particular to ds_layerwise is the file that
-``--deepspeed`` names.
+The models are small and made here. Only the file that ``--deepspeed`` names is particular to
+ds_layerwise.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def translator() -> tuple[torch.nn.Module, list[dict]]:
 
 
 def tagger() -> tuple[torch.nn.Module, list[dict]]:
-    """Tags of animals and places; an animal after "old" is nobody's."""
+    """Return a model for tags of animals and places; an animal after "old" has no tag."""
     tokenizer = material.tokenizer_of(letters=False)
     rows = []
     for line in material.sentences(2048):

@@ -26,7 +26,8 @@ TASKS = {"sft": "SFT", "dpo": "DPO", "grpo": "GRPO", "reward": "Reward"}
 
 
 def rows_of(task: str) -> Dataset:
-    """Data that teach the model to say its sentences backwards, or, by GRPO, to use many an e."""
+    """Return data that teach the model to say its sentences backwards, or, by GRPO, to use many an
+    e."""
     lines = material.sentences(512, seed=2)
     backwards = [material.reversed_words(line) for line in lines]
     if task == "sft":
@@ -46,7 +47,7 @@ def rows_of(task: str) -> Dataset:
 
 
 def letters(completions: list[str], **_: object) -> list[float]:
-    """The share of letters e of each completion."""
+    """Return the share of letters e of each completion."""
     return [text.count("e") / max(1, len(text)) for text in completions]
 
 
