@@ -505,7 +505,7 @@ class Campaign:
 
         Args:
             then_train: train on so many micro-batches after that, with the same faults. A save beside the training ends
-            in there.
+                in there.
         """
         rng = self.rng
         if rng.random() < 0.6:

@@ -151,12 +151,12 @@ def run_ranks(
             process must not have used them.
         env: variables that each rank has in its environment, too, before it uses a device.
         spawns: True for processes that import everything themselves, where this one may have used
-        devices.
+            devices.
         meeting: the place to meet the ranks of other nodes, each of which has as many.
 
     Raises:
         RuntimeError: a rank failed, or was not done after ``limit_s`` seconds. The others are
-        killed then.
+            killed then.
     """
     processes: Any = multiprocessing.get_context("spawn") if spawns else FORK
     watched = processes.Event()
@@ -216,7 +216,7 @@ def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float
 
     Raises:
         RuntimeError: a process failed, or was not done after ``limit_s`` seconds. The others are
-        killed then.
+            killed then.
     """
     samples: Samples = defaultdict(list)
     until = time.monotonic() + limit_s

@@ -76,7 +76,7 @@ def run(
 
     Args:
         change: a function that makes the arguments of ``deepspeed.initialize`` from those that the
-        script gives.
+            script gives.
     """
     initialize = deepspeed.initialize
     records: list[Record] = []

@@ -97,7 +97,7 @@ class Player:
     Args:
         size: of the world.
         on_device: whether the tensors that travel are on a device. Then parts of a collective must start at multiples
-        of :data:`PACK_BYTES`.
+            of :data:`PACK_BYTES`.
     """
 
     def __init__(self, size: int, *, on_device: bool, monkeypatch: pytest.MonkeyPatch) -> None:
