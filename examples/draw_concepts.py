@@ -79,15 +79,15 @@ def path(rows: Sequence[tuple[str, Sequence[str]]], width: float) -> Figure:
     for number, (title, stations) in enumerate(rows):
         y = 2.2 * (len(rows) - 1 - number) + 0.2
         axes.text(0.2, y + 1.25, title, fontsize=9)
-        each = (width - 0.4) / len(stations)
+        box_width = (width - 0.4) / len(stations)
         for place, station in enumerate(stations):
-            x = 0.2 + place * each
-            box(axes, x, y, each - 0.5, station, RANKS[0] if place % 2 else "white")
+            x = 0.2 + place * box_width
+            box(axes, x, y, box_width - 0.5, station, RANKS[0] if place % 2 else "white")
             if place + 1 < len(stations):
                 axes.annotate(
                     "",
-                    (x + each, y + 0.5),
-                    (x + each - 0.5, y + 0.5),
+                    (x + box_width, y + 0.5),
+                    (x + box_width - 0.5, y + 0.5),
                     arrowprops={"arrowstyle": "->", "color": EDGE},
                 )
     return figure

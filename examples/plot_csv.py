@@ -18,14 +18,14 @@ TOGETHER = ("grad_norm", "update_rms", "momentum_norm", "max_attention_logit")
 
 def read(folder: Path) -> dict[str, dict[int, float]]:
     """Return values by label and samples; a resumed run repeats the header and some samples."""
-    found = {}
+    values = {}
     for path in sorted(folder.glob("*.csv")):
         with path.open(newline="") as file:
             rows = [row for row in csv.reader(file) if row[0] != "step"]
-        found[path.stem.removeprefix("Train_Samples_")] = {int(x): float(y) for x, y in rows}
-    if not found:
+        values[path.stem.removeprefix("Train_Samples_")] = {int(x): float(y) for x, y in rows}
+    if not values:
         raise SystemExit(f"plot_csv.py: {folder} has no *.csv; name output_path/job_name")
-    return found
+    return values
 
 
 def title(label: str) -> str:

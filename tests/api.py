@@ -83,18 +83,19 @@ def _class(cls: type) -> Iterator[str]:
 
 def _members(node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
     """Yield name, signature and docstring of every public field, property and method."""
-    for each, below in zip(node.body, [*node.body[1:], None], strict=True):
-        if isinstance(each, Function) and not each.name.startswith("_"):
-            decorators = [ast.unparse(decorator) for decorator in each.decorator_list]
+    for member, below in zip(node.body, [*node.body[1:], None], strict=True):
+        if isinstance(member, Function) and not member.name.startswith("_"):
+            decorators = [ast.unparse(decorator) for decorator in member.decorator_list]
             if "property" in decorators:
-                yield each.name, f"{each.name}: {ast.unparse(each.returns or ast.Name('Any'))}", ast.get_docstring(each)
+                returns = ast.unparse(member.returns or ast.Name("Any"))
+                yield member.name, f"{member.name}: {returns}", ast.get_docstring(member)
             elif not any(name.endswith(".setter") for name in decorators):
-                yield each.name, _signature(each.name, each, without=1), ast.get_docstring(each)
-        elif isinstance(each, ast.AnnAssign) and not (name := ast.unparse(each.target)).startswith("_"):
+                yield member.name, _signature(member.name, member, without=1), ast.get_docstring(member)
+        elif isinstance(member, ast.AnnAssign) and not (name := ast.unparse(member.target)).startswith("_"):
             doc = below.value if isinstance(below, ast.Expr) else None
-            if isinstance(each.value, ast.Call):
-                each.value = None
-            yield name, ast.unparse(each), doc.value if isinstance(doc, ast.Constant) else None
+            if isinstance(member.value, ast.Call):
+                member.value = None
+            yield name, ast.unparse(member), doc.value if isinstance(doc, ast.Constant) else None
 
 
 def _signature(name: str, node: Function, without: int = 0) -> str:
@@ -114,17 +115,17 @@ def _text(doc: str | None) -> list[str]:
     """Return a docstring as paragraphs of Markdown, each with an empty line after it."""
     doc = inspect.cleandoc(doc or "").replace("``", "`")
     doc = _ROLE.sub(lambda match: f"`{match[2].rpartition('.')[2] if match[1] else match[2]}`", doc)
-    found = []
+    paragraphs = []
     for paragraph in filter(None, doc.split("\n\n")):
         head, _, rest = paragraph.partition("\n")
         if head in ("Args:", "Raises:"):
             for item in re.split(r"\n(?=\S)", textwrap.dedent(rest)):
                 names, _, meaning = item.partition(":")
                 ticked = ", ".join(f"`{name}`" for name in names.split(", "))
-                found.append(_filled("Raises " * (head == "Raises:") + f"{ticked}: {meaning}"))
+                paragraphs.append(_filled("Raises " * (head == "Raises:") + f"{ticked}: {meaning}"))
         else:
-            found.append(_filled(paragraph))
-    return found
+            paragraphs.append(_filled(paragraph))
+    return paragraphs
 
 
 def _filled(text: str, indent: str = "") -> str:

@@ -187,16 +187,16 @@ SETUPS = {
 def snapshot(engine):
     """Return the model's weights, and every master and state, whole, by name."""
     from ds_layerwise import StepError
-    found = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
+    values = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
-            found[f"master {name}"] = safe_get_full_fp32_param(p)
+            values[f"master {name}"] = safe_get_full_fp32_param(p)
             for key in ("momentum_buffer", "exp_avg", "exp_avg_sq", "step"):
                 try:
-                    found[f"{key} {name}"] = safe_get_full_optimizer_state(p, key)
+                    values[f"{key} {name}"] = safe_get_full_optimizer_state(p, key)
                 except StepError:  # its optimizer has no such state
                     continue
-    return found
+    return values
 
 
 def start(made):
@@ -290,7 +290,7 @@ def leaves(value, path=""):
         value = getattr(value, "__dict__", None) or repr(value)
     if isinstance(value, str) or not value:
         return {path: str(value)}
-    return {name: leaf for key, each in value.items() for name, leaf in leaves(each, f"{path} {key}").items()}
+    return {name: leaf for key, inner in value.items() for name, leaf in leaves(inner, f"{path} {key}").items()}
 
 
 def contents(path):
@@ -311,9 +311,9 @@ def differ(ours, theirs, label):
         if not (ours / file).exists() or not (theirs / file).exists():
             print(f"{label}: {file} is in one of them alone")
             return True
-        mine, other = contents(ours / file), contents(theirs / file)
-        for key in [*mine, *other]:
-            if key not in mine or key not in other or mine[key] != other[key]:
+        here, other = contents(ours / file), contents(theirs / file)
+        for key in [*here, *other]:
+            if key not in here or key not in other or here[key] != other[key]:
                 print(f"{label}: {file} differs in {key.strip()}")
                 return True
     print(f"{label}: the same, {len(files)} files" if files else f"{label}: nothing there")

@@ -116,22 +116,22 @@ class Twin:
 
     def differences(self, reports: list[dict[str, Any]], step: int) -> list[str]:
         """List the differences of any rank from the twin after so many steps."""
-        expected, found = self.at(step), []
+        expected, lines = self.at(step), []
         for rank, report in enumerate(reports):
-            found += [f"rank {rank} has {key} {report[key]}, expected {value}" for key, value in
+            lines += [f"rank {rank} has {key} {report[key]}, expected {value}" for key, value in
                       {"step": step, "updates": expected["updates"], "skipped": expected["skipped"]}.items()
                       if report[key] != value]
             if report["weights"].keys() != expected["weights"].keys():
-                found.append(f"rank {rank} has other parameters")
+                lines.append(f"rank {rank} has other parameters")
             for name, value in expected["weights"].items():
                 if not np.array_equal(report["weights"][name], reports[0]["weights"][name]):
-                    found.append(f"rank {rank} has other weights of {name} than rank 0")
-                found += self._far(f"weights of {name} on rank {rank}", report["weights"][name], value,
+                    lines.append(f"rank {rank} has other weights of {name} than rank 0")
+                lines += self._far(f"weights of {name} on rank {rank}", report["weights"][name], value,
                                    2**-8 if self.bound and name not in self.frozen and _is_rounded(value) else 0)
         states = assembled(reports)
         for key, value in expected["states"].items():
-            found += self._far(f"{key[1]} of {key[0]}", states.get(key), value)
-        return found
+            lines += self._far(f"{key[1]} of {key[0]}", states.get(key), value)
+        return lines
 
     def _far(self, what: str, value: Any, expected: Any, more: float = 0.0) -> list[str]:
         if value is None or value.shape != expected.shape:
@@ -438,19 +438,19 @@ class Campaign:
 
     def micro_batches(self, number: int) -> list[dict[str, Any]]:
         """Return the next ``number`` micro-batches, of any steps."""
-        found: list[dict[str, Any]] = []
+        dealt: list[dict[str, Any]] = []
         step, micro, done = self.step, self.micro, self.done[-1]
-        while len(found) < number:
+        while len(dealt) < number:
             for units in self.deal(done, micro):
-                found.append({"step": step, "units": units, "sick": sick(step),
+                dealt.append({"step": step, "units": units, "sick": sick(step),
                               "factor": float(self.options.gas * self.num_ranks)})
             step, micro, done = step + 1, 0, []
-        return found[:number]
+        return dealt[:number]
 
     def took(self, micro_batches: list[dict[str, Any]]) -> None:
         """Count micro-batches that the engine has trained on."""
-        for each in micro_batches:
-            self.done.append(self.done[-1] + [unit for units in each["units"] for unit in units])
+        for micro_batch in micro_batches:
+            self.done.append(self.done[-1] + [unit for units in micro_batch["units"] for unit in units])
             self.micro += 1
             if self.micro == self.options.gas:
                 self.path = hashlib.sha256(f"{self.path} {self.num_ranks}".encode()).hexdigest()
@@ -569,7 +569,7 @@ class Campaign:
 
     def candidates(self, tag: str | None) -> set[int]:
         """Return the saves of which one has to be loaded; 0 stands for none."""
-        return set().union(*(self.disk.at(each) if each else {0} for each in
+        return set().union(*(self.disk.at(name) if name else {0} for name in
                              (self.disk.latest if tag is None else {tag})))
 
     def load(self, tag: str | None, faults: Faults | None = None, *, may_fail: bool = False,
@@ -678,7 +678,7 @@ class Campaign:
 
     def some_tag(self) -> str | None:
         """Return None for the latest, or any tag that may be there."""
-        tags = sorted(tag for tag, found in self.disk.tags.items() if found != {0})
+        tags = sorted(tag for tag, serials in self.disk.tags.items() if serials != {0})
         return self.rng.choice(tags) if tags and self.rng.random() < 0.5 else None
 
     def event_restart(self) -> None:

@@ -48,8 +48,8 @@ def walk_here() -> None:
 
 if __name__ == "__main__":
     failed = False
-    for each in sys.argv[1:] or [None]:
-        walked, problems = walk(each)
+    for release_folder in sys.argv[1:] or [None]:
+        walked, problems = walk(release_folder)
         failed = failed or bool(problems)
         print(f"deepspeed {walked}:", *problems or ["all there"], sep="\n  ")
     sys.exit(failed)

@@ -105,10 +105,10 @@ def interpreter(python: str) -> str:
         SystemExit: there is no such Python.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    found = [*sorted(map(str, pyenv.glob(f"{python}.*/bin/python"))), shutil.which(f"python{python}")]
-    if not found[0]:
+    paths = [*sorted(map(str, pyenv.glob(f"{python}.*/bin/python"))), shutil.which(f"python{python}")]
+    if not paths[0]:
         raise SystemExit(f"no Python {python}: neither python{python} on PATH nor {python}.* under {pyenv}")
-    return found[0]
+    return paths[0]
 
 
 # --- in the process that runs a file: this module is a plugin of pytest there ----------------------------------------
@@ -149,7 +149,7 @@ def error_of(text: str) -> str:
 def batches(files: list[str]) -> list[list[str]]:
     """Return files by process: those of unit tests together, which saves importing torch for each."""
     unit = [file for file in files if file.startswith("tests/unit/")]
-    return [each for each in (unit, *([file] for file in files if file not in unit)) if each]
+    return [batch for batch in (unit, *([file] for file in files if file not in unit)) if batch]
 
 
 def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout: float) -> dict[str, dict[str, Any]]:
@@ -184,15 +184,15 @@ def run_batch(files: list[str], folder: Path, variables: dict[str, str], timeout
 
 def outcomes(lines: list[dict[str, str]]) -> dict[str, dict[str, Any]]:
     """Return the results of each file from the lines that a run has reported."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     last = {line["test"]: line for line in lines if "test" in line}  # passed, and then failed where it ended
     for test, line in last.items():
-        of_file = found.setdefault(test.partition("::")[0], {"passed": 0, "skipped": 0, "failed": {}})
+        of_file = results.setdefault(test.partition("::")[0], {"passed": 0, "skipped": 0, "failed": {}})
         if line["outcome"] == "failed":
             of_file["failed"][test] = line["error"]
         else:
             of_file[line["outcome"]] += 1
-    return found
+    return results
 
 
 def run(environment: Environment, folder: Path, files: list[str], timeout: float) -> None:
@@ -202,14 +202,14 @@ def run(environment: Environment, folder: Path, files: list[str], timeout: float
     subprocess.run(["bash", "-euc", ". examples/venv.sh; make_venv test,plots,hf"], cwd=ROOT, env=variables, check=True)
     for batch in batches(files):
         began = time.monotonic()
-        found = run_batch(batch, folder, variables, timeout)
+        ended = run_batch(batch, folder, variables, timeout)
         results = read()
         there = results.get(environment.name, {"files": {}})["files"]
-        there = {file: result for file, result in {**there, **found}.items() if (ROOT / file).exists()}
+        there = {file: result for file, result in {**there, **ended}.items() if (ROOT / file).exists()}
         results[environment.name] = {"date": time.strftime("%Y-%m-%d"), "files": there}
         RESULTS.write_text(json.dumps(results, indent=1, sort_keys=True) + "\n")
         PAGE.write_text(page(results))
-        for file, result in found.items():
+        for file, result in ended.items():
             print(f"{environment.name} {file}: {result['passed']} passed, {len(result['failed'])} failed",
                   *(f"  {name}: {error}" for name, error in result["failed"].items()), sep="\n")
         print(f"{time.monotonic() - began:.0f} s", flush=True)
@@ -217,8 +217,8 @@ def run(environment: Environment, folder: Path, files: list[str], timeout: float
 
 def read() -> Results:
     """Return the content of docs/versions.json."""
-    found: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    return found
+    results: Results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return results
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -250,15 +250,16 @@ def reason_of(environment: Environment, test: str, error: str) -> str | None:
 
 def unknown(results: Results) -> dict[str, str]:
     """Return failures without a reason: the error by environment and test."""
-    return {f"{each.name} {test}": error for each in ENVIRONMENTS if each.name in results
-            for file in results[each.name]["files"].values() for test, error in file["failed"].items()
-            if reason_of(each, test, error) is None}
+    return {f"{environment.name} {test}": error for environment in ENVIRONMENTS if environment.name in results
+            for file in results[environment.name]["files"].values() for test, error in file["failed"].items()
+            if reason_of(environment, test, error) is None}
 
 
 def ends(what: str) -> tuple[str, str]:
     """Return the oldest and the newest version of ``python``, ``torch`` or ``deepspeed``."""
-    versions = sorted({getattr(each, what) for each in ENVIRONMENTS}, key=lambda text: [*map(int, text.split("."))])
-    return versions[0], versions[-1]
+    versions = {getattr(environment, what) for environment in ENVIRONMENTS}
+    in_order = sorted(versions, key=lambda text: [*map(int, text.split("."))])
+    return in_order[0], in_order[-1]
 
 
 def sentence() -> str:

@@ -479,16 +479,16 @@ def wrong_with(name: str, code: int, output: str) -> list[str]:
     if os.environ.get("STAGE") == "3" and name in RIGHT_AT_3:
         return [f"exit code {code}"] if code else []
     case, lines = MISTAKES[name], told(output)
-    found = []
+    problems = []
     if code == 0:
-        found.append("exit code 0")
+        problems.append("exit code 0")
     if len(lines) > MOST_LINES:
-        found.append(f"{len(lines)} lines")
+        problems.append(f"{len(lines)} lines")
     if lines.count(BAR) != 2 or not lines or lines[-1] != BAR:
-        found.append("not one framed message at the end")
+        problems.append("not one framed message at the end")
     text = "\n".join(lines)
-    found += [f"does not say {word!r}" for word in case.says if word not in text]
-    return found + [f"says {word!r}" for word in (*case.never, "Traceback") if word in text]
+    problems += [f"does not say {word!r}" for word in case.says if word not in text]
+    return problems + [f"says {word!r}" for word in (*case.never, "Traceback") if word in text]
 
 
 def main(names: list[str]) -> int:

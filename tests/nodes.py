@@ -281,9 +281,9 @@ def nearly_the_same(notes: list[dict[str, Any]], truth: list[dict[str, Any]], st
     """
     the_same([note for note in notes if "loaded" in note], truth, steps)
     losses = {note["step"]: note["losses"] for note in truth if "step" in note}
-    far = [abs(float.fromhex(mine) - float.fromhex(theirs)) for note in notes if "step" in note
-           for mine, theirs in zip(note["losses"], losses[note["step"]], strict=True)]
-    if beyond := [each for each in far if not each <= BOUND]:
+    far = [abs(float.fromhex(loss) - float.fromhex(wanted)) for note in notes if "step" in note
+           for loss, wanted in zip(note["losses"], losses[note["step"]], strict=True)]
+    if beyond := [distance for distance in far if not distance <= BOUND]:
         raise Wrong(f"on one node a loss is {beyond[0]:.1e} away")
     return max(far)
 
@@ -402,10 +402,10 @@ def rounds(options: argparse.Namespace, folder: Path) -> int:
                     if stage not in truth:
                         truth[stage] = chain.unstopped()
                     chain.run(truth[stage])
-                    told = f"right; one node within {chain.far:.1e}"
+                    outcome = f"right; one node within {chain.far:.1e}"
                 except Wrong as wrong:
-                    right, told = False, f"WRONG: {wrong}"
-                print(f"{number + 1}. {way}, stage {stage}: {'; '.join([*chain.lost, told])}", flush=True)
+                    right, outcome = False, f"WRONG: {wrong}"
+                print(f"{number + 1}. {way}, stage {stage}: {'; '.join([*chain.lost, outcome])}", flush=True)
         failed += not right
     for node in cluster.nodes:
         node.kill()

@@ -78,7 +78,7 @@ def needed(requirements: Iterable[str], find: Callable[[str], Distribution] = di
     Raises:
         Failed: a package is not installed, or in another version.
     """
-    found: dict[str, Distribution] = {}
+    packages: dict[str, Distribution] = {}
     todo = [(Requirement(text), "") for text in requirements]
     seen = set()
     while todo:
@@ -91,12 +91,12 @@ def needed(requirements: Iterable[str], find: Callable[[str], Distribution] = di
             raise Failed(f"{requirement} is not installed here") from e
         if not requirement.specifier.contains(installed.version, prereleases=True):
             raise Failed(f"{requirement} is {installed.version} here")
-        found[requirement.name] = installed
+        packages[requirement.name] = installed
         for wanted in {"", *requirement.extras}:
             if (requirement.name, wanted) not in seen:
                 seen.add((requirement.name, wanted))
                 todo += [(Requirement(text), wanted) for text in installed.requires or ()]
-    return found
+    return packages
 
 
 def for_python(script: bytes, python: Path) -> bytes:
@@ -119,10 +119,10 @@ def link(installed: Distribution, bare: Path) -> None:
 
 
 def only(paths: Iterable[Path], what: str) -> Path:
-    found = [*paths]
-    if len(found) != 1:
+    all_paths = [*paths]
+    if len(all_paths) != 1:
         raise Failed(f"there is no {what}, or more than one")
-    return found[0]
+    return all_paths[0]
 
 
 def wheel_in(work: Path) -> Path:
@@ -156,9 +156,9 @@ def clean(work: Path) -> None:
 
 def changelog(work: Path) -> None:
     """CHANGELOG.md names the version first, or Next before a release."""
-    found = newest_section((ROOT / "CHANGELOG.md").read_text())
-    if found != section_of(__version__):
-        raise Failed(f"its newest section is {found!r}, and __version__ is {__version__}")
+    newest = newest_section((ROOT / "CHANGELOG.md").read_text())
+    if newest != section_of(__version__):
+        raise Failed(f"its newest section is {newest!r}, and __version__ is {__version__}")
 
 
 def fixtures(work: Path) -> None:
@@ -209,11 +209,11 @@ def installed(work: Path) -> None:
     with ZipFile(wheel_in(work)) as wheel:
         metadata = wheel.read(next(name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))).decode()
     head = metadata.partition("\n\n")[0].splitlines()
-    for each in needed(line.partition(": ")[2] for line in head if line.startswith("Requires-Dist: ")).values():
-        link(each, bare)
+    for package in needed(line.partition(": ")[2] for line in head if line.startswith("Requires-Dist: ")).values():
+        link(package, bare)
     run(work, "python", "-m", "pip", "install", "--no-index", "--disable-pip-version-check", wheel_in(work))
-    told = run(work, "python", "-c", "import ds_layerwise; print(ds_layerwise.__version__, ds_layerwise.__file__)")
-    version, _, path = told.strip().partition(" ")
+    printed = run(work, "python", "-c", "import ds_layerwise; print(ds_layerwise.__version__, ds_layerwise.__file__)")
+    version, _, path = printed.strip().partition(" ")
     if version != __version__ or not Path(path).is_relative_to(bare):
         raise Failed(f"version {version} is imported from {path}")
 

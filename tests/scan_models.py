@@ -67,7 +67,7 @@ def made(make: Callable[..., nn.Module], **sizes: Any) -> nn.Module | None:
 
 def scan(models: Iterator[tuple[str, Callable[..., nn.Module]]]) -> None:
     """Print heads and bare parameters by name."""
-    found: dict[str, str] = {}
+    examples: dict[str, str] = {}
     for name, make in models:
         model = made(make)
         try:
@@ -75,11 +75,11 @@ def scan(models: Iterator[tuple[str, Callable[..., nn.Module]]]) -> None:
         except RoutingError as error:
             print(f"{name}: {error}"[:120])
             continue
-        for each in rows:
-            if each.kind == "head" or not re.search("Linear|Conv|Embedding|Norm", each.cls.__name__):
-                found.setdefault(f"{each.kind:9s} {each.path if each.kind == 'head' else each.leaf:40s}",
-                                 f"{each.cls.__name__:24s} {name}: {each.name}")
-    for what, where in sorted(found.items()):
+        for row in rows:
+            if row.kind == "head" or not re.search("Linear|Conv|Embedding|Norm", row.cls.__name__):
+                examples.setdefault(f"{row.kind:9s} {row.path if row.kind == 'head' else row.leaf:40s}",
+                                 f"{row.cls.__name__:24s} {name}: {row.name}")
+    for what, where in sorted(examples.items()):
         print(what, where)
 
 
@@ -92,8 +92,8 @@ def skeletons(library: str) -> None:
         if model is not None:
             rows = list(verdicts(model))
             print(json.dumps({name: {
-                "heads": sorted(each.name for each in rows if each.kind == "head"),
-                "vectors": sorted({each.leaf for each in rows if each.kind == "vector"}),
+                "heads": sorted(row.name for row in rows if row.kind == "head"),
+                "vectors": sorted({row.leaf for row in rows if row.kind == "vector"}),
                 "modules": described(model)}}))
 
 

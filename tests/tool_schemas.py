@@ -33,14 +33,14 @@ TOOLS = {
 
 def declared(source: str) -> set[str]:
     """Return the annotated names of classes, and the options of ``add_argument``, in ``source``."""
-    found = set()
+    names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.ClassDef):
-            found |= {item.target.id for item in node.body
+            names |= {item.target.id for item in node.body
                       if isinstance(item, ast.AnnAssign) and isinstance(item.target, ast.Name)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
-            found |= {word.value.lstrip("-") for word in node.args if isinstance(word, ast.Constant)}
-    return found
+            names |= {word.value.lstrip("-") for word in node.args if isinstance(word, ast.Constant)}
+    return names
 
 
 def keys_of(path: Path) -> set[str]:

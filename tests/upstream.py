@@ -46,12 +46,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as copy:
             # The tests are copied alone: beside its package, they would take that one instead of the installed release.
             tests = Path(shutil.copytree(checkout / "tests", Path(copy) / "tests"))
-            found = sorted({path for glob in args.files for path in (tests / "unit").glob(glob)
+            files = sorted({path for glob in args.files for path in (tests / "unit").glob(glob)
                             if path.name.startswith("test_")})
-            if not found:
+            if not files:
                 parser.error(f"{checkout / 'tests' / 'unit'} has none of {', '.join(args.files)}")
             for mode in args.modes:
-                for path in found:
+                for path in files:
                     run(path, tests, mode, args.out, args.test_timeout, args.k)
     print(report(args.out))
 
@@ -63,10 +63,10 @@ def check_release(checkout: Path) -> None:
     if pytest.version_tuple >= (8, 4):
         raise SystemExit(f"upstream.py: pytest {pytest.__version__} does not find DeepSpeed's fixtures; run "
                          "this in an environment with pytest<8.4")
-    wanted, found = (checkout / "version.txt").read_text().strip(), deepspeed.__version__.split("+")[0]
-    if wanted != found:
-        raise SystemExit(f"upstream.py: {checkout} has the tests of DeepSpeed {wanted}, installed is {found}: run them "
-                         f"in an environment with deepspeed=={wanted}")
+    wanted, installed = (checkout / "version.txt").read_text().strip(), deepspeed.__version__.split("+")[0]
+    if wanted != installed:
+        raise SystemExit(f"upstream.py: {checkout} has the tests of DeepSpeed {wanted}, installed is {installed}: run "
+                         f"them in an environment with deepspeed=={wanted}")
 
 
 def run(path: Path, tests: Path, mode: str, out: Path, test_timeout: int, expression: str) -> None:

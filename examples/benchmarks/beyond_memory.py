@@ -100,11 +100,11 @@ def train(stage: int, layers: int, width: int, limit: int, into: Path, _: Any) -
                 engine.backward(loss)
                 engine.step()
                 losses.append(f"{float(loss):.4f}")
-            found = f"trains: losses {', '.join(losses)}"
+            outcome = f"trains: losses {', '.join(losses)}"
         except (RuntimeError, MemoryError, ds_layerwise.LayerWiseError) as error:
-            found = f"fails: {str(error).splitlines()[0][:120]}"
+            outcome = f"fails: {str(error).splitlines()[0][:120]}"
     if dist.get_rank() == 0:
-        into.write_text(found)
+        into.write_text(outcome)
     # Ranks that have failed do not wait for others.
     sys.stderr.flush()
     os._exit(0)

@@ -228,9 +228,9 @@ def check_load(
         value.zero_()
     engine._config.load_universal_checkpoint = what == "load universal"
     clock(what, side, lambda: engine.load_checkpoint(str(folder), TAG))
-    found = norms(engine)
-    if any(abs(f - e) > 1e-9 * e for f, e in zip(found, expected, strict=True)):
-        raise RuntimeError(f"{what}, {side}: norms {found} after the load, {expected} before")
+    loaded = norms(engine)
+    if any(abs(f - e) > 1e-9 * e for f, e in zip(loaded, expected, strict=True)):
+        raise RuntimeError(f"{what}, {side}: norms {loaded} after the load, {expected} before")
 
 
 def refusal(job: Job, engine: Any) -> str:

@@ -158,14 +158,16 @@ def run(name: str, backend: str, ranks: int, steps: int, seconds: float) -> list
 
 def told(results: list[Tensor | str], expected: Tensor, start: Tensor) -> str:
     """Return a cell of the table."""
-    errors = [each for each in results if isinstance(each, str) and each != "killed"]
+    errors = [result for result in results if isinstance(result, str) and result != "killed"]
     if errors:
         return f"error: {errors[0][:90]}"
     if "killed" in results:
         return "does not end"
     moved = (expected - start).abs().max()
     worst = max(
-        float((each - expected).abs().max() / moved) for each in results if isinstance(each, Tensor)
+        float((result - expected).abs().max() / moved)
+        for result in results
+        if isinstance(result, Tensor)
     )
     return f"{worst:.1e}" if worst == worst else "not a number"
 

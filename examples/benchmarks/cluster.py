@@ -179,7 +179,9 @@ def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: i
         Bar(f"{cluster}: whole step over stock Muon's", ours / wholes[STOCK].seconds, 0.72),
         Bar(f"{cluster}: whole step over stock AdamW's", ours / wholes[ADAMW].seconds, 1.1),
     ]
-    return [f"| {name} | {of.seconds:.2f} | {of.sent / MB:.1f} |" for name, of in wholes.items()]
+    return [
+        f"| {name} | {cost.seconds:.2f} | {cost.sent / MB:.1f} |" for name, cost in wholes.items()
+    ]
 
 
 def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
@@ -215,7 +217,7 @@ def main() -> None:
     one_matrix_over_even(report, 1 << 17 if small else 1_000_000, rounds)
     steps = steps_of_two_nodes(report, larger, larger.context * (1 if small else 4), rounds)
     numels = [
-        sum(param.numel() for param in GPT(each).parameters()) / MB for each in (config, larger)
+        sum(param.numel() for param in GPT(shape).parameters()) / MB for shape in (config, larger)
     ]
     print("Steps over slow links, against stock DeepSpeed. " + " ".join(["sudo python", *sys.argv]))
     print(

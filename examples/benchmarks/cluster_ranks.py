@@ -106,15 +106,15 @@ def take_turns(sides: Mapping[str, Side], cluster: Cluster, rounds: int) -> dict
             print(
                 turn,
                 {
-                    name: [f"{each[-1].seconds:.2f}" for each in of if each]
-                    for name, of in taken.items()
+                    name: [f"{costs[-1].seconds:.2f}" for costs in of_side if costs]
+                    for name, of_side in taken.items()
                 },
                 file=sys.stderr,
                 flush=True,
             )
     return {
-        name: [Spent(*map(statistics.median, zip(*each, strict=True))) for each in of]
-        for name, of in taken.items()
+        name: [Spent(*map(statistics.median, zip(*costs, strict=True))) for costs in of_side]
+        for name, of_side in taken.items()
     }
 
 
@@ -182,10 +182,10 @@ class Syncs:
             FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
             for _ in range(2)
         )
-        self._numels = {slot.name: slot.numel for bucket in layout.buckets for slot in bucket.slots}
-        params = {
-            name: nn.Parameter(torch.zeros(1, dtype=dtype).expand(numel))
-            for name, numel in self._numels.items()
+        self._trained = {
+            slot.name: nn.Parameter(torch.zeros(1, dtype=dtype).expand(slot.numel))
+            for bucket in layout.buckets
+            for slot in bucket.slots
         }
         self._reduced = ShardBuffer(
             layout,
@@ -196,14 +196,14 @@ class Syncs:
             ],
         )
         self._grads = GradSync(
-            params,
+            self._trained,
             self._reduced,
             grads,
             wires=wires,
             divide_by=float(layout.world_size),
             wire_dtype=lambda bucket: dtype,
         )
-        self._params = ParamSync(layout, rank, params, self._values, wires=wires)
+        self._params = ParamSync(layout, rank, self._trained, self._values, wires=wires)
 
     @property
     def side(self) -> Side:
@@ -214,8 +214,9 @@ class Syncs:
         """Fill in gradients and updated shards of this rank."""
         rank = dist.get_rank()
         self._grads.reset()
-        for name in self._numels:
-            self._grads.restore(name, 0, torch.full((self._numels[name],), float(rank)))
+        for name, param in self._trained.items():
+            param.grad = torch.full_like(param, rank)
+            self._grads.accumulate(name, launch=False)
         for bucket in self.layout.buckets:
             self._values.bucket(bucket).fill_(-1)
             self._values.shard(bucket, rank).fill_(rank)
@@ -351,7 +352,7 @@ def on_the_wire(
     wires = wires_here()
     links = measure_links(cluster, wires)
     sides[SYNCS] = Syncs(layout, wires, torch.float32).side
-    taken = {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()}
+    taken = {name: Wire(*costs) for name, costs in take_turns(sides, cluster, rounds).items()}
     return (
         taken,
         predicted(layout, links, "float32"),
@@ -425,9 +426,14 @@ def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
             layout = plan_layout(
                 [
                     ParamSpec(
-                        f"matrix{index}", (each, 1024), wire, whole, each if whole else 0, wire=wire
+                        f"matrix{index}",
+                        (number, 1024),
+                        wire,
+                        whole,
+                        number if whole else 0,
+                        wire=wire,
                     )
-                    for index, each in enumerate(rows)
+                    for index, number in enumerate(rows)
                 ],
                 size,
                 bucket_numel=1,
@@ -441,7 +447,7 @@ def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
             sides[name] = Syncs(layout, wires, dtype).side
             foretold[name] = predicted(layout, links, wire)
     return (
-        {name: Wire(*of) for name, of in take_turns(sides, cluster, rounds).items()},
+        {name: Wire(*costs) for name, costs in take_turns(sides, cluster, rounds).items()},
         foretold,
         links,
     )

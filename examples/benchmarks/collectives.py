@@ -17,15 +17,12 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
-import torch.multiprocessing as mp
 from torch import nn
 
 import ds_layerwise
@@ -182,31 +179,12 @@ OPTIMIZERS = {
 }
 
 
-def _rank(rank: int, size: int, folder: str) -> None:
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-    )
-    # Only inference uses this operator. Its memory is named after the port, which others may have,
-    # too.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    torch.set_num_threads(1)
-    dist.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(seconds=120),
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=size,
-    )
+def write_rows(folder: str, _watched: object) -> None:
+    """Count with each optimizer, and write a row for each on rank 0."""
+    size = dist.get_world_size()
     for name, optimizer in OPTIMIZERS.items():
         counter, numel = count_step(optimizer)
-        if rank == 0:
+        if dist.get_rank() == 0:
             total = sum(counter.elements.values())
             kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(counter.calls.items()))
             with open(f"{folder}/rows", "a") as rows:
@@ -214,11 +192,13 @@ def _rank(rank: int, size: int, folder: str) -> None:
                     f"| {size} | {name} | {total} | {total / numel:.3f} | "
                     f"{2 * (size - 1) / size:.3f} | {3 * (size - 1) / size:.3f} | {kinds} |\n"
                 )
-    dist.destroy_process_group()
 
 
 def main() -> None:
     """Print one markdown table, after all output of the engines."""
+    # A test imports the rest of this file without its folder on the path.
+    from measuring import run_ranks
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     args = parser.parse_args()
@@ -229,7 +209,7 @@ def main() -> None:
     ]
     for size in args.ranks:
         with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(_rank, (size, folder), nprocs=size)
+            run_ranks(folder, size, partial(write_rows, folder))
             table += Path(folder, "rows").read_text().splitlines()
     print("\n".join(table))
 

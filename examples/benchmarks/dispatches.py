@@ -95,12 +95,12 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
     bare module."""
     torch.manual_seed(0)
     tokens = torch.randint(TOKENS, (2, LENGTH + 1))
-    bare, found = Gpt().bfloat16(), {}
+    bare, counts = Gpt().bfloat16(), {}
     for _ in range(2):
         loss = bare(tokens)
         with Operations() as found_here:
             loss.backward()
-        found["backward, bare"] = found_here.counts
+        counts["backward, bare"] = found_here.counts
         bare.zero_grad()
     engine, *_ = ds_layerwise.initialize(
         model=Gpt(),
@@ -122,7 +122,7 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
             engine.backward(loss)
         with Operations() as in_step:
             engine.step()
-    return {**found, "backward": in_backward.counts, "step": in_step.counts}
+    return {**counts, "backward": in_backward.counts, "step": in_step.counts}
 
 
 def main() -> None:
@@ -147,7 +147,7 @@ def main() -> None:
             rank=0,
             world_size=1,
         )
-        found = counted(args.bucket_numel)
+        counted_at = counted(args.bucket_numel)
         dist.destroy_process_group()
     print(
         "\nOperations that torch dispatches. python "
@@ -155,16 +155,18 @@ def main() -> None:
         "operations | at most |\n|---|---|---|"
     )
     bounds = {
-        "backward": int(MOST_IN_BACKWARD * sum(found["backward, bare"].values())),
+        "backward": int(MOST_IN_BACKWARD * sum(counted_at["backward, bare"].values())),
         "step": MOST_IN_STEP,
     }
-    for where, counts in found.items():
+    for where, counts in counted_at.items():
         print(f"| {where} | {sum(counts.values())} | {bounds.get(where, '')} |")
         if args.by_name:
             for name, count in counts.most_common(25):
                 print(f"| - {name} | {count} | |")
     print(f"\n{ABOUT_FOREACH}")
-    if more := [where for where, bound in bounds.items() if sum(found[where].values()) > bound]:
+    if more := [
+        where for where, bound in bounds.items() if sum(counted_at[where].values()) > bound
+    ]:
         sys.exit(f"more operations than there may be: {', '.join(more)}")
 
 

@@ -110,7 +110,7 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
     config = json.loads(CONFIG.read_text())
     config["zero_optimization"]["stage"] = stage
     (plan,) = DryRun.of(name, config, [model.ranks]).forecasts
-    sent = sum(sum(each.gradients) + sum(each.parameters) for each in plan.sent().values())
+    sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent().values())
     held = max(rank.total for rank in plan.memory)
     report = plan.report
     return Cost(sent / model.ranks, held, report.work_max_over_mean, report.padding_fraction)
@@ -143,7 +143,7 @@ def stock_3(model: Model, *, bucket: int = 500_000_000) -> Cost:
     chunks: list[list[ParamSpec]] = [[]]
     # Sub-groups, of 1e9 elements a rank, are longer than these models.
     for spec in _sorted_by_stock(model):
-        if sum(each.numel for each in chunks[-1]) + spec.numel > bucket:
+        if sum(member.numel for member in chunks[-1]) + spec.numel > bucket:
             chunks.append([])
         chunks[-1].append(spec)
     for chunk in chunks:
@@ -204,9 +204,9 @@ def _megatron_buckets(model: Model, align: int) -> Iterator[list[ParamSpec]]:
     for spec in reversed(model.matrices):
         if bucket:
             least = max(40_000_000, 1_000_000 * model.ranks)
-            least = max(least, int(0.9 * model.ranks * max(each.numel for each in bucket)))
+            least = max(least, int(0.9 * model.ranks * max(member.numel for member in bucket)))
             fits = _up(min(filled), 64) + spec.numel <= _up(max(filled), align)
-            if sum(each.numel for each in bucket) >= least and not fits:
+            if sum(member.numel for member in bucket) >= least and not fits:
                 yield bucket
                 bucket, filled = [], [0] * model.ranks
         rank = filled.index(min(filled))
@@ -381,9 +381,9 @@ def rows_of(name: str, ranks: int) -> dict[str, Cost]:
     model = Model([s for s in specs if s.whole], [s for s in specs if not s.whole], ranks)
     ours_at = partial(ours, model, name=name)
     rows = {"ours, stage 1": ours_at(stage=1), "ours, stage 2": ours_at(stage=2)}
-    rows |= {who: formula(model) for who, formula in WHOLE.items()}
+    rows |= {project: formula(model) for project, formula in WHOLE.items()}
     rows["ours, stage 3"] = ours_at(stage=3)
-    return rows | {who: formula(model) for who, formula in CUT.items()}
+    return rows | {project: formula(model) for project, formula in CUT.items()}
 
 
 def main() -> None:
@@ -393,14 +393,14 @@ def main() -> None:
     ).parse_args()
     for name, ranks in CASES:
         print(f"{f'{name} on {ranks} ranks':28}{'sent':>10}{'held':>10}{'work':>8}{'padding':>10}")
-        for who, cost in rows_of(name, ranks).items():
+        for project, cost in rows_of(name, ranks).items():
             print(
-                f"{who:28}{cost.sent / GIB:10,.1f}{cost.held / GIB:10,.1f}{cost.work:8.2f}"
+                f"{project:28}{cost.sent / GIB:10,.1f}{cost.held / GIB:10,.1f}{cost.work:8.2f}"
                 f"{cost.padding:10.1%}"
             )
         print()
-    for who, formula in {"ours": ours, **WHOLE, **CUT}.items():
-        print(f"{who:28}{formula.__doc__}")
+    for project, formula in {"ours": ours, **WHOLE, **CUT}.items():
+        print(f"{project:28}{formula.__doc__}")
 
 
 if __name__ == "__main__":

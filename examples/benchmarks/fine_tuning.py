@@ -65,7 +65,7 @@ def fine_tune(steps: int, lora: bool, factor: float | None) -> float:
         return min(1.0, step / WARMUP) * 0.5 * (1 + math.cos(math.pi * done))
 
     optimizers = optimizers_of(model, factor)
-    schedules = [torch.optim.lr_scheduler.LambdaLR(each, schedule) for each in optimizers]
+    schedules = [torch.optim.lr_scheduler.LambdaLR(optimizer, schedule) for optimizer in optimizers]
     draw = torch.Generator().manual_seed(0)
     losses = []
     for _ in range(steps):
@@ -74,9 +74,9 @@ def fine_tune(steps: int, lora: bool, factor: float | None) -> float:
         loss = model(input_ids=ids[rows], attention_mask=mask[rows], labels=labels).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for each, moving in zip(optimizers, schedules, strict=True):
-            each.step()
-            each.zero_grad()
+        for optimizer, moving in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
             moving.step()
         losses.append(loss.item())
     return sum(losses[-5:]) / 5

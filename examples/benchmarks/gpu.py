@@ -89,8 +89,8 @@ def on_ranks(
                 meeting=meeting,
             )
         except RuntimeError as error:
-            said = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
-            raise RuntimeError(f"{error}\n{said[0] if said else ''}".strip()) from error
+            errors = [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
+            raise RuntimeError(f"{error}\n{errors[0] if errors else ''}".strip()) from error
         return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
 
 
@@ -115,7 +115,7 @@ def _write(folder: Path, place: Place, work: Callable[[Place], Any], _watched: o
 
 def slowest(everyone: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the time of the slowest rank by side."""
-    return {name: max(each["ms"][name] for each in everyone) for name in everyone[0]["ms"]}
+    return {name: max(of_rank["ms"][name] for of_rank in everyone) for name in everyone[0]["ms"]}
 
 
 # --- sections
@@ -216,8 +216,8 @@ def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
         missing[case.attrib["name"]] -= 1
         if wrong is not None:
             # The end of a traceback names the error.
-            said = (wrong.get("message") or wrong.text or "").strip()[-600:]
-            problems.append(f"{case.get('name')} {kind}: {said}")
+            message = (wrong.get("message") or wrong.text or "").strip()[-600:]
+            problems.append(f"{case.get('name')} {kind}: {message}")
     if left := sorted((+missing).elements()):
         problems.append(f"{len(left)} not run to the end: {', '.join(left)}")
     elif not sum(counts.values()):
@@ -281,7 +281,10 @@ def step(place: Place, limit_s: float) -> Found:
             "",
             "| side | ms | ours over it |",
             "|---|---:|---:|",
-            *(f"| {name} | {each:.2f} | {ms[OURS] / each:.2f} |" for name, each in ms.items()),
+            *(
+                f"| {name} | {time_ms:.2f} | {ms[OURS] / time_ms:.2f} |"
+                for name, time_ms in ms.items()
+            ),
         ]
     )
 
@@ -301,7 +304,10 @@ def batches(place: Place, limit_s: float) -> Found:
             "",
             "| matrices are updated | ms | over one by one |",
             "|---|---:|---:|",
-            *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items()),
+            *(
+                f"| {name} | {time_ms:.2f} | {time_ms / first:.2f} |"
+                for name, time_ms in ms.items()
+            ),
         ]
     )
 
@@ -385,11 +391,11 @@ def compare(
     ]
     for name, everyone in digests.items():
         cells = dict.fromkeys(first[0], "same bits")
-        for mine, wanted in zip(everyone, first, strict=True):
+        for digests_here, wanted in zip(everyone, first, strict=True):
             for setup in wanted:
-                if ": " in mine[setup]:
-                    cells[setup] = f"failed: {mine[setup]}"
-                elif mine[setup] != wanted[setup] and cells[setup] == "same bits":
+                if ": " in digests_here[setup]:
+                    cells[setup] = f"failed: {digests_here[setup]}"
+                elif digests_here[setup] != wanted[setup] and cells[setup] == "same bits":
                     cells[setup] = "other bits"
         said = {setup: cell.partition(":")[0] for setup, cell in cells.items()}
         lines.append(f"| {name} | {' | '.join(said.values())} |")
@@ -446,7 +452,7 @@ def whole_steps(place: Place, limit_s: float) -> Found:
             "",
             "| side | ms | ours, ZeRO-1 over it |",
             "|---|---:|---:|",
-            *(f"| {name} | {each:.2f} | {ours / each:.2f} |" for name, each in ms.items()),
+            *(f"| {name} | {time_ms:.2f} | {ours / time_ms:.2f} |" for name, time_ms in ms.items()),
         ],
         [] if TORCH in ms else ["this torch has no torch.optim.Muon"],
     )
@@ -482,8 +488,8 @@ def links(place: Place, limit_s: float) -> Found:
     """Measure collectives, beside plans."""
     from gpu_steps import link_times
 
-    found = on_ranks(place, link_times, limit_s=limit_s)[0]
-    if not found["rows"]:
+    measured = on_ranks(place, link_times, limit_s=limit_s)[0]
+    if not measured["rows"]:
         return Found(["One rank has no links."])
     lines = [
         "fitted: by the links that `ds-layerwise links` finds here. assumed: by those that plans "
@@ -492,12 +498,12 @@ def links(place: Place, limit_s: float) -> Found:
         "| what | bytes | ms | over fitted | over assumed |",
         "|---|---:|---:|---:|---:|",
     ]
-    for row in [*found["rows"], *found["steps"]]:
+    for row in [*measured["rows"], *measured["steps"]]:
         ratios = [f"{row['ms'] / row[by]:.2f}" if row[by] else "" for by in ("fitted", "assumed")]
         lines.append(
             f"| {row['what']} | {row.get('nbytes', '')} | {row['ms']:.3f} | {' | '.join(ratios)} |"
         )
-    return Found(lines, [found["problem"]] if found["problem"] else [])
+    return Found(lines, [measured["problem"]] if measured["problem"] else [])
 
 
 #: Sections by title: the function, and the seconds after which it is given up.

@@ -102,10 +102,10 @@ def describe(place: Place) -> dict[str, Any]:
     """Describe the device of this rank."""
     if place.device == "cpu":
         return {"name": "CPU", "memory": 0, "nccl": "gloo", "cuda": "none"}
-    found = torch.cuda.get_device_properties(torch.cuda.current_device())
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
-        "name": found.name,
-        "memory": found.total_memory,
+        "name": device.name,
+        "memory": device.total_memory,
         "cuda": torch.version.cuda,
         "nccl": f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
     }
@@ -175,8 +175,8 @@ def newton_schulz_times(place: Place) -> dict[str, Any]:
     device, rows = torch.device(place.device), []
     fast = fast_dtypes(device)
     shapes = {"tiny": [(32, 48)]} if place.tiny else SHAPES
-    for model, each in shapes.items():
-        for m, n in each:
+    for model, of_model in shapes.items():
+        for m, n in of_model:
             batch = 2 if place.tiny else max(1, min(12, MAX_BATCH_NUMEL // (m * n)))
             matrices = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(
                 device
@@ -543,16 +543,16 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
     if place.device == "cpu":
         # DeepSpeed refuses fp16 as too slow.
         type(get_accelerator()).is_fp16_supported = lambda self: True
-    found = {}
+    digests = {}
     for name, setup in SETUPS.items():
         if dist.get_world_size() < setup.least_ranks:
             continue
         try:
-            found[name] = _digest(place, setup, overlap=overlap)
+            digests[name] = _digest(place, setup, overlap=overlap)
         except Exception as error:
             # A setup that fails on all ranks leaves the others.
-            found[name] = f"{type(error).__name__}: {error}"
-    return found
+            digests[name] = f"{type(error).__name__}: {error}"
+    return digests
 
 
 def _digest(place: Place, setup: Setup, *, overlap: bool) -> str:
@@ -612,7 +612,7 @@ def allocated(place: Place) -> int:
 def memory_of(place: Place) -> list[dict[str, Any]]:
     """Return this rank's memory between two steps and in a step, against the forecast, for each
     job."""
-    found = []
+    rows = []
     jobs = [
         Job(
             folder="",
@@ -650,7 +650,7 @@ def memory_of(place: Place) -> list[dict[str, Any]]:
                 engine.step()
             get_accelerator().synchronize()
             peak = torch.cuda.max_memory_allocated() - now
-        found.append(
+        rows.append(
             {
                 "job": job.name,
                 "predicted": forecast.memory[rank].total,
@@ -661,4 +661,4 @@ def memory_of(place: Place) -> list[dict[str, Any]]:
         )
         engine.destroy()
         del engine, model
-    return found
+    return rows

@@ -72,7 +72,7 @@ def not_yet(titles: Sequence[str]) -> list[str]:
     )
 
 
-def header(place: Place, found: Mapping[str, Any], commit: str | None = None) -> list[str]:
+def header(place: Place, device: Mapping[str, Any], commit: str | None = None) -> list[str]:
     """Return the lines with the command, the machine and the commit, which may be given."""
     import deepspeed
     import torch
@@ -92,14 +92,14 @@ def header(place: Place, found: Mapping[str, Any], commit: str | None = None) ->
     )
     command = shlex.join(["python", "examples/benchmarks/gpu.py", *sys.argv[1:]])
     compiles_nowhere = os.environ.get("TORCHDYNAMO_DISABLE") == "1"
-    devices = f"{place.nodes} x " * (place.nodes > 1) + f"{place.ranks} x {found['name']}"
+    devices = f"{place.nodes} x " * (place.nodes > 1) + f"{place.ranks} x {device['name']}"
     return [
         f"# {devices}: tests, speed, streams and memory",
         "",
         f"`{command}`",
         "",
-        f"{devices}{f', {place.memory_bytes / 1e9:.0f} GB each' if found['memory'] else ''}; "
-        f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {found['cuda']}, {found['nccl']}, "
+        f"{devices}{f', {place.memory_bytes / 1e9:.0f} GB each' if device['memory'] else ''}; "
+        f"{os.cpu_count()} CPUs, {platform.machine()}; CUDA {device['cuda']}, {device['nccl']}, "
         f"torch {torch.__version__}, deepspeed {deepspeed.__version__}, Python "
         f"{platform.python_version()}; "
         f"{f'commit {number}{changed}' if number else 'unknown commit'}; torch.compile "

@@ -291,9 +291,9 @@ def link_times(place: Place) -> dict[str, Any]:
         link_timing._REPETITIONS = 2
     times = link_timing.measure(where, device)
     missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
-    found, problem = assumed, None
+    fitted, problem = assumed, None
     try:
-        found = measured_links(
+        fitted = measured_links(
             times.timings,
             ranks_per_node=shape.ranks_per_node,
             num_nodes=shape.num_nodes,
@@ -319,11 +319,11 @@ def link_times(place: Place) -> dict[str, Any]:
                 "what": f"{timing.kind} {timing.where}, {timing.size} ranks",
                 "nbytes": timing.nbytes,
                 "ms": 1000 * timing.seconds,
-                "fitted": ms_by(found),
+                "fitted": ms_by(fitted),
                 "assumed": ms_by(assumed),
             }
         )
-    return {"rows": rows, "problem": problem, "steps": _step_on(place, found, assumed)}
+    return {"rows": rows, "problem": problem, "steps": _step_on(place, fitted, assumed)}
 
 
 def _step_on(place: Place, found: Links, assumed: Links) -> list[dict[str, Any]]:
@@ -355,6 +355,6 @@ def _step_on(place: Place, found: Links, assumed: Links) -> list[dict[str, Any]]
 
     fitted, by_default = said(found), said(assumed)
     return [
-        {"what": name, "ms": each, "fitted": fitted[name], "assumed": by_default[name]}
-        for name, each in ms.items()
+        {"what": name, "ms": milliseconds, "fitted": fitted[name], "assumed": by_default[name]}
+        for name, milliseconds in ms.items()
     ]

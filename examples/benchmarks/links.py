@@ -90,7 +90,7 @@ class Row:
             self.model,
             f"{self.ranks:,}",
             f"{self.bucket_numel / 1e6:.0f} M",
-            *(f"{each:,.1f}" for each in self.rings_ms),
+            *(f"{milliseconds:,.1f}" for milliseconds in self.rings_ms),
             self.ways[0],
             f"{self.reduce['native']:.3f}",
             f"{self.gather['native']:.3f}",
@@ -151,20 +151,18 @@ def row(name: str, specs: Sequence[ParamSpec], ranks: int, bucket_numel: int, li
         bucket_numel,
         (rings[0] / 1e6, rings[1] / 1e6),
         (native, ordered),
-        {key: (each.reduce + each.sums) / rings[0] for key, each in times.items()},
-        {key: (each.gather + each.params) / rings[1] for key, each in times.items()},
+        {key: (taken.reduce + taken.sums) / rings[0] for key, taken in times.items()},
+        {key: (taken.gather + taken.params) / rings[1] for key, taken in times.items()},
     )
 
 
 def worst(rows: Sequence[Row], key: Reduction, kind: str) -> str:
     """Return the largest value of a column, and the rows above its bar."""
     bar = BARS[key]
-    by_value = sorted(
-        ((getattr(each, kind)[key], each) for each in rows), key=lambda pair: -pair[0]
-    )
+    by_value = sorted(((getattr(row, kind)[key], row) for row in rows), key=lambda pair: -pair[0])
     above = [
-        f"{each.model} x {each.ranks:,} ({each.bucket_numel / 1e6:.0f} M) {value:.2f}"
-        for value, each in by_value
+        f"{row.model} x {row.ranks:,} ({row.bucket_numel / 1e6:.0f} M) {value:.2f}"
+        for value, row in by_value
         if value > bar
     ]
     return f"at most {by_value[0][0]:.3f}; {len(above)} of {len(rows)} above {bar}" + (
@@ -207,7 +205,7 @@ where that takes less than one ring.
                     f"in {wire}\n"
                 )
                 print("| " + " | ".join(HEADER) + " |\n|---|" + "---:|" * (len(HEADER) - 1))
-                print("\n".join("| " + " | ".join(each.cells()) + " |" for each in rows) + "\n")
+                print("\n".join("| " + " | ".join(row.cells()) + " |" for row in rows) + "\n")
     print(
         "Over the bars (native 1.1, ordered 1.5):\n\n| links | wire | sums | what | result "
         "|\n|---|---|---|---|---|\n" + "\n".join(summary)

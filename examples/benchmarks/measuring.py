@@ -87,12 +87,12 @@ def anonymous_mb(pid: int) -> float:
 
 def family(pid: int) -> list[int]:
     """Return a process and all processes that it has started, directly or not."""
-    found = [pid]
-    for parent in found:
+    members = [pid]
+    for parent in members:
         for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
             with contextlib.suppress(OSError):
-                found += [int(child) for child in tasks.read_text().split()]
-    return found
+                members += [int(child) for child in tasks.read_text().split()]
+    return members
 
 
 def settle() -> None:
@@ -128,7 +128,7 @@ def in_turns(
             # The first turn loads and compiles everything that all need.
             if turn:
                 taken[name].append(1000 * (time.perf_counter() - start))
-    return {name: statistics.median(each) for name, each in taken.items()}
+    return {name: statistics.median(milliseconds) for name, milliseconds in taken.items()}
 
 
 def run_ranks(
@@ -181,15 +181,23 @@ def _rank(
     device: str,
     env: Mapping[str, str],
 ) -> None:
+    join(local, size, meeting, device, env)
+    work(watched)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def join(
+    local: int, size: int, meeting: Meeting, device: str = "cpu", env: Mapping[str, str] = {}
+) -> None:
+    """Make this process rank ``local`` of the ``size`` ranks of its node; see :func:`run_ranks`."""
     rank, world = meeting.node * size + local, meeting.nodes * size
     os.environ.update(
+        {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", **env},
         RANK=str(rank),
         LOCAL_RANK=str(local),
         WORLD_SIZE=str(world),
         LOCAL_SIZE=str(size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT="0",
-        **env,
     )
     torch.set_num_threads(1)
     # Only inference uses this operator, building it takes a minute, and all runs would share its
@@ -206,9 +214,6 @@ def _rank(
         rank=rank,
         world_size=world,
     )
-    work(watched)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def watch(processes: Sequence[BaseProcess], watched: Any, limit_s: float = float("inf")) -> Samples:

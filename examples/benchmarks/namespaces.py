@@ -23,15 +23,14 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
+from measuring import Meeting, join
 
 FORK = multiprocessing.get_context("fork")
 
@@ -241,30 +240,15 @@ def _rank(
 ) -> None:
     _end_with_parent(parent)
     os.dup2(2, 1)
-    rank = node * cluster.ranks_per_node + local
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(local),
-        WORLD_SIZE=str(cluster.ranks),
-        LOCAL_SIZE=str(cluster.ranks_per_node),
-        GLOO_SOCKET_IFNAME=INTERFACE,
-        MASTER_ADDR=_address(0),
-        MASTER_PORT=str(_PORT),
-    )
-    torch.set_num_threads(1)
-    # Only inference uses this operator, and building it takes a minute.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    dist.init_distributed(
-        "gloo",
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timedelta(seconds=300),
-        init_method=f"tcp://{_address(0)}:{_PORT}",
-        rank=rank,
-        world_size=cluster.ranks,
-    )
+    meeting = Meeting(f"tcp://{_address(0)}:{_PORT}", node, cluster.nodes)
+    env = {
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "MASTER_ADDR": _address(0),
+        "MASTER_PORT": str(_PORT),
+    }
+    join(local, cluster.ranks_per_node, meeting, env=env)
     result = work(cluster)
-    if rank == 0:
+    if dist.get_rank() == 0:
         torch.save(result, folder / "result")
     dist.barrier()
     dist.destroy_process_group()

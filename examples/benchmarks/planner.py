@@ -60,9 +60,9 @@ MAX_COMMAND_S, MAX_COMMAND_MB = 10, 2000
 
 def with_experts(specs: Sequence[ParamSpec], ep_size: int) -> list[ParamSpec]:
     """Return a rank's part of ``specs`` when ``ep_size`` ranks share the experts of a layer."""
-    of = {spec.name: spec for spec in specs}
+    spec_of = {spec.name: spec for spec in specs}
     left, experts = deal_out_experts([(spec.name, spec.shape) for spec in specs], ep_size)
-    return [replace(of[name], ep_size=experts.get(name, 1)) for name, _ in left]
+    return [replace(spec_of[name], ep_size=experts.get(name, 1)) for name, _ in left]
 
 
 def plain_lpt(

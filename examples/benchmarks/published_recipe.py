@@ -193,12 +193,12 @@ class StatedMuon(torch.optim.Optimizer):
                 param.sub_(group["lr"] * group["weight_decay"] * param + group["lr"] * x)
 
 
-def eta(step: int, of: int = STEPS) -> float:
+def eta(step: int, num_steps: int = STEPS) -> float:
     """Return the factor of rates at ``step``, counted from 0, of so many."""
-    return min(1.0, (1 - step / of) / COOLDOWN)
+    return min(1.0, (1 - step / num_steps) / COOLDOWN)
 
 
-def stated(model: Gpt, of: int) -> Side:
+def stated(model: Gpt, num_steps: int) -> Side:
     """Return the recipe as it is written down in this file."""
     groups = [
         ([model.embed.weight], 0.7),
@@ -218,7 +218,7 @@ def stated(model: Gpt, of: int) -> Side:
     )
     every: list[torch.optim.Optimizer] = [adamw, muon]
     schedules = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: eta(step, of)) for each in every
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: eta(step, num_steps)) for each in every
     ]
 
     def schedule(step: int) -> None:
@@ -244,7 +244,7 @@ class _InFloat32(ast.NodeTransformer):
         return node
 
 
-def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
+def published(checkout: Path, model: Gpt, num_steps: int) -> tuple[Side, nn.Module]:
     """Return the recipe's own code on ``model``, whose weights it sets, and its own model with the
     same weights.
 
@@ -278,7 +278,7 @@ def published(checkout: Path, model: Gpt, of: int) -> tuple[Side, nn.Module]:
         compile(ast.fix_missing_locations(ast.Module([*defined, *setup], [])), str(path), "exec"),
         names,
     )
-    names["train_steps"] = of
+    names["train_steps"] = num_steps
     names["CausalSelfAttention"].__init__.__defaults__ = (HEAD_WIDTH,)
     width = model.embed.weight.shape[1]
     theirs: nn.Module = names["GPT"](VOCABULARY, len(model.blocks), width)
@@ -375,10 +375,10 @@ def check_model(theirs: nn.Module, ours: Gpt, inputs: Tensor, targets: Tensor) -
         for param in some.parameters():
             param.add_(0.1 * torch.randn(param.shape, generator=torch.Generator().manual_seed(1)))
         theirs.load_state_dict(some.state_dict(), strict=False)
-        mine, other = some(inputs, targets).item(), theirs(inputs, targets).item() / targets.numel()
-    if abs(mine - other) > 1e-5 * other:
+        here, other = some(inputs, targets).item(), theirs(inputs, targets).item() / targets.numel()
+    if abs(here - other) > 1e-5 * other:
         raise SystemExit(
-            f"published_recipe.py: the loss of their model is {other}, and of the one here {mine}"
+            f"published_recipe.py: the loss of their model is {other}, and of the one here {here}"
         )
 
 

@@ -71,8 +71,8 @@ def bytes_of_steps(table: Table, config: GPTConfig, rounds: int) -> None:
     """Measure two fetches, one reduction, and the exchange each way."""
     numel = sum(param.numel() for param in GPT(config).parameters())
     matrices = owned_matrices(config)
-    for num_nodes, each in ((2, 1), (4, 1), (2, 2)):
-        cluster = Cluster(num_nodes, each, 1000)
+    for num_nodes, per_node in ((2, 1), (4, 1), (2, 2)):
+        cluster = Cluster(num_nodes, per_node, 1000)
         taken = run(
             cluster,
             partial(
@@ -85,7 +85,7 @@ def bytes_of_steps(table: Table, config: GPTConfig, rounds: int) -> None:
             ),
         )
         table.add(cluster, taken, 4 * numel)
-        if each > 1:
+        if per_node > 1:
             continue
         others = (num_nodes - 1) / num_nodes
         expected = 3 * others + 2 * others * matrices / numel / num_nodes

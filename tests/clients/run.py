@@ -147,23 +147,25 @@ def main() -> None:
     failed = False
     print("| client | stock AdamW | all scalar | largest difference | Muon | |\n|---|---|---|---|---|---|", flush=True)
     for client in args.clients or CLIENTS:
-        found, wrong = {}, []
+        figures, wrong = {}, []
         for kind in OPTIMIZERS:
             try:
                 folder, material = ((root / path).resolve() for path in (Path(client, kind), "material"))
-                found[kind] = run(client, kind, folder, material, args.stage)
+                figures[kind] = run(client, kind, folder, material, args.stage)
             except (RuntimeError, OSError, subprocess.TimeoutExpired) as error:
                 wrong.append(f"{kind}: {error}")
-        row = {kind: f"{of['losses'][0]:.4g} to {of['losses'][-1]:.4g}" + "".join(
-            f", {key} {value:g}" for key, value in of.items() if key != "losses") for kind, of in found.items()}
+        row = {}
+        for kind, of_kind in figures.items():
+            rest = "".join(f", {key} {value:g}" for key, value in of_kind.items() if key != "losses")
+            row[kind] = f"{of_kind['losses'][0]:.4g} to {of_kind['losses'][-1]:.4g}{rest}"
         apart = ""
-        if {"stock", "scalar"} <= found.keys():
-            pairs = list(zip(found["stock"]["losses"], found["scalar"]["losses"], strict=True))
+        if {"stock", "scalar"} <= figures.keys():
+            pairs = list(zip(figures["stock"]["losses"], figures["scalar"]["losses"], strict=True))
             largest = max(abs(a - b) / abs(a) for a, b in pairs)
             apart = f"{largest:.1e}"
             if largest > TOLERANCE:
                 wrong.append(f"the scalar run is {largest:.1e} from stock's")
-        if "muon" in found and found["muon"]["losses"][-1] > found["muon"]["losses"][0]:
+        if "muon" in figures and figures["muon"]["losses"][-1] > figures["muon"]["losses"][0]:
             wrong.append("Muon's loss rose")
         failed |= bool(wrong)
         print(f"| {client} | {row.get('stock', '')} | {row.get('scalar', '')} | {apart} | {row.get('muon', '')} | "

@@ -87,26 +87,26 @@ def attention_modules(model: nn.Module) -> dict[str, nn.Module]:
 def plain_logits(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
     """Note the logits that count, as whole matrices by module and forward pass, while ``model`` attends eagerly."""
     paths = {module: path for path, module in attention_modules(model).items()}
-    found: dict[str, list[Tensor]] = {path: [] for path in paths.values()}
+    logits_of: dict[str, list[Tensor]] = {path: [] for path in paths.values()}
     file = importlib.import_module(next(iter(paths)).__module__)
     before = file.eager_attention_forward
 
     def noting(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
         many = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
         logits = query @ many.transpose(-1, -2) * kwargs["scaling"]
-        found[paths[module]].append(logits if mask is None else torch.where(mask == 0, logits, -math.inf))
+        logits_of[paths[module]].append(logits if mask is None else torch.where(mask == 0, logits, -math.inf))
         return before(module, query, key, value, mask, **kwargs)
 
     file.eager_attention_forward = noting  # type: ignore[attr-defined]
     try:
-        yield found
+        yield logits_of
     finally:
         file.eager_attention_forward = before  # type: ignore[attr-defined]
 
 
-def largest_by_head(found: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+def largest_by_head(logits_of: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
     """Return the largest logit of each head over all forward passes, of the shape (heads,), by module."""
-    return {path: torch.stack([logits.amax((0, 2, 3)) for logits in each]).amax(0) for path, each in found.items()}
+    return {path: torch.stack([logits.amax((0, 2, 3)) for logits in each]).amax(0) for path, each in logits_of.items()}
 
 
 def clip_plainly(kind: str, params: Mapping[str, Tensor], path: str, largest: Tensor, threshold: float,

@@ -77,18 +77,18 @@ class Rank:
 
     def train(self, micro_batches: list[dict[str, Any]]) -> dict[str, Any]:
         """Train on micro-batches, of which one may save on its way; returns what that has raised."""
-        said: dict[str, Any] = {}
-        for each in micro_batches:
-            loss = self.engine((each["step"], each["units"][self.rank], each["factor"],
-                                each["sick"] if 0 in each["units"][self.rank] else 0.0))
-            save = each.get("save", {"at": ""})
+        saved: dict[str, Any] = {}
+        for micro_batch in micro_batches:
+            loss = self.engine((micro_batch["step"], micro_batch["units"][self.rank], micro_batch["factor"],
+                                micro_batch["sick"] if 0 in micro_batch["units"][self.rank] else 0.0))
+            save = micro_batch.get("save", {"at": ""})
             if save["at"] == "after forward":
-                said = self.try_to_save(save["how"])
+                saved = self.try_to_save(save["how"])
             self.engine.backward(loss)
             if save["at"] == "after backward":
-                said = self.try_to_save(save["how"])
+                saved = self.try_to_save(save["how"])
             self.engine.step()
-        return said
+        return saved
 
     def try_to_save(self, how: dict[str, Any]) -> dict[str, Any]:
         """Save, and go on if that fails; returns what it has raised."""

@@ -20,7 +20,7 @@ def whole_states(engine):
     """Return every master (key ``fp32``) and state of every parameter, 1-D, put together from all ranks."""
     everyone = from_all_ranks([(p.name, p.param_start, p.master, p.state) for p in internals.records(engine)])
     whole: dict[tuple[str, str], list[torch.Tensor]] = {}
-    for name, _, master, state in sorted((e for mine in everyone for e in mine), key=lambda e: e[1]):
+    for name, _, master, state in sorted((e for of_rank in everyone for e in of_rank), key=lambda e: e[1]):
         for key, value in {"fp32": master, **state}.items():
             whole.setdefault((name, key), []).append(value)
     return {k: v[0].clone() if v[0].dim() == 0 else torch.cat(v) for k, v in whole.items()}

@@ -41,7 +41,7 @@ class Row:
 
 def documented(text: str) -> dict[str, tuple[str, str]]:
     """Return the verdict on each key in the tables of ``text``, and what the key means, by its path."""
-    found: dict[str, tuple[str, str]] = {}
+    rows: dict[str, tuple[str, str]] = {}
     section = None
     for line in text.splitlines():
         if line.startswith("## "):
@@ -51,10 +51,10 @@ def documented(text: str) -> dict[str, tuple[str, str]]:
         keys, verdict, means = (cell.strip() for cell in line.strip("|").split("|"))
         for key in re.findall(r"`(\w+)`", keys):
             path = f"{section}.{key}" if section else key
-            if path in found:
+            if path in rows:
                 raise ValueError(f"{DOCUMENT.name} has {path} twice")
-            found[path] = (VERDICTS[verdict], means)
-    return found
+            rows[path] = (VERDICTS[verdict], means)
+    return rows
 
 
 def read_table(text: str) -> list[Row]:

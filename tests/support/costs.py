@@ -5,9 +5,9 @@ from ds_layerwise.plan.forecast import cost, host_pieces
 
 def per_element(layout, whole_state_bytes=4, split_state_bytes=8):
     """Return a :data:`.plan.forecast.host_pieces.StateBytes`; by default for Muon's momentum and Adam's two moments."""
-    each = {slot.name: whole_state_bytes if bucket.whole else split_state_bytes
+    num_bytes = {slot.name: whole_state_bytes if bucket.whole else split_state_bytes
             for bucket in layout.buckets for slot in bucket.slots}
-    return lambda name, numel: each[name] * numel
+    return lambda name, numel: num_bytes[name] * numel
 
 
 def memory_bytes(layout, *, whole_state_bytes=4, split_state_bytes=8, **kwargs):

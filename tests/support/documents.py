@@ -38,20 +38,20 @@ def blocks(language: str) -> list[Block]:
 
 def blocks_of(path: Path) -> list[Block]:
     """Return every fenced block of a page, also those without a language."""
-    found: list[Block] = []
+    blocks: list[Block] = []
     inside: list[str] = []
     start, language = 0, ""
     for number, line in enumerate(path.read_text().splitlines(), 1):
         if line.startswith("```") and not start:
             start, language, inside = number, line[3:].strip(), []
         elif line.startswith("```"):
-            found.append(Block(str(path.relative_to(ROOT)), start, language, "\n".join(inside) + "\n"))
+            blocks.append(Block(str(path.relative_to(ROOT)), start, language, "\n".join(inside) + "\n"))
             start = 0
         elif start:
             inside.append(line)
     if start:
         raise ValueError(f"{path.name}:{start} opens a block that nothing closes")
-    return found
+    return blocks
 
 
 def prose_of(path: Path) -> str:

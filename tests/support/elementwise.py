@@ -71,11 +71,11 @@ class Plain:
     def ademamix(self, g):
         (b1, b2), t = self.h.betas, self.t
         alpha, b3 = self.s.get("alpha", 5.0), self.s.get("beta3", 0.9999)
-        if of := self.s.get("alpha_warmup_steps"):
-            alpha = min(t * alpha / of, alpha)
-        if of := self.s.get("beta3_warmup_steps"):
+        if steps := self.s.get("alpha_warmup_steps"):
+            alpha = min(t * alpha / steps, alpha)
+        if steps := self.s.get("beta3_warmup_steps"):
             ln1, ln3 = math.log(b1), math.log(b3)
-            b3 = b3 if t >= of else min(math.exp(ln1 * ln3 / ((1 - t / of) * ln3 + t / of * ln1)), b3)
+            b3 = b3 if t >= steps else min(math.exp(ln1 * ln3 / ((1 - t / steps) * ln3 + t / steps * ln1)), b3)
         m = self.average("m", g, b1) / (1 - b1**t) + alpha * self.average("slow", g, b3)
         v = self.average("v", g * g, b2) / (1 - b2**t)
         return self.h.lr * m / (v.sqrt() + self.h.eps)

@@ -96,7 +96,7 @@ def each_alone(module: nn.Module, recipe_of: Callable[[str, Recipe], Recipe], nu
                num_ranks: int) -> dict[str, Tensor]:
     """Return the oracle's masters, each parameter trained on its own, with the recipe that ``recipe_of`` makes of the
     whole one."""
-    found = {}
+    masters = {}
     for name, param in trainable(module).items():
         whole = recipe_for(module)
         matrices = {name: whole.matrices[name]} if name in whole.matrices else {}
@@ -104,5 +104,5 @@ def each_alone(module: nn.Module, recipe_of: Callable[[str, Recipe], Recipe], nu
         for step in range(num_steps):
             oracle.step([[{name: whole_number_gradients(name, param.shape, step, 0, rank)}]
                          for rank in range(num_ranks)])
-        found[name] = oracle.params[name]
-    return found
+        masters[name] = oracle.params[name]
+    return masters

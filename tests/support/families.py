@@ -49,15 +49,15 @@ class Verdict(NamedTuple):
 
 def architectures() -> dict[str, set[str]]:
     """Return the classes that transformers makes by type, each with its types."""
-    found: dict[str, set[str]] = {}
+    types_of: dict[str, set[str]] = {}
     for name, mapping in vars(modeling_auto).items():
         for kind, names in mapping.items() if name.endswith("MAPPING_NAMES") and isinstance(mapping, dict) else ():
-            for each in [names] if isinstance(names, str) else names:
-                cls = getattr(transformers, each, None)
+            for class_name in [names] if isinstance(names, str) else names:
+                cls = getattr(transformers, class_name, None)
                 if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel) and getattr(
                         cls, "config_class", None):
-                    found.setdefault(each, set()).add(kind)
-    return found
+                    types_of.setdefault(class_name, set()).add(kind)
+    return types_of
 
 
 def one_of_each_type() -> list[str]:
@@ -111,20 +111,20 @@ def verdicts(model: nn.Module) -> Iterator[Verdict]:
 
 def unexpected(rows: Iterable[Verdict]) -> dict[str, str]:
     """Return the verdicts on a model that the table lacks or contradicts, by the words that tell them from others."""
-    found, reasons = {}, set()
-    for each in rows:
-        reasons.add(each.reason)
-        if each.kind == "head" and each.path not in TABLE["head"]:
-            found[f"head {each.path}"] = f"a new head: {each.name} ({each.reason})"
-        elif each.kind == "matrix" and each.leaf == "weight" and each.path in TABLE["head"] and (
-                each.path not in TABLE["head or not"]):
-            found[f"no head {each.path}"] = f"no head any more: {each.name} ({each.reason})"
-        elif each.kind != "head" and not any(
-                fnmatchcase(each.cls.__name__, known) for known in TABLE[each.kind].get(each.leaf, ())):
-            found[f"{each.kind} {each.leaf} {each.cls.__name__}"] = f"new: {each.described()}"
+    problems, reasons = {}, set()
+    for row in rows:
+        reasons.add(row.reason)
+        if row.kind == "head" and row.path not in TABLE["head"]:
+            problems[f"head {row.path}"] = f"a new head: {row.name} ({row.reason})"
+        elif row.kind == "matrix" and row.leaf == "weight" and row.path in TABLE["head"] and (
+                row.path not in TABLE["head or not"]):
+            problems[f"no head {row.path}"] = f"no head any more: {row.name} ({row.reason})"
+        elif row.kind != "head" and not any(
+                fnmatchcase(row.cls.__name__, known) for known in TABLE[row.kind].get(row.leaf, ())):
+            problems[f"{row.kind} {row.leaf} {row.cls.__name__}"] = f"new: {row.described()}"
     if len({reason.startswith("output head (last") for reason in reasons if reason.startswith("output head")}) > 1:
-        found["last"] = "a last linear layer is called a head beside one that is known"
-    return found
+        problems["last"] = "a last linear layer is called a head beside one that is known"
+    return problems
 
 
 def described(model: nn.Module) -> list[Any]:

@@ -32,14 +32,14 @@ def parts_in(name: str) -> Parts:
     shape, entry = FUSED[name]
     split = Override.from_entry("override", {"name": name, **entry}).changes()["split"]
     route = Route(name=name, recipe=Muon(), reason="", group=0, matrix_shape=shape)
-    found = parts_of(route, split, outputs=-2)
-    assert found is not None
-    return found
+    parts = parts_of(route, split, outputs=-2)
+    assert parts is not None
+    return parts
 
 
 def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:
     """Return each part of ``whole``, put together matrix by matrix from single rows or columns."""
-    found = {}
+    part_of = {}
     of_group = parts.length // parts.groups
     first = 0
     for name, part in parts.each:
@@ -51,9 +51,9 @@ def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:
             matrices = [group[head * width:(head + 1) * width] for group in lines for head in range(part.heads)]
         stacked = whole if whole.dim() == 3 else whole.unsqueeze(0)
         chosen = [matrix.index_select(parts.axis, torch.tensor(lines)) for matrix in stacked for lines in matrices]
-        found[name] = torch.stack(chosen) if whole.dim() == 3 or part.heads else chosen[0]
+        part_of[name] = torch.stack(chosen) if whole.dim() == 3 or part.heads else chosen[0]
         first += part.size
-    return found
+    return part_of
 
 
 class Fused(nn.Module):
@@ -85,12 +85,12 @@ class Fused(nn.Module):
 
 def taken_apart(values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return ``values`` of all parameters of :class:`Fused` as those of the model with ``apart``."""
-    found = {}
+    apart = {}
     for name, value in values.items():
         if name in FUSED:
             shape = FUSED[name][0]
-            found.update({f"{name}.{part}": its for part, its in
+            apart.update({f"{name}.{part}": its for part, its in
                           by_index(value.view(shape), parts_in(name)).items()})
         else:
-            found[name] = value
-    return found
+            apart[name] = value
+    return apart

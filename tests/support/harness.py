@@ -311,16 +311,16 @@ def _places(ranks: list[BaseProcess], folder: Path) -> dict[int, str]:
     alive = [i for i, process in enumerate(ranks) if process.is_alive()]
     for i in alive:
         os.kill(ranks[i].pid or 0, signal.SIGUSR1)
-    found: dict[int, str] = {}
+    places: dict[int, str] = {}
     until = time.monotonic() + ANSWER_SECONDS
     while True:
         time.sleep(0.2)
-        before, found = found, {i: (folder / f"{i}.place").read_text() for i in alive
+        before, places = places, {i: (folder / f"{i}.place").read_text() for i in alive
                                 if (folder / f"{i}.place").exists()}
-        answered = all(found.get(i) or not ranks[i].is_alive() for i in alive)
+        answered = all(places.get(i) or not ranks[i].is_alive() for i in alive)
         # A rank writes its answer line by line.
-        if (answered and found == before) or time.monotonic() > until:
-            return found
+        if (answered and places == before) or time.monotonic() > until:
+            return places
 
 
 def _kill(ranks: list[BaseProcess]) -> None:

@@ -47,10 +47,10 @@ class Source:
         """Yield the docstrings, and the strings below fields and constants, each with its text."""
         for node in ast.walk(self.tree):
             if isinstance(node, (ast.Module, ast.ClassDef, Function)):
-                for each in node.body:
-                    if isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and isinstance(
-                            each.value.value, str):
-                        yield each, each.value.value
+                for statement in node.body:
+                    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant) and isinstance(
+                            statement.value.value, str):
+                        yield statement, statement.value.value
 
     @cached_property
     def code(self) -> list[tokenize.TokenInfo]:
@@ -91,12 +91,12 @@ def many_branches(files: Iterable[Source], most: int = 15) -> list[str]:
 
 def many_arguments(files: Iterable[Source], most: int = 7) -> list[str]:
     """List constructors, written or made by ``dataclass``, with more arguments than ``most``."""
-    found = []
+    breaches = []
     for source in files:
         for node in ast.walk(source.tree):
             if isinstance(node, ast.ClassDef) and (count := _arguments(node)) > most:
-                found.append(f"{source.module}: {node.name} takes {count} arguments, at most {most}")
-    return found
+                breaches.append(f"{source.module}: {node.name} takes {count} arguments, at most {most}")
+    return breaches
 
 
 def _arguments(cls: ast.ClassDef) -> int:
@@ -130,16 +130,16 @@ def riddles(files: Iterable[Source]) -> list[str]:
 
 def spoilt_formulas(files: Iterable[Source]) -> list[str]:
     """List tables and formulas in docstrings that run on as if they were sentences."""
-    found = []
+    breaches = []
     for source in files:
         for doc, text in source.docstrings():
             for paragraph in inspect.cleandoc(text).split("\n\n"):
                 lines = paragraph.splitlines()
                 if any("====" in line and set(line) > {"=", " "} for line in lines):
-                    found.append(f"{source.module}: line {doc.lineno}: a table that is no table: {lines[0][:60]}")
+                    breaches.append(f"{source.module}: line {doc.lineno}: a table that is no table: {lines[0][:60]}")
                 elif not paragraph.startswith("    ") and paragraph.count(" <- ") > 1:
-                    found.append(f"{source.module}: line {doc.lineno}: give each formula a line: {lines[0][:60]}")
-    return found
+                    breaches.append(f"{source.module}: line {doc.lineno}: give each formula a line: {lines[0][:60]}")
+    return breaches
 
 
 def names_twice(files: Iterable[Source]) -> list[str]:
@@ -149,7 +149,7 @@ def names_twice(files: Iterable[Source]) -> list[str]:
 
 def wrong_words(files: Iterable[Source]) -> list[str]:
     """List names of modules, classes, functions and arguments with a word in them that the glossary replaces."""
-    found = []
+    breaches = []
     for source in files:
         names = [(0, source.path.stem)]
         for node in ast.walk(source.tree):
@@ -160,8 +160,8 @@ def wrong_words(files: Iterable[Source]) -> list[str]:
         for line, name in names:
             words = re.findall(r"[A-Z]?[a-z]+", name)
             if bad := NOT_NAMES & {word.lower() for word in words}:
-                found.append(f"{source.module}: line {line}: {name}: say something else for {min(bad)}")
-    return found
+                breaches.append(f"{source.module}: line {line}: {name}: say something else for {min(bad)}")
+    return breaches
 
 
 def arrows(files: Iterable[Source]) -> dict[str, set[str]]:
@@ -169,16 +169,16 @@ def arrows(files: Iterable[Source]) -> dict[str, set[str]]:
     ``ds_layerwise.folder.module``."""
     files = list(files)
     modules = {source.module for source in files if source.path.name != "__init__.py"}
-    found: dict[str, set[str]] = {}
+    imported: dict[str, set[str]] = {}
     for source in files:
-        there = found.setdefault(source.module, set())
+        there = imported.setdefault(source.module, set())
         for node in ast.walk(source.tree):
             for name in _names_in(node):
                 while name and name not in modules:
                     name = name.rpartition(".")[0]
                 there.add(name)
         there -= {"", source.module}
-    return found
+    return imported
 
 
 def _names_in(node: ast.AST) -> list[str]:
@@ -193,7 +193,7 @@ def _names_in(node: ast.AST) -> list[str]:
 def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     """List the circles of modules, and of the entries of each folder, that import each other."""
     folders = {module[:i] for module in graph for i in [0, *(m.start() for m in re.finditer(r"\.", module))]}
-    found = [] if (circle := _circle(graph)) is None else [circle]
+    circles_found = [] if (circle := _circle(graph)) is None else [circle]
     for folder in sorted(folders):
         inside = f"{folder}." if folder else ""
         floors: dict[str, set[str]] = {}
@@ -203,8 +203,8 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
                 targets = {each[len(inside):].split(".")[0] for each in there if each.startswith(inside)}
                 floors.setdefault(entry, set()).update(targets - {entry})
         if (circle := _circle(floors)) is not None:
-            found.append([f"{inside}{entry}" for entry in circle])
-    return found
+            circles_found.append([f"{inside}{entry}" for entry in circle])
+    return circles_found
 
 
 def _circle(graph: dict[str, set[str]]) -> list[str] | None:

@@ -116,18 +116,18 @@ def pending(engine: Any) -> list[Any]:
 
 def seen_at(owner: Any, name: str, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
     """Return a list that gets the value of ``look`` before each call of a method, or ``after`` it."""
-    found, call = [], getattr(owner, name)
+    values, call = [], getattr(owner, name)
 
     def looking(*args: Any, **kwargs: Any) -> Any:
         if not after:
-            found.append(look())
+            values.append(look())
         result = call(*args, **kwargs)
         if after:
-            found.append(look())
+            values.append(look())
         return result
 
     setattr(owner, name, looking)
-    return found
+    return values
 
 
 def seen_at_launches(engine: Any, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
@@ -196,10 +196,10 @@ def param_cuts(engine: Any) -> list[torch.Tensor]:
 
 def memory_by_kind(engine: Any) -> dict[Any, int]:
     """Return bytes by kind. Memory of two kinds counts for the first."""
-    found: dict[Any, int] = {}
+    num_bytes: dict[Any, int] = {}
     seen: set[int] = set()
     for kind, tensors in engine.optimizer.offloading.memory().items():
         storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
-        found[kind] = sum(size for key, size in storages.items() if key not in seen)
+        num_bytes[kind] = sum(size for key, size in storages.items() if key not in seen)
         seen |= storages.keys()
-    return found
+    return num_bytes

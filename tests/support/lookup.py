@@ -23,23 +23,23 @@ def find(path: str) -> Any:
     Raises:
         Absent: some part of it is not there.
     """
-    found, module, parts = None, "", path.split(".")
+    value, module, parts = None, "", path.split(".")
     for done, part in enumerate(parts):
-        if found is None or isinstance(found, ModuleType):
+        if value is None or isinstance(value, ModuleType):
             # Import statements try the module first. A module may have an attribute of the same name.
             module = ".".join(parts[: done + 1])
             if (imported := _imported(module)) is not None:
-                found = imported
+                value = imported
                 continue
-        found = getattr(found, part, _NOTHING)
+        value = getattr(value, part, _NOTHING)
         # A module may still hold a submodule that cannot be imported again.
         if (
-            found is _NOTHING
-            or getattr(found, "__name__", None) == module
-            and isinstance(found, ModuleType)
+            value is _NOTHING
+            or getattr(value, "__name__", None) == module
+            and isinstance(value, ModuleType)
         ):
             raise Absent(".".join(parts[: done + 1]))
-    return found
+    return value
 
 
 def owner_of(path: str) -> tuple[Any, str]:

@@ -67,10 +67,10 @@ def config(stage: int) -> dict[str, Any]:
 
 
 def digest(tensors: Mapping[Any, Tensor]) -> str:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for key in sorted(tensors):
-        found.update(f"{key} ".encode() + tensors[key].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+        checksum.update(f"{key} ".encode() + tensors[key].contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return checksum.hexdigest()
 
 
 def wait_for(path: Path) -> str:

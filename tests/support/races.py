@@ -146,10 +146,10 @@ class Machine(Streams, TorchDispatchMode):
         known = set(self._memories)
         out = func(*args, **kwargs)
         schema, name = func._schema, func.overloadpacket.__name__
-        if any(each.alias_info is not None and not each.alias_info.is_write for each in schema.returns):
+        if any(declared.alias_info is not None and not declared.alias_info.is_write for declared in schema.returns):
             return out  # a view
-        given = [*zip(schema.arguments, args), *((each, kwargs[each.name]) for each in schema.arguments
-                                                 if each.name in kwargs)]
+        given = [*zip(schema.arguments, args), *((declared, kwargs[declared.name]) for declared in schema.arguments
+                                                 if declared.name in kwargs)]
         writes: list[Tensor] = []
         reads: list[Tensor] = []
         for argument, value in given:

@@ -18,14 +18,14 @@ OUTSIDE = "outside"
 
 def folders_by_room() -> dict[str, tuple[str, ...]]:
     """Return by the name of every module and folder the folders of the modules with that name."""
-    found: dict[str, set[str]] = {OUTSIDE: set()}
+    by_room: dict[str, set[str]] = {OUTSIDE: set()}
     for path in sorted(PACKAGE.rglob("*.py")):
         *folders, name = path.relative_to(PACKAGE).with_suffix("").parts
         for folder in folders:
-            found.setdefault(folder, set())
+            by_room.setdefault(folder, set())
         if name != "__init__":
-            found.setdefault(name, set()).update(folders)
-    return {name: tuple(sorted(folders)) for name, folders in found.items()}
+            by_room.setdefault(name, set()).update(folders)
+    return {name: tuple(sorted(folders)) for name, folders in by_room.items()}
 
 
 def rooms(*names: str) -> list[pytest.MarkDecorator]:

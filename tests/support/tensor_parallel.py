@@ -166,5 +166,5 @@ def dim_of(name: str) -> int | None:
     layer, _, kind = name.partition(".")
     if layer == "embed":
         return 0
-    dim = {each: dim for each, _, _, dim in LAYERS}.get(layer)
+    dim = {name_of_layer: dim for name_of_layer, _, _, dim in LAYERS}.get(layer)
     return None if kind == "bias" and dim == 1 else dim

@@ -131,10 +131,10 @@ def reduced_gradients(engine):
             for piece in internals.pieces(engine)}
 
 
-def from_all_ranks(mine, group=None):
+def from_all_ranks(value, group=None):
     """Return the values of all ranks, in order."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
@@ -170,11 +170,11 @@ def whole(param):
 
 def assert_same_on_all_ranks(module):
     """Check that every rank's copy of the model is the same, bit for bit."""
-    mine = weights(module)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine)
+    own = weights(module)
+    everyone = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, own)
     for other in everyone:
-        assert torch.equal(other, mine)
+        assert torch.equal(other, own)
 
 
 def relative_error(value, expected):

@@ -30,8 +30,8 @@ class WithLoss(torch.nn.Module):
 
     def forward(self, step):
         g = torch.Generator().manual_seed(step)
-        mine = torch.randint(0, 24, (12, 9), generator=g).chunk(dist.get_world_size())[dist.get_rank()]
-        return token_loss(self.inner, mine)
+        sequences = torch.randint(0, 24, (12, 9), generator=g).chunk(dist.get_world_size())[dist.get_rank()]
+        return token_loss(self.inner, sequences)
 
 
 #: Matrices of :class:`WithLoss`, by name.
@@ -71,12 +71,12 @@ def train_with_loss(engine, first, last):
 
 def stock_states(engine):
     """Return masters (key ``fp32``) and moments by DeepSpeed's own interface, 1-D, by (parameter, state)."""
-    found = {}
+    states = {}
     for name, param in engine.module.named_parameters():
-        found[name, "fp32"] = safe_get_full_fp32_param(param).flatten().clone()
+        states[name, "fp32"] = safe_get_full_fp32_param(param).flatten().clone()
         for key in ("exp_avg", "exp_avg_sq"):
-            found[name, key] = safe_get_full_optimizer_state(param, key).flatten().clone()
-    return found
+            states[name, key] = safe_get_full_optimizer_state(param, key).flatten().clone()
+    return states
 
 
 def convert(saved, into, *, inject=False):
