@@ -108,7 +108,7 @@ class Report:
 
 
 def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
-    """Measure bar 1."""
+    """Compare the bytes of a step at the interface with the model's."""
     for num_nodes in (2, 4):
         cluster = Cluster(num_nodes, 1, 1000)
         taken, *_, model_bytes, _, _ = run(
@@ -135,7 +135,7 @@ def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
 
 
 def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) -> None:
-    """Measure bar 2."""
+    """Compare the bytes and seconds of several ranks behind a link with stock's."""
     cluster = Cluster(2, 4, 200)
     taken, foretold, model_bytes, _, links = run(
         cluster,
@@ -170,7 +170,7 @@ def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) 
 
 
 def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: int) -> list[str]:
-    """Measure bar 3; return rows of seconds."""
+    """Compare whole steps of two nodes with stock's; return rows of seconds."""
     cluster = Cluster(2, 1, 1000)
     taken = run(cluster, partial(whole_steps, config=config, tokens=tokens, rounds=rounds))
     wholes = {name: steps.whole for name, steps in taken.items()}
@@ -185,7 +185,7 @@ def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: i
 
 
 def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
-    """Measure bar 4."""
+    """Compare one matrix a bucket with even shards of the same bytes."""
     cluster = Cluster(8, 1, 200)
     taken, foretold, links = run(cluster, partial(one_matrix_a_bucket, numel=numel, rounds=rounds))
     for name, wire in taken.items():
