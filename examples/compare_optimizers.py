@@ -9,9 +9,9 @@ LayerWiseMuon. Every configuration is one ``deepspeed`` run of train_gpt.py, one
 the same windows from the same weights; with --rates one for each multiple of its learning rate
 (AdamW's, or that of matrices). With --seeds the best of these rates by validation is run with
 more seeds, and the table has means and standard deviations. Options that this script does not know
-(--width, --data, --seed, ...) go to train_gpt.py with what follows them, up to the next option or
-configuration, which is what ends in .json. Into --out go results.csv, loss.png, and for each run a
-folder with its config.json and log.txt.
+(--width, --data, --seed, ...) go to train_gpt.py, with the words after each, up to the next option
+or configuration. A word that ends in .json is a configuration. Into --out go results.csv, loss.png,
+and for each run a folder with its config.json and log.txt.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record to the bit what training with a checkout of this package does, and compare it with another's.
+"""Record the bits of training with a checkout of this package, and compare them with another checkout's.
 
     python tests/before_and_after.py record --checkout CHECKOUT --out FOLDER [NAME ...]
     python tests/before_and_after.py compare FOLDER_A FOLDER_B

@@ -1,7 +1,7 @@
 """Play the mistakes of users under DeepSpeed's launcher, and check the message of each.
 
     python -m tests.mistakes                # all; some ten minutes
-    python -m tests.mistakes lr-alone       # those, with what the ranks print
+    python -m tests.mistakes lr-alone       # these, with the output of the ranks
     STAGE=3 python -m tests.mistakes        # at another stage of ZeRO, where a config has stage 1
 
 Each mistake runs as a script of its own on two ranks: ``deepspeed --num_accelerators 2 tests/mistakes.py NAME``. A

@@ -3,7 +3,7 @@
 It writes the list of tests/api.py, too.
 
 A page has a line ``<!-- output: ds-layerwise ... -->`` or ``<!-- output: python ... -->``, and below it a block of text
-with what the command prints.
+with the output of the command.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def wheel_is_whole(work: Path) -> None:
 
 
 def installed(work: Path) -> None:
-    """The wheel is installed in a bare environment, with what it requires alone."""
+    """The wheel is installed in a bare environment, with its requirements alone."""
     bare = work / "bare"
     venv.create(bare, with_pip=True)
     (work / "empty").mkdir()

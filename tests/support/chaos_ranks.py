@@ -1,4 +1,4 @@
-"""The ranks of ``tests/chaos.py``: forks with an engine each, which do what they are told until they are killed."""
+"""The ranks of ``tests/chaos.py``: forks with an engine each, which obey commands until they are killed."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Rank:
         self.engine.local_rank = local_rank
 
     def train(self, micro_batches: list[dict[str, Any]]) -> dict[str, Any]:
-        """Train on micro-batches, of which one may save on its way; returns what that has raised."""
+        """Train on micro-batches, and save in one of them if it says so; return the error of the save."""
         saved: dict[str, Any] = {}
         for micro_batch in micro_batches:
             loss = self.engine((micro_batch["step"], micro_batch["units"][self.rank], micro_batch["factor"],
@@ -91,7 +91,7 @@ class Rank:
         return saved
 
     def try_to_save(self, how: dict[str, Any]) -> dict[str, Any]:
-        """Save, and go on if that fails; returns what it has raised."""
+        """Save, and go on if that fails; return the error."""
         try:
             self.save(**how)
         except Exception as error:
@@ -226,7 +226,7 @@ def end_with_parent() -> None:
 
 
 def serve(rank: int, num_ranks: int, local_size: int, port: int, folder: Path, connection: Connection) -> None:
-    """Be a rank: do what comes through ``connection``."""
+    """Be a rank: obey the commands that come through ``connection``."""
     end_with_parent()
     os.setpgid(0, 0)  # so that a kill reaches its writer, too
     signal.signal(signal.SIGINT, signal.SIG_IGN)
