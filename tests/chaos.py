@@ -839,7 +839,7 @@ class Campaign:
         self.load(None)
 
     def event_beside(self) -> None:
-        """Run an evaluation, or copy the model, in the middle of a step."""
+        """Run an evaluation, or copy the model, at any moment."""
         if self.rng.random() < 0.5:
             self.all_well(self.ask("evaluate"))
         elif self.options.stage < 3 and not all(answer["value"] for answer in self.all_well(self.ask("spoil_a_copy"))):
