@@ -4,7 +4,7 @@ ranks nor buckets.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -114,6 +114,54 @@ class UpdateRule:
             UpdateError: it cannot update one of them; others may be updated.
         """
         raise NotImplementedError
+
+
+class OneByOne(UpdateRule):
+    """The base of rules that update one parameter after another. Subclasses define the step of
+    one.
+    """
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+    ) -> None:
+        """Make a step of each parameter.
+
+        Raises:
+            UpdateError: :meth:`step_` cannot make it.
+        """
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            try:
+                self.step_(param, grad, state, hyper)
+            except StepError as error:
+                raise UpdateError(index, str(error)) from error
+
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Make a step, in place in ``param`` and ``state``; ``grad`` is only read.
+
+        Raises:
+            StepError: it cannot be made.
+        """
+        raise NotImplementedError
+
+
+def few_at_a_time(
+    together: int, param: Tensor, grad: Tensor, state: State
+) -> Iterator[tuple[Tensor, Tensor, State]]:
+    """Yield views of ``together`` matrices of ``param``, (batch, rows, cols), with those of their
+    gradients and of their states, without the step count.
+    """
+    # None adds an axis to a single matrix.
+    places: list[Any] = [None]
+    if param.dim() == 3:
+        starts = range(0, len(param), together)
+        places = [slice(start, start + together) for start in starts]
+    for some in places:
+        own = {key: value[some] for key, value in state.items() if key != "step"}
+        yield param[some], grad[some], own
 
 
 def zeros(states: Mapping[str, StateSpec], param: Tensor) -> State:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,12 +15,12 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.foreign import probe, probe_checks
 from ds_layerwise.optimizers.foreign.client_object import set_rate
 from ds_layerwise.optimizers.foreign.probe import COUNT, Kept, Leaf
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.optimizers.rule import Hyper, OneByOne, State
 from ds_layerwise.recipes.rules import any_torch_recipe as recipes
 
 
 @dataclass(frozen=True, eq=False)
-class AnyTorch(UpdateRule):
+class AnyTorch(OneByOne):
     """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
     1-D pieces.
 
@@ -47,31 +47,12 @@ class AnyTorch(UpdateRule):
         probe_checks.check(recipe, lambda: cls(recipe))
         return cls(recipe)
 
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-    ) -> None:
-        """Make a step of each parameter.
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Let the parameter's own optimizer make a step.
 
         Raises:
-            UpdateError: the class keeps other states than in its probe.
+            StepError: the class keeps other states than in its probe.
         """
-        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            try:
-                self._update(param, grad, state, hyper)
-            except StepError as error:
-                raise UpdateError(index, str(error)) from error
-
-    def _update(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        state: State,
-        hyper: Hyper,
-    ) -> None:
         step = int(state[COUNT])
         kept = probe.kept_of(self.recipe, tuple(param.shape))
         optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
+from ds_layerwise.optimizers.rule import Hyper, OneByOne, State, few_at_a_time
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules import adafactor_recipe as recipes
 
@@ -17,7 +16,7 @@ from ds_layerwise.recipes.rules import adafactor_recipe as recipes
 TINY = torch.finfo(torch.float32).tiny
 
 
-class Adafactor(UpdateRule):
+class Adafactor(OneByOne):
     """Adafactor, for whole matrices.
 
     With t steps, b = t^``beta2_decay``, R and C the means of g^2 over columns and over rows, and W
@@ -45,41 +44,21 @@ class Adafactor(UpdateRule):
 
     recipe: recipes.Adafactor
 
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-    ) -> None:
-        """Make a step of each parameter, one after another; of a long stack, a few matrices at a
-        time.
-        """
-        for param, grad, state in zip(params, grads, states, strict=True):
-            state["step"] += 1
-            step = float(state["step"])
-            together = self.recipe.together(tuple(param.shape))
-            parts = []
-            for each in (param, grad, state["row_var"], state["col_var"]):
-                parts.append(torch.split(each.view(-1, *each.shape[-2:]), together))
-            for matrices, gradients, rows, columns in zip(*parts, strict=True):
-                self._update_(matrices, gradients, rows, columns, step, hyper)
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Make a step of the parameter; of a long stack, a few matrices at a time."""
+        state["step"] += 1
+        step = float(state["step"])
+        together = self.recipe.together(tuple(param.shape))
+        for matrices, gradients, own in few_at_a_time(together, param, grad, state):
+            self._update_(matrices, gradients, own, step, hyper)
 
     def _update_(
-        self,
-        param: Tensor,
-        grad: Tensor,
-        rows: Tensor,
-        columns: Tensor,
-        step: float,
-        hyper: Hyper,
+        self, param: Tensor, grad: Tensor, state: State, step: float, hyper: Hyper
     ) -> None:
-        """Make a step of matrices that are updated together, with the mean squares ``rows`` and
-        ``columns``.
-        """
+        """Make a step of matrices that are updated together."""
         decay = WeightDecay.of(self.recipe)
         (given,) = decay.gradients([param], [grad], hyper)
-        update = self._normalised(given, rows, columns, step)
+        update = self._normalised(given, state["row_var"], state["col_var"], step)
         size = _rms(param).clamp_(min=self.recipe.eps2).mul_(min(hyper.lr, 1 / math.sqrt(step)))
         size.div_(_rms(update).div_(self.recipe.clip_threshold).clamp_(min=1))
         decay.shrink_([param], [update], hyper)

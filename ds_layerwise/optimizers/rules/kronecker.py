@@ -5,16 +5,14 @@ updates.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
+from ds_layerwise.optimizers.rule import Hyper, OneByOne, State, few_at_a_time
 from ds_layerwise.orthogonalize.norms import norms_of
 from ds_layerwise.recipes.rules import kronecker_recipe as recipes
 
@@ -25,7 +23,7 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 _RMS_EPS = 1e-7
 
 
-class Kronecker(UpdateRule):
+class Kronecker(OneByOne):
     """A rule that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and ``R``
     (cols, cols).
 
@@ -55,40 +53,33 @@ class Kronecker(UpdateRule):
         """The dtype of masters. Factors in half precision would have other eigenvectors."""
         return torch.float32
 
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-    ) -> None:
-        """Update the states, then the parameters, each matrix by itself.
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Update the states, then the matrices of the parameter, each by itself.
 
         Raises:
-            UpdateError: the eigenvectors of a factor cannot be computed.
+            StepError: the eigenvectors of a factor cannot be computed.
         """
         decay = WeightDecay.of(self.recipe)
-        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
-            state["step"] += 1
-            step = int(state["step"])
-            try:
-                (given,) = decay.gradients([param], [grad], hyper)
-                for matrices, gradients, some in self._in_batches(param, given, state):
-                    update = self._update(gradients, some, step, hyper)
-                    if update is None:
-                        continue
-                    self._limit(update)
-                    decay.shrink_([matrices], [update], hyper)
-                    matrices.add_(update, alpha=-hyper.lr)
-                    del update
-            except LinAlgError as error:
-                raise UpdateError(
-                    index,
-                    f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
-                    f"{step} ({str(error).partition(chr(10))[0]}); {self._hint(hyper)}gradients "
-                    "beyond 1e18 have no finite squares: clip them (gradient_clipping), or send "
-                    "the parameter to 'adamw' with layerwise.overrides",
-                ) from error
+        state["step"] += 1
+        step = int(state["step"])
+        together = self.recipe.together(tuple(param.shape))
+        try:
+            (given,) = decay.gradients([param], [grad], hyper)
+            for matrices, gradients, some in few_at_a_time(together, param, given, state):
+                update = self._update(gradients, some, step, hyper)
+                if update is None:
+                    continue
+                self._limit(update)
+                decay.shrink_([matrices], [update], hyper)
+                matrices.add_(update, alpha=-hyper.lr)
+                del update
+        except LinAlgError as error:
+            raise StepError(
+                f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
+                f"{step} ({str(error).partition(chr(10))[0]}); {self._hint(hyper)}gradients "
+                "beyond 1e18 have no finite squares: clip them (gradient_clipping), or send "
+                "the parameter to 'adamw' with layerwise.overrides"
+            ) from error
 
     def _update(
         self,
@@ -105,22 +96,6 @@ class Kronecker(UpdateRule):
     def _hint(self, hyper: Hyper) -> str:
         """Return a hint at causes other than gradients, for a factor without eigenvectors."""
         return ""
-
-    def _in_batches(
-        self, param: Tensor, grad: Tensor, state: State
-    ) -> Iterator[tuple[Tensor, Tensor, State]]:
-        """Yield views of as many matrices as are updated together, (batch, rows, cols), with those
-        of their gradients and states.
-        """
-        # None adds an axis to a single matrix.
-        places: list[Any] = [None]
-        if param.dim() == 3:
-            together = self.recipe.together(tuple(param.shape))
-            starts = range(0, len(param), together)
-            places = [slice(start, start + together) for start in starts]
-        for some in places:
-            own = {key: value[some] for key, value in state.items() if key != "step"}
-            yield param[some], grad[some], own
 
     def _kept(self, step: int) -> float:
         """Return the fraction that factors keep at a step: ``shampoo_beta``, or less in the first
