@@ -17,7 +17,7 @@ step, and W what it was before: decay and update are both subtracted from the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,9 +29,7 @@ from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """A method of weight decay. A rule that knows its directions calls :meth:`gradients`, then
-    :meth:`shrink_`.
-    """
+    """A method of weight decay. A rule calls :meth:`gradients`, then :meth:`shrink_`."""
 
     method: WeightDecayMethod = "decoupled"
     cautious: bool = False
@@ -62,7 +60,7 @@ class WeightDecay:
             directions: the updates that are subtracted from ``params`` next, up to a factor that is
                 not negative. They are only read, and only if ``cautious``.
         """
-        kept = 1 - self._share(hyper)
+        kept = 1 - self.share(hyper)
         if kept == 1:
             return
         if not self.cautious:
@@ -74,31 +72,7 @@ class WeightDecay:
             agree = torch.sign(param).mul_(torch.sign(direction)) >= 0
             param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
 
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        hyper: Hyper,
-        move_: Callable[[list[Tensor], float], None],
-    ) -> None:
-        """Decay ``params``, then update them, for a rule that does not provide its directions.
-
-        Args:
-            move_: subtracts directions times a learning rate from a list like ``params``, in place,
-                and updates the states; called once.
-        """
-        if not (self.cautious and self._share(hyper)):
-            self.shrink_(params, (), hyper)
-            move_(list(params), hyper.lr)
-            return
-        # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
-        # sign away.
-        moves = [torch.zeros_like(param) for param in params]
-        move_(moves, 1.0)
-        torch._foreach_neg_(moves)
-        self.shrink_(params, moves, hyper)
-        torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
-
-    def _share(self, hyper: Hyper) -> float:
+    def share(self, hyper: Hyper) -> float:
         """Return the fraction of itself that a weight loses in a step."""
         lr = hyper.lr
         rates = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}

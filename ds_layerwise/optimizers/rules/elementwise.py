@@ -62,14 +62,22 @@ class Elementwise(UpdateRule):
         states: Sequence[State],
         hyper: Hyper,
     ) -> None:
-        """Make a step of all parameters together."""
+        """Make a step of all parameters together: decay, then move them. Cautious decay needs their
+        moves first.
+        """
         decay = WeightDecay.of(self.recipe)
         given = decay.gradients(params, grads, hyper)
-
-        def move_(targets: list[Tensor], lr: float) -> None:
-            self.move_(Batch(targets, given, list(states), hyper, lr))
-
-        decay.update_(params, hyper, move_)
+        if not (decay.cautious and decay.share(hyper)):
+            decay.shrink_(params, (), hyper)
+            self.move_(Batch(list(params), given, list(states), hyper, hyper.lr))
+            return
+        # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
+        # sign away.
+        moves = [torch.zeros_like(param) for param in params]
+        self.move_(Batch(moves, given, list(states), hyper, 1.0))
+        torch._foreach_neg_(moves)
+        decay.shrink_(params, moves, hyper)
+        torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
 
     def move_(self, batch: Batch) -> None:
         """Update the states of ``batch`` with its gradients, and subtract the direction times its
