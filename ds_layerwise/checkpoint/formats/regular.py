@@ -49,11 +49,6 @@ FORMAT = 2
 _RULES = TypeAdapter(dict[str, RuleRecord])
 _HEADER = TypeAdapter(Header)
 
-#: The entries of a header that are written unchanged.
-_DESCRIBED = frozenset(
-    ("step", "shapes", "dtypes", "configured", "fast_dtypes", "kept", "has_weights")
-)
-
 #: A bound that no run reaches.
 _MOST_RANKS = 1 << 20
 
@@ -184,8 +179,9 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
             {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
         )
         groups, unreadable = _groups(ours["param_groups"])
-        content = {key: ours[key] for key in _DESCRIBED & ours.keys()}
-        content |= {
+        # The rest was written as it is; keys that a header lacks are ignored.
+        content = {
+            **ours,
             "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
             "param_groups": groups,
             "unreadable": (*ours.get("unreadable", ()), *unreadable),

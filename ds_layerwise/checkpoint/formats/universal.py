@@ -310,7 +310,7 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
     }
     # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
     # first one; without any, its groups keep those of its config.
-    step = {"step": _step(header_of(state_dict).step)}
+    step = {"step": _step(header.step)}
     common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
