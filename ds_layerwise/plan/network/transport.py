@@ -194,26 +194,15 @@ def reduce_all_ns(
     return max(over)
 
 
-def ordered_levels(
-    numel: int, wire_bytes: int, group: Group, sum_bytes: int | None = None
-) -> Levels:
+def ordered_levels(numel: int, wire_bytes: int, group: Group) -> Levels:
     """Return the time of reducing equal shards or cuts in rank order, inside nodes and between
-    them.
-
-    Args:
-        sum_bytes: the bytes of a node's sum on the wire; None if it is sent in the dtype of the
-            gradients.
+    them. A node's sum is sent in the dtype of the gradients.
     """
-    if sum_bytes is None:
-        sum_bytes = wire_bytes
-    if not group.has_levels:
-        took = _added_up(numel, wire_bytes, SUM_BYTES, group)
-        if group.nodes == 1:
-            return Levels(took, 0)
-        return Levels(0, took)
+    if group.nodes == 1:
+        return Levels(_added_up(numel, wire_bytes, SUM_BYTES, group), 0)
     return Levels(
-        _added_up(numel, wire_bytes, sum_bytes, group.inner),
-        _added_up(numel / group.local, sum_bytes, SUM_BYTES, group.outer),
+        _added_up(numel, wire_bytes, wire_bytes, group.inner),
+        _added_up(numel / group.local, wire_bytes, SUM_BYTES, group.outer),
     )
 
 
@@ -236,10 +225,6 @@ def gather_ns(load: Load, way: Way, numel: int, group: Group) -> int:
 
 def gather_levels(nbytes: float, group: Group) -> Levels:
     """Return the time of an all-gather of equal parts between nodes first, then inside each."""
-    if not group.has_levels:
-        if group.nodes == 1:
-            return Levels(group.ring(nbytes), 0)
-        return Levels(0, group.ring(nbytes))
     return Levels(group.inner.ring(nbytes), group.outer.ring(nbytes / group.local))
 
 
