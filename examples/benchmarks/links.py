@@ -54,7 +54,8 @@ def rings_ns(
     over all ranks.
     """
     items = [
-        Item(s.name, i, s.numel, s.numel, 0, s.dtype, 1) for i, s in enumerate(reversed(specs))
+        Item(s.name, i, s.numel, s.numel, 0, s.dtype, 1, s.wire)
+        for i, s in enumerate(reversed(specs))
     ]
     wire, dtype = itemsize(specs[0].wire), itemsize(specs[0].dtype)
     buckets = [sum(item.numel for item in bucket) for bucket in cut_stream(items, bucket_numel)]

@@ -23,8 +23,6 @@ class Draft:
     items: Sequence[Item]
     """In memory order."""
     offsets: Sequence[int]
-    wire: str
-    """The dtype in which its gradients are sent."""
     way: Way = "even"
     """The transport; ``even`` until it is chosen. If shards differ in length, it must be chosen."""
 
@@ -64,15 +62,15 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
     return buckets
 
 
-def draft_split(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
+def draft_split(items: Sequence[Item], holders: int, alignment: int) -> Draft:
     """Lay out ``items`` back to back, cut into equal shards."""
     *offsets, total = accumulate((item.span for item in items), initial=0)
     shard = -(-total // holders)
     shard += -shard % alignment
-    return Draft(False, Numels.equal(shard, holders), items, offsets, wire)
+    return Draft(False, Numels.equal(shard, holders), items, offsets)
 
 
-def draft_by_param(items: Sequence[Item], holders: int, wire: str, alignment: int) -> Draft:
+def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft:
     """Lay out ``items`` back to back, each with room for ``holders`` equal, aligned cuts."""
     rooms = []
     for item in items:
@@ -80,11 +78,11 @@ def draft_by_param(items: Sequence[Item], holders: int, wire: str, alignment: in
         rooms.append(holders * (cut + -cut % alignment))
     *offsets, total = accumulate(rooms, initial=0)
     shards = Numels.equal(total // holders, holders)
-    return Draft(False, shards, items, offsets, wire, "by_param")
+    return Draft(False, shards, items, offsets, "by_param")
 
 
 def draft_owned(
-    items: Sequence[Item], owners: Iterable[int], holders: int, wire: str, shard: int | None = None
+    items: Sequence[Item], owners: Iterable[int], holders: int, shard: int | None = None
 ) -> Draft:
     """Lay out whole parameters with one owner each. Shards have ``shard`` elements, or any length
     if it is None.
@@ -111,4 +109,4 @@ def draft_owned(
         numels = Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
     else:
         numels = Numels.equal(shard, holders)
-    return Draft(True, numels, in_order, offsets, wire)
+    return Draft(True, numels, in_order, offsets)

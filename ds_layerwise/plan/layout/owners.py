@@ -61,6 +61,8 @@ class Item(NamedTuple):
     work: int
     dtype: str
     ep_size: int
+    wire: str
+    """The dtype in which the gradient is sent."""
 
 
 class _Kind(NamedTuple):

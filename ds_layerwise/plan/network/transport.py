@@ -71,7 +71,7 @@ class Load:
     def of_draft(cls, draft: Draft, reduction: Reduction = "ordered", stage: int = 1) -> Load:
         """Return the load of a bucket without a place in a layout yet."""
         item = draft.items[0]
-        widths = _widths(draft.wire, item.dtype, reduction, stage)
+        widths = _widths(item.wire, item.dtype, reduction, stage)
         shards = draft.shards
         return cls(shards.numel, shards, len(draft.shard_numels), item.ep_size, *widths)
 

@@ -33,13 +33,13 @@ class Rows:
     owners: Mapping[int, int]
     """The owners of the parameters that are in no row, by position."""
 
-    def drafts(self, holders: int, wire: str) -> list[Draft]:
+    def drafts(self, holders: int) -> list[Draft]:
         """Return the buckets of rows, laid out in ``holders`` equal shards."""
         drafts = []
         for bucket in self.buckets:
             owners = [*range(holders)] * (len(bucket) // holders)
             shard = sum(item.span for item in bucket) // holders
-            drafts.append(draft_owned(bucket, owners, holders, wire, shard))
+            drafts.append(draft_owned(bucket, owners, holders, shard))
         return drafts
 
 

@@ -108,7 +108,16 @@ def draft_layout(
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
         streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
-            Item(spec.name, position, spec.numel, span, spec.work, spec.dtype, spec.ep_size)
+            Item(
+                spec.name,
+                position,
+                spec.numel,
+                span,
+                spec.work,
+                spec.dtype,
+                spec.ep_size,
+                spec.wire,
+            )
         )
     send = partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment)
     model_numel = sum(spec.numel for spec in specs)
@@ -121,12 +130,12 @@ def draft_layout(
             if not stream.whole:
                 split = draft_split if stage < 3 else draft_by_param
                 for bucket in cut_stream(items, bucket_numel):
-                    drafts.append(split(bucket, holders, stream.wire, alignment))
+                    drafts.append(split(bucket, holders, alignment))
             elif policy == "size_matching":
-                drafts += _match_sizes(items, holders, bucket_numel, stream.wire)
+                drafts += _match_sizes(items, holders, bucket_numel)
             elif policy == "lpt":
                 for bucket in cut_stream(items, bucket_numel, holders):
-                    drafts.append(_equal_shards(bucket, holders, stream.wire))
+                    drafts.append(_equal_shards(bucket, holders))
             else:
                 owned[stream] = items
         limit = row_limit(bucket_numel, model_numel) if stage == 1 else 0
@@ -260,7 +269,7 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
 # --- lpt and size_matching: equal shards in each bucket
 
 
-def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
+def _equal_shards(items: Sequence[Item], world_size: int) -> Draft:
     """Place the largest parameter first, on the emptiest shard. All shards become as long as the
     fullest.
     """
@@ -271,7 +280,7 @@ def _equal_shards(items: Sequence[Item], world_size: int, wire: str) -> Draft:
         heapq.heapreplace(heap, (held + item.span, rank))
         owner_of[item.position] = rank
     owners = [owner_of[item.position] for item in items]
-    return draft_owned(items, owners, world_size, wire, max(heap)[0])
+    return draft_owned(items, owners, world_size, max(heap)[0])
 
 
 class _Shelves:
@@ -300,7 +309,7 @@ class _Shelves:
         return taken
 
 
-def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: str) -> list[Draft]:
+def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[Draft]:
     """Make buckets of rows. In a row, every shard has parameters of one size, or smaller ones that
     fit in its place.
 
@@ -325,12 +334,12 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int, wire: st
             placed.update(item.position for item in taken)
         shard += seed.span
         if sum(item.numel for item in bucket) >= bucket_numel:
-            drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
+            drafts.append(draft_owned(bucket, owners, world_size, shard))
             bucket = []
             owners = []
             shard = 0
     if bucket:
-        drafts.append(draft_owned(bucket, owners, world_size, wire, shard))
+        drafts.append(draft_owned(bucket, owners, world_size, shard))
     return drafts
 
 
@@ -362,7 +371,7 @@ def _balance(
         if holders == 1:
             continue
         rows = take_rows(items, owners, holders, bucket_numel=bucket_numel, limit=limit)
-        drafts += rows.drafts(holders, stream.wire)
+        drafts += rows.drafts(holders)
         cut[stream] = cut_stream(rows.rest, bucket_numel)
         by_holders[holders] += cut[stream]
         left.update(rows.owners)
@@ -385,7 +394,7 @@ def _draft_streams(
         holders = world_size // stream.ep_size
         for bucket in buckets:
             ranks = [owners[item.position] for item in bucket]
-            drafts.append(draft_owned(bucket, ranks, holders, stream.wire))
+            drafts.append(draft_owned(bucket, ranks, holders))
     return drafts
 
 

@@ -128,8 +128,9 @@ def test_a_gather_by_levels_is_a_ring_between_nodes_and_one_inside():
 
 
 def load(*numels, stride=1, wire=2, params=2):
-    items = [Item(str(i), i, numel, numel, 0, "bfloat16", stride) for i, numel in enumerate(numels) if numel]
-    draft = draft_owned(items, [i for i, numel in enumerate(numels) if numel], len(numels), "bfloat16")
+    items = [Item(str(i), i, numel, numel, 0, "bfloat16", stride, "bfloat16")
+             for i, numel in enumerate(numels) if numel]
+    draft = draft_owned(items, [i for i, numel in enumerate(numels) if numel], len(numels))
     return replace(Load.of_draft(draft), wire_bytes=wire, param_bytes=params)
 
 
@@ -492,7 +493,8 @@ def test_a_reduction_that_is_none_is_refused():
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 def items(*kinds):
-    return [Item(f"w{i}", i, numel, numel + -numel % 64, work, "bfloat16", 1) for i, (numel, work) in enumerate(kinds)]
+    return [Item(f"w{i}", i, numel, numel + -numel % 64, work, "bfloat16", 1, "float32")
+            for i, (numel, work) in enumerate(kinds)]
 
 
 def test_rows_take_one_parameter_of_a_size_from_every_rank_as_far_as_the_poorest_goes():
@@ -504,14 +506,14 @@ def test_rows_take_one_parameter_of_a_size_from_every_rank_as_far_as_the_poorest
     assert [[item.position for item in bucket] for bucket in rows.buckets] == [[0, 2], [4, 6], [3, 8]]
     assert [item.position for item in rows.rest] == [1, 5, 7]
     assert rows.owners == {1: 1, 5: 1, 7: 0}
-    drafts = rows.drafts(2, "float32")
+    drafts = rows.drafts(2)
     assert [draft.shard_numels for draft in drafts] == [(64, 64), (64, 64), (128, 128)]
-    assert all(draft.shards.is_even and draft.wire == "float32" for draft in drafts)
+    assert all(draft.shards.is_even and draft.items[0].wire == "float32" for draft in drafts)
     # A row that is too long is none, and rows fill a bucket.
     assert len(take_rows(stream, owners, 2, bucket_numel=1, limit=255).buckets) == 2
     (bucket, last) = take_rows(stream, owners, 2, bucket_numel=129, limit=256).buckets
     assert [item.position for item in bucket] == [0, 2, 4, 6] and len(last) == 2
-    (every,) = take_rows(stream, owners, 2, bucket_numel=10**9, limit=256).drafts(2, "float32")
+    (every,) = take_rows(stream, owners, 2, bucket_numel=10**9, limit=256).drafts(2)
     assert every.shard_numels == (256, 256)
 
 

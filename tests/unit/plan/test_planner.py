@@ -397,7 +397,7 @@ def test_those_that_have_most_to_take_come_first():
     rng, spread_out = random.Random(11), 0
     for _ in range(400):
         sizes, world_size = [64 * rng.randint(1, 4) for _ in range(3)], rng.randint(1, 12)
-        items = [Item(f"w{i}", i, numel, numel, numel, "bfloat16", 1)
+        items = [Item(f"w{i}", i, numel, numel, numel, "bfloat16", 1, "float32")
                  for i, numel in enumerate(rng.choices(sizes, k=rng.randint(1, 60)))]
         cuts = sorted(rng.sample(range(1, len(items)), min(len(items) - 1, rng.randint(0, 6))))
         buckets = [items[a:b] for a, b in zip([0, *cuts], [*cuts, len(items)], strict=True)]
