@@ -108,7 +108,7 @@ class DryRun:
             per_head=run.optimizer.per_head_muon,
             recipes=run.optimizer.recipes,
             auto_split=run.layerwise.auto_split,
-            by_kind=ByKind.of(run.optimizer, run.layerwise),
+            by_kind=ByKind(run.optimizer, run.layerwise),
         )
         check_norm_groups([each for each in shapes if each[0] in routes], run.layerwise.norm_groups)
         run = _checked(run, routes, filled.get("scheduler"))

@@ -219,7 +219,7 @@ def route_model(
     why = "names and shapes alone do not say which parameters"
     refuse_conditions(overrides, Override.OF_THE_MODEL, why=f"{why} those are")
     if key := by_kind.asks_for_tables():
-        value = str(getattr(by_kind, key)).removesuffix(".0")
+        value = str(getattr(by_kind.layerwise, key)).removesuffix(".0")
         raise ConfigError(
             f"layerwise.{key} is {value}, and {why} are embeddings and output heads; plan without "
             "it, or name them in layerwise.overrides"

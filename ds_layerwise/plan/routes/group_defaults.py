@@ -17,7 +17,7 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.override_matching import Changes
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.client_recipe import ClientTorch
-from ds_layerwise.recipes.targets.mup import Mup, is_hidden
+from ds_layerwise.recipes.targets.mup import is_hidden
 
 #: The names that model families give a norm over queries or keys, and its content.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")
@@ -47,32 +47,19 @@ def is_vector(name: str) -> bool:
     return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ByKind:
-    """The keys of a config for kinds of parameters."""
+    """The keys of the two sections of a config for kinds of parameters."""
 
-    decay_vectors: bool = False
-    scalar_weight_decay: float | None = None
-    apply_wd_to_qk_layernorm: bool = False
-    decoupled_lr: float | None = None
-    decoupled_min_lr: float | None = None
-    mup: Mup | None = None
-
-    @classmethod
-    def of(cls, optimizer: OptimizerConfig, layerwise: LayerWiseConfig) -> ByKind:
-        """Return the keys of the two sections."""
-        return cls(
-            decay_vectors=optimizer.decay_vectors,
-            scalar_weight_decay=optimizer.scalar_weight_decay,
-            apply_wd_to_qk_layernorm=layerwise.apply_wd_to_qk_layernorm,
-            decoupled_lr=layerwise.decoupled_lr,
-            decoupled_min_lr=layerwise.decoupled_min_lr,
-            mup=layerwise.mup,
-        )
+    optimizer: OptimizerConfig = OptimizerConfig()
+    layerwise: LayerWiseConfig = LayerWiseConfig()
 
     def asks_for_tables(self) -> str | None:
         """Return the first key for embeddings and output heads that is set; None if none is."""
-        return next((key for key in (*_OF_TABLES, "mup") if getattr(self, key) is not None), None)
+        for key in (*_OF_TABLES, "mup"):
+            if getattr(self.layerwise, key) is not None:
+                return key
+        return None
 
     def change_table(self, changes: Changes) -> None:
         """Add the values for embeddings and output heads to ``changes`` of one of them.
@@ -81,7 +68,7 @@ class ByKind:
             RoutingError: an override sets a different value.
         """
         for key, sets in _OF_TABLES.items():
-            if (value := getattr(self, key)) is not None:
+            if (value := getattr(self.layerwise, key)) is not None:
                 changes.add(f"layerwise.{key}", {sets: value})
 
     def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
@@ -96,10 +83,11 @@ class ByKind:
         Raises:
             RoutingError: its rate does not transfer from another width, or it is unknown how.
         """
-        if self.mup is None:
+        mup = self.layerwise.mup
+        if mup is None:
             return route
         try:
-            lr, eps = self.mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
+            lr, eps = mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
         except ValueError as error:
             raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
         found = replace(
@@ -124,12 +112,13 @@ class ByKind:
         """
         if route.weight_decay is not None or own_decay:
             return route
-        exempt = (len(shape) < 2 or vector and not route.whole) and not self.decay_vectors
-        if exempt and not (self.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)):
+        exempt = (len(shape) < 2 or vector and not route.whole) and not self.optimizer.decay_vectors
+        as_others = self.layerwise.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)
+        if exempt and not as_others:
             return replace(route, weight_decay=0.0)
         if route.whole:
             return route
-        return replace(route, weight_decay=self.scalar_weight_decay)
+        return replace(route, weight_decay=self.optimizer.scalar_weight_decay)
 
 
 def idle_keys(

@@ -114,7 +114,7 @@ def plan(
             tp_size=settings.tp_size,
             elsewhere=elsewhere,
             experts=names,
-            by_kind=ByKind.of(rules, config),
+            by_kind=ByKind(rules, config),
             own_decay=optimizer.own_decay,
             by_group=optimizer.recipes_by_group,
         )

@@ -53,7 +53,7 @@ def decays(params, layerwise=None, groups=None, model=None):
     sections = LayerWiseConfig.from_section(layerwise or {})
     optimizer = LayerWiseOptimizer(groups(model) if groups else model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups, overrides=sections.overrides,
-                              by_kind=ByKind.of(config, sections), own_decay=optimizer.own_decay)
+                              by_kind=ByKind(config, sections), own_decay=optimizer.own_decay)
     now = optimizer.groups_now()
     return {name: route.hyper(now[route.group])["weight_decay"] for name, route in routes.items()}
 
@@ -125,7 +125,7 @@ def route(layerwise, model=None, **kwargs):
     sections = LayerWiseConfig.from_section(layerwise)
     model = model or Model()
     return route_parameters(model, [{"params": list(model.parameters())}], overrides=sections.overrides,
-                            by_kind=ByKind.of(OptimizerConfig(), sections), **kwargs)
+                            by_kind=ByKind(OptimizerConfig(), sections), **kwargs)
 
 
 def test_embeddings_and_heads_have_a_rate_of_their_own():

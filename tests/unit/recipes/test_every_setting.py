@@ -164,7 +164,7 @@ def routes_of(name, changes, lr_scale=0.5):
     model = Model()
     routes = route_parameters(model, [{"params": list(model.parameters())}], recipes=optimizer.recipes,
                               overrides=LayerWiseConfig.from_section(config["layerwise"]).overrides,
-                              by_kind=ByKind(decay_vectors=True))
+                              by_kind=ByKind(OptimizerConfig(decay_vectors=True)))
     other = routes[f"other_{named}"]
     assert other.recipe == built(name, {}) and other.lr_scale == 1
     return routes[named]

@@ -54,7 +54,7 @@ def hyper(scalar="adamw", overrides=(ROUTER,), layerwise=None, **params):
     model = Model()
     optimizer = LayerWiseOptimizer(model.parameters(), config)
     routes = route_parameters(model, optimizer.param_groups, overrides=sections.overrides, recipes=config.recipes,
-                              by_kind=ByKind.of(config, sections))
+                              by_kind=ByKind(config, sections))
     group, = optimizer.groups_now()
     found = {name: route.hyper(group) for name, route in routes.items()}
     for name, route in routes.items():

@@ -59,7 +59,7 @@ def outcome(params=None, layerwise=None, groups=None, model=None):
     optimizer = LayerWiseOptimizer([{"params": everything, **groups}] if groups else everything, config)
     routes = route_parameters(model, optimizer.param_groups, overrides=section.overrides, recipes=config.recipes,
                               per_head=config.per_head_muon, auto_split=section.auto_split,
-                              by_kind=ByKind.of(config, section), own_decay=optimizer.own_decay)
+                              by_kind=ByKind(config, section), own_decay=optimizer.own_decay)
     optimizer.require_chosen_rates(routes)
     now = optimizer.groups_now()
     return ({name: (route.recipe, route.matrix_shape, route.parts, route.hyper(now[0]), route.min_lr)
@@ -164,7 +164,7 @@ def test_a_plan_says_the_same_of_one_for_everything():
               ModelParam("up.bias", (16, ), "scalar")]
     config, section = parsed({**FILE, "matrix_optimizer": "adamw"}, OVERRIDES)
     found = route_model(params, section.overrides, recipes=config.recipes, per_head=config.per_head_muon,
-                        by_kind=ByKind.of(config, section))
+                        by_kind=ByKind(config, section))
     assert {route.recipe for route in found.values()} == {AdamW()} and found["up.weight"].lr_scale == 0.5
     assert found["up.weight"].reason.endswith("num_heads, ns_steps without effect")
 

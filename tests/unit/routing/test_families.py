@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.recipes.targets.overrides import Override
@@ -197,7 +198,8 @@ def test_what_the_user_says_of_a_vector_wins():
         Override(name="bare.a_bias", optimizer="matrix"), Override(name="bare.b_bias", weight_decay=0.5)])
     assert routes["bare.a_bias"].whole and not routes["bare.b_bias"].whole
     assert [routes[f"bare.{name}"].weight_decay for name in ("a_bias", "b_bias", "c_bias")] == [None, 0.5, None]
-    routes = route_parameters(model, groups, by_kind=ByKind(decay_vectors=True, scalar_weight_decay=0.25))
+    decaying = OptimizerConfig(decay_vectors=True, scalar_weight_decay=0.25)
+    routes = route_parameters(model, groups, by_kind=ByKind(decaying))
     assert routes["bare.a_bias"].weight_decay == 0.25
 
 
