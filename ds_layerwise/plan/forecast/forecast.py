@@ -36,7 +36,7 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Axis, Route, Routes, whole_shape
+from ds_layerwise.plan.routes.routes import Route, Routes, whole_shape
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES, MasterDtype
 from ds_layerwise.recipes.base.recipe import Recipe, Shape
 from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
@@ -64,8 +64,8 @@ def specs_of(
     """
 
     @cache
-    def work(recipe: Recipe, shape: Shape, axis: Axis | None) -> int:
-        return recipe.work(whole_shape(shape, None if recipe.sees_tensor_shards else axis, tp_size))
+    def work(recipe: Recipe, multiplied: Shape) -> int:
+        return recipe.work(multiplied)
 
     specs = []
     for name, shape, dtype in params:
@@ -79,7 +79,7 @@ def specs_of(
             if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
                 of_part = f", part {part} {its}," if part else ""
                 raise RoutingError(f"{name} {shape}{of_part} {why}")
-            flops += work(route.recipe, its, route.tp_axis)
+            flops += work(route.recipe, route.multiplied(its, tp_size))
         specs.append(
             ParamSpec(
                 name=name,
