@@ -99,23 +99,17 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
         # Observers are called in this order.
         self.reports = Reports(run, self._before_update.agreement)
-        skipped = SkippedSteps(run)
-        self._observers: list[StepObserver] = [self.reports, skipped]
+        self._observers: list[StepObserver] = [self.reports, SkippedSteps(run)]
         if self.attention.measures:
             self._observers.append(self.attention)
-        first_step = None
         if config.verify_first_step:
-            first_step = FirstStep(run)
-            self._observers.append(first_step)
+            self._observers.append(FirstStep(run))
 
         self.checkpointing = Checkpointing(
             run,
             offloading=self.offloading,
             guard=self._before_update.guard,
-            attention=self.attention,
-            skipped=skipped,
-            first_step=first_step,
-            zero_grad=self.zero_grad,
+            restart_step=self._restart_step,
         )
         if config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
@@ -284,6 +278,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.progress.restart()
         for param in self._params.values():
             param.grad = None
+
+    def _restart_step(self) -> None:
+        """Restart the current step at its first micro-batch after a load: what there is belongs to
+        other weights.
+        """
+        self.zero_grad()
+        for observer in self._observers:
+            observer.restart()
+        self.progress.resume()
 
     @property
     def step_count(self) -> int:

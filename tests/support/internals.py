@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ds_layerwise.zero.verify.first_step import FirstStep
+
 
 def owned(engine: Any) -> Any:
     """Return the part of the optimizer that this rank updates: masters, states and reduced gradients of its pieces."""
@@ -181,7 +183,7 @@ def interrupt(engine: Any) -> None:
 
 def first_step(engine: Any) -> Any:
     """Return the check that compares the first update with a plain one."""
-    return engine.optimizer.checkpointing.first_step
+    return next(observer for observer in engine.optimizer._observers if isinstance(observer, FirstStep))
 
 
 def is_first_step_due(engine: Any) -> bool:

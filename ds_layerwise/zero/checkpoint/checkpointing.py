@@ -40,12 +40,9 @@ from ds_layerwise.zero.checkpoint.load_request import (
 )
 from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
-from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.param_cuts import whole_shapes, write_cut
 from ds_layerwise.zero.step.param_guard import Guard
-from ds_layerwise.zero.step.skipped_steps import SkippedSteps
-from ds_layerwise.zero.verify.first_step import FirstStep
 
 
 class Checkpointing:
@@ -54,9 +51,7 @@ class Checkpointing:
 
     Args:
         offloading, guard: checks that a save needs.
-        attention: the recorded logits, which belong to the weights that a load replaces.
-        first_step: the check of the first update after a load, if any.
-        zero_grad: drops the gradients of the current step.
+        restart_step: restarts the current step at its first micro-batch, with new weights.
     """
 
     def __init__(
@@ -65,18 +60,12 @@ class Checkpointing:
         *,
         offloading: Offloading,
         guard: Guard,
-        attention: AttentionLogits,
-        skipped: SkippedSteps,
-        first_step: FirstStep | None,
-        zero_grad: Callable[[], None],
+        restart_step: Callable[[], None],
     ) -> None:
         self._run = run
         self._offloading = offloading
         self._guard = guard
-        self._attention = attention
-        self._skipped = skipped
-        self.first_step = first_step
-        self._zero_grad = zero_grad
+        self.restart_step = restart_step
         self.fresh_states: dict[str, str] = {}
         """The parameters whose optimizer state did not come from the loaded checkpoint, each with
         the reason.
@@ -313,15 +302,10 @@ class Checkpointing:
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:
-        """Hold the input of :meth:`finish_load` while the engine loads, then close its files.
-
-        Recorded attention logits and skipped steps belong to the old weights and are forgotten.
-        """
+        """Hold the input of :meth:`finish_load` while the engine loads, then close its files."""
         self.load = load
-        self._attention.restart()
         try:
             yield
-            self._skipped.restart()
         finally:
             self.load = None
 
@@ -479,15 +463,6 @@ class Checkpointing:
                 write_cut(held[name], self._run.rank, value.reshape(-1))
             else:
                 held[name].copy_(value.view(held[name].shape))
-
-    def restart_step(self) -> None:
-        """Restart the current step at its first micro-batch: the existing gradients belong to other
-        weights.
-        """
-        self._zero_grad()
-        if self.first_step is not None:
-            self.first_step.arm()
-        self._run.progress.resume()
 
     def _resumption(self, header: Header, **scheduler: Any) -> resumed_groups.Resumption:
         run = self._run

@@ -185,8 +185,7 @@ class AttentionLogits(StepObserver):
 
     def restart(self) -> None:
         """Forget the logits recorded since the last step: they belong to old weights."""
-        if self.measures:
-            self._noted.fill_(-math.inf)
+        self._noted.fill_(-math.inf)
 
     def before_update(self, step: Step) -> None:
         """Reduce and report the recorded logits, and set the scaling factors. A skipped step drops

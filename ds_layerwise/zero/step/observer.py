@@ -52,3 +52,6 @@ class StepObserver:
 
     def forget(self) -> None:
         """Forget the gradients of the current step, which are dropped."""
+
+    def restart(self) -> None:
+        """Forget what belongs to the weights before a load, after :meth:`forget`."""

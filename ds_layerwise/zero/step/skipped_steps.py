@@ -75,7 +75,6 @@ class SkippedSteps(StepObserver):
     def restart(self) -> None:
         """Restart the count of consecutive skipped steps: the weights are new."""
         self._in_a_row = 0
-        self.forget()
         self.looks = False
 
     def forget(self) -> None:

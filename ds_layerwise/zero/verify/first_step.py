@@ -85,9 +85,9 @@ class FirstStep(StepObserver):
         # The masters and states that this rank has computed, by parameter, each with its tolerance.
         self._expected: dict[str, dict[str, tuple[Tensor, float]]] = {}
         self._compares = False
-        self.arm()
+        self.restart()
 
-    def arm(self) -> None:
+    def restart(self) -> None:
         """Check the next update."""
         self.looks = True
         self.forget()
