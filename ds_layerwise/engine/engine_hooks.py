@@ -62,7 +62,7 @@ from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
@@ -323,15 +323,14 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         return original(optimizer)
     optimizer.restore_groups()
     settings = _settings(engine)
-    layerwise = _run(engine).layerwise
-    if settings.tensor_group is not None and layerwise.save_universal:
+    if settings.tensor_group is not None and settings.layerwise.save_universal:
         raise ConfigError(
             "layerwise.save_universal is true, but tensor parallelism has cut the model into "
             f"{engine.mp_world_size} parts, and the universal format needs whole parameters; "
             "remove it"
         )
     is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1
-    if layerwise.verify_first_step and is_cut:
+    if settings.layerwise.verify_first_step and is_cut:
         raise ConfigError(
             "layerwise.verify_first_step is true, and tensor or pipeline parallelism has cut the "
             "model: what is compared is an update of whole parameters, which no rank has; remove "
@@ -344,7 +343,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     else:
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
-        built = LayerWiseZeroOptimizer(optimizer, engine.module, layerwise, settings, engine)
+        built = LayerWiseZeroOptimizer(optimizer, engine.module, settings, engine)
     # DeepSpeed's converter to universal checkpoints needs this in the model's file; the engine
     # copies it there. It says that nothing is cut, so a model that is cut must not have it.
     if not hasattr(engine.module, UNIVERSAL_CHECKPOINT_INFO) and settings.tensor_group is None:
@@ -481,12 +480,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     run = _run(engine)
     model_dtype, _ = engine.get_data_types()
-    if engine.torch_autocast_enabled():
-        autocast_dtype = engine.torch_autocast_dtype()
-    else:
-        autocast_dtype = None
-    compute_dtype = autocast_dtype or model_dtype
-    is_autocast = autocast_dtype is not None
+    compute_dtype = engine.torch_autocast_dtype() if run.autocast else model_dtype
     # DeepSpeed before 0.19.7 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
     group = engine.seq_data_parallel_group
@@ -502,33 +496,27 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
+    if config.communication_data_type is not None:
+        # With sequence parallelism, the engine has stored seq_parallel_communication_data_type
+        # here.
+        run = replace(run, wire_dtype=dtype_name(config.communication_data_type))
     return Settings(
-        stage=run.stage,
+        **vars(run),
         group=group,
         expert_groups=expert_groups,
         model_group=model_group,
         mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_group=_tensor_group(engine, mpu),
         compute_dtype=compute_dtype,
-        accumulation_dtype=DTYPES[run.accumulation_dtype] if run.accumulation_dtype else None,
-        # With sequence parallelism, the engine has stored seq_parallel_communication_data_type
-        # here.
-        wire_dtype=config.communication_data_type,
-        autocast=is_autocast,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
-        bucket_numel=run.bucket_numel,
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=float(engine.gradient_clipping()),
         may_be_unused=engine.zero_ignore_unused_parameters(),
         check_overflow=_checks_overflow(engine, compute_dtype, compute_grad_norm),
         compute_grad_norm=compute_grad_norm,
-        dynamic_loss_scale=is_autocast or engine.dynamic_loss_scale(),
+        dynamic_loss_scale=run.autocast or engine.dynamic_loss_scale(),
         static_loss_scale=engine.loss_scale(),
-        loss_scale_args=AUTOCAST_SCALE if is_autocast else engine.dynamic_loss_scale_args(),
-        params_on_host=run.params_on_host,
-        fetching=run.fetching,
-        host_ratio=run.host_ratio,
+        loss_scale_args=AUTOCAST_SCALE if run.autocast else engine.dynamic_loss_scale_args(),
         pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
-        without_effect=run.without_effect,
     )

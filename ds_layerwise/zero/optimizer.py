@@ -16,7 +16,6 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import nn
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
@@ -62,13 +61,12 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self,
         optimizer: LayerWiseOptimizer,
         model: nn.Module,
-        config: LayerWiseConfig,
         settings: Settings,
         engine: Any,
     ) -> None:
         super().__init__(LossScaling(settings))
         self.optimizer = optimizer
-        self.config = config
+        self.config = settings.layerwise
         self.settings = settings
         self._engine: Callable[[], Any] = weakref.ref(engine)
         self.dp_process_group = settings.group
@@ -79,12 +77,12 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.parameter_offload = settings.fetcher
 
         # Collectives start here. Every rank must call them in the same order.
-        planned = plan(model, optimizer, config, settings)
+        planned = plan(model, optimizer, settings)
         self.routes = planned.routes
         self.specs = planned.specs
         self.saved_shapes = planned.saved_shapes
         self.layout = planned.layout
-        run = RunState(model, optimizer, config, settings, planned, self._engine, self.scaling)
+        run = RunState(model, optimizer, settings, planned, self._engine, self.scaling)
         self._run = run
         self._params = run.params
         param_owner.retire_owners(run.params.values())
@@ -102,7 +100,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._observers: list[StepObserver] = [self.reports, SkippedSteps(run)]
         if self.attention.measures:
             self._observers.append(self.attention)
-        if config.verify_first_step:
+        if self.config.verify_first_step:
             self._observers.append(FirstStep(run))
 
         self.checkpointing = Checkpointing(
@@ -111,7 +109,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             guard=self._before_update.guard,
             restart_step=self._restart_step,
         )
-        if config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
+        if self.config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
         # Keep these: the nodes of autograd's graph live only as long as something refers to them.
         self._divided = divide_once(engine, run.params.values())

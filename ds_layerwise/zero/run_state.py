@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
@@ -64,7 +63,6 @@ class RunState:
         self,
         model: nn.Module,
         optimizer: LayerWiseOptimizer,
-        config: LayerWiseConfig,
         settings: Settings,
         planned: Planned,
         engine: Callable[[], Any],
@@ -72,7 +70,7 @@ class RunState:
     ) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.config = config
+        self.config = settings.layerwise
         self.settings = settings
         self.planned = planned
         self.engine = engine
@@ -203,12 +201,11 @@ class RunState:
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout
-        accumulated = self.settings.accumulation_dtype
         if self.settings.stage > 1:
             return None
-        if accumulated is None:
-            return FlatBuffer(layout, self.device)
-        stored_as = dict.fromkeys(layout.dtypes, accumulated)
+        stored_as = {}
+        for dtype in layout.dtypes:
+            stored_as[dtype] = DTYPES[self.settings.stored_as(dtype)]
         return FlatBuffer(layout, self.device, stored_as=stored_as)
 
     def _make_owned(self) -> Owned:

@@ -8,7 +8,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint.files.atomic import write_whole
@@ -18,7 +17,6 @@ from ds_layerwise.plan.forecast.param_list import listed
 from ds_layerwise.plan.forecast.report import as_json, start_up_table
 from ds_layerwise.plan.routes.group_defaults import idle_keys
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.recipes.rules.update_hook_settings import keeps_zeros
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
@@ -49,17 +47,13 @@ def warn_of_zeros(run: RunState) -> None:
 def forecast(run: RunState) -> Forecast:
     """Forecast the cost of the layout for each rank."""
     planned = run.planned
-    stored_as = {}
-    for dtype in planned.layout.dtypes:
-        stored = torch.float32 if run.grads is None else run.grads.dtype(dtype)
-        stored_as[dtype] = dtype_name(stored)
     return Forecast.of(
         planned.layout,
         planned.specs,
         planned.routes,
         stage=run.settings.stage,
         tp_size=run.settings.tp_size,
-        stored_as=stored_as,
+        stored_as={dtype: run.settings.stored_as(dtype) for dtype in planned.layout.dtypes},
         reduction=planned.reduction,
         links=planned.links,
         host_ratio=run.settings.host_ratio,

@@ -234,7 +234,7 @@ READ = (
     *_used(_ENGINE, "read", """
         autotp_size bfloat16_enabled dynamic_loss_scale dynamic_loss_scale_args get_data_types
         gradient_accumulation_steps gradient_clipping is_gradient_accumulation_boundary load_universal_checkpoint
-        loss_scale tensor_parallel_config torch_autocast_dtype torch_autocast_enabled use_node_local_storage
+        loss_scale tensor_parallel_config torch_autocast_dtype use_node_local_storage
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
         zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage
         zero_overlap_comm""", ("self",)),

@@ -11,7 +11,7 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import nn
 
 from ds_layerwise.checkpoint.new_names import expert_names
-from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
+from ds_layerwise.config.sections import HYPER_KEYS
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.output import announce
@@ -82,9 +82,7 @@ class Planned:
         return shapes
 
 
-def plan(
-    model: nn.Module, optimizer: LayerWiseOptimizer, config: LayerWiseConfig, settings: Settings
-) -> Planned:
+def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> Planned:
     """Route and place every parameter of ``model``. The ranks compare the result before anything
     else.
 
@@ -98,6 +96,7 @@ def plan(
             "optimizer.params.matrix_optimizer"
         )
     rules = optimizer.config
+    config = settings.layerwise
     elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
@@ -146,12 +145,12 @@ def plan(
             routes, optimizer.param_groups, settings.model_group
         )
     _compare(routes, specs, layout, optimizer, settings, links)
-    _tell(config, settings, where, counts, per_node=per_node, on_host=on_host)
+    _tell(settings, where, counts, per_node=per_node, on_host=on_host)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
-    norm_groups = _norm_groups(model, trained, names, config, settings)
+    norm_groups = _norm_groups(model, trained, names, settings)
     counted_elsewhere = set()
     for name, param in trained.items():
         if getattr(param, "ds_pipe_replicated", False):
@@ -189,15 +188,14 @@ def _specs(
     settings: Settings,
 ) -> list[ParamSpec]:
     """Return the specs that the planner needs of the parameters."""
-    accumulated = settings.accumulation_dtype if settings.stage == 1 else None
     params = []
     wires = {}
     for name, param in trained.items():
-        wire = settings.wire_dtype or accumulated or param.dtype
+        dtype = dtype_name(param.dtype)
+        wires[name] = settings.sent_as(dtype)
         if settings.autocast:
-            wire = get_comm_dtype(param)
-        wires[name] = dtype_name(wire)
-        params.append((name, tuple(param.shape), dtype_name(param.dtype)))
+            wires[name] = dtype_name(get_comm_dtype(param))
+        params.append((name, tuple(param.shape), dtype))
     return specs_of(params, routes, tp_size=settings.tp_size, ep_size=ep_size, wires=wires)
 
 
@@ -205,7 +203,6 @@ def _norm_groups(
     model: nn.Module,
     trained: Mapping[str, nn.Parameter],
     names: Mapping[str, Sequence[str]],
-    config: LayerWiseConfig,
     settings: Settings,
 ) -> dict[str, str]:
     """Return the norm group of each of ``trained`` that is in one.
@@ -215,7 +212,7 @@ def _norm_groups(
             parameter on any pipeline stage.
         LayoutError: stages that share a parameter put it in different groups.
     """
-    groups = config.norm_groups
+    groups = settings.layerwise.norm_groups
     if not groups:
         return {}
     with comm.errors_on_all_ranks():
@@ -248,7 +245,6 @@ def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tupl
 
 
 def _tell(
-    config: LayerWiseConfig,
     settings: Settings,
     where: Sequence[int],
     counts: Sequence[int],
@@ -259,7 +255,7 @@ def _tell(
     """Report on one rank for which links the transports of buckets were chosen, if that may
     surprise the user.
     """
-    unlike = unlike_the_run(config.links, on_host=on_host)
+    unlike = unlike_the_run(settings.layerwise.links, on_host=on_host)
     if unlike and comm.rank_of(None) == 0:
         announce(f"ds_layerwise: {unlike}")
     # Each pipeline stage has ranks of its own and reports for them.

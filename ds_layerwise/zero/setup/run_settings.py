@@ -1,4 +1,6 @@
-"""The part of an engine's configuration that concerns its optimizer, as one frozen value."""
+"""The settings of an engine's optimizer, as one frozen value: its config, and what only the engine
+knows.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +10,18 @@ from typing import Any
 
 import torch
 
-from ds_layerwise.config.fetching import Fetching
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The part of the engine's configuration that concerns this optimizer."""
+class Settings(RunConfig):
+    """The config of a run, and what only its engine knows.
 
-    stage: int
+    With sequence parallelism, ``wire_dtype`` is that of the key for it.
+    """
+
     group: comm.Group
     """The process group over which gradients are averaged and owners are chosen."""
     expert_groups: Mapping[str, comm.Group]
@@ -36,16 +40,7 @@ class Settings:
     """
     compute_dtype: torch.dtype
     """The dtype that the model computes in. In float16 the loss is scaled."""
-    accumulation_dtype: torch.dtype | None
-    """The dtype in which micro-batches are added up; None for each parameter's own dtype."""
-    wire_dtype: torch.dtype | None
-    """The dtype in which gradients are sent; None for the dtype in which they are accumulated."""
-    autocast: bool
-    """True if ``torch_autocast`` is on. It chooses for each parameter the dtype in which its
-    gradient is sent.
-    """
     divide_by: float
-    bucket_numel: int
     overlap_comm: bool
     clip_grad: float
     check_overflow: bool
@@ -53,12 +48,6 @@ class Settings:
     dynamic_loss_scale: bool
     static_loss_scale: float
     loss_scale_args: dict[str, Any] | None
-    params_on_host: bool
-    """True if the cuts of ZeRO stage 3 live in host memory."""
-    fetching: Fetching | None
-    """The limits of what is whole at a time at ZeRO stage 3; None at other stages."""
-    host_ratio: float
-    """The share of masters and states in host memory, from 0 to 1."""
     pin_memory: bool
     timers: Any
     """DeepSpeed's timers by name, or a substitute without effect."""
@@ -67,10 +56,6 @@ class Settings:
     fetcher: Any = None
     """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, which cuts parameters over the ranks
     and gathers them; else None.
-    """
-    without_effect: tuple[str, ...] = ()
-    """The keys of the config that are accepted but change nothing. The start-up table names
-    them.
     """
 
     @property

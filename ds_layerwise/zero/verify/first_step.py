@@ -33,7 +33,7 @@ from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import State, UpdateError
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 from ds_layerwise.ranks.owned.owned import MASTER
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.run_state import RunState
@@ -112,9 +112,7 @@ class FirstStep(StepObserver):
 
     def _sums_in(self, name: str) -> torch.dtype:
         """Return the dtype that a rank adds up its own micro-batches in, where it does."""
-        if self._run.settings.stage > 1:
-            return torch.float32
-        return self._run.settings.accumulation_dtype or self._run.params[name].dtype
+        return DTYPES[self._run.settings.stored_as(dtype_name(self._run.params[name].dtype))]
 
     # --- before the update
 
