@@ -51,16 +51,10 @@ def forecast(run: RunState) -> Forecast:
         planned.layout,
         planned.specs,
         planned.routes,
-        stage=run.settings.stage,
+        run.settings,
         tp_size=run.settings.tp_size,
-        stored_as={dtype: run.settings.stored_as(dtype) for dtype in planned.layout.dtypes},
         reduction=planned.reduction,
         links=planned.links,
-        host_ratio=run.settings.host_ratio,
-        params_on_host=run.settings.params_on_host,
-        fetching=run.settings.fetching,
-        master_dtype=run.config.master_dtype,
-        max_waiting=run.config.max_waiting_buckets,
     )
 
 

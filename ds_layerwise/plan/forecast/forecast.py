@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_layerwise.config.fetching import Fetching, Whole
+from ds_layerwise.config.fetching import Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.forecast.cost import (
@@ -33,7 +33,7 @@ from ds_layerwise.plan.forecast.cost import (
     wire_elements,
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Links
+from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route, Routes, whole_shape
@@ -143,32 +143,24 @@ class Forecast:
         layout: Layout,
         specs: list[ParamSpec],
         routes: Routes,
+        run: RunConfig,
         *,
-        stage: int,
-        stored_as: Mapping[str, str],
-        host_ratio: float = 0.0,
-        params_on_host: bool = False,
-        fetching: Fetching | None = None,
-        tp_size: int = 1,
-        reduction: Reduction = "ordered",
-        links: Links = TCP,
-        master_dtype: MasterDtype = "float32",
-        max_waiting: int | None = None,
+        tp_size: int,
+        reduction: Reduction,
+        links: Links,
     ) -> Forecast:
         """Forecast the costs of ``layout``, a plan of exactly these ``specs``.
 
         Args:
             routes: by name, of at least these.
             tp_size: how many parts tensor parallelism has cut matrices into.
-            host_ratio: how much of masters and states lives in host memory.
-            params_on_host: whether the cuts of whole parameters, of stage 3, live there.
-            fetching: the limits of what is whole at a time, of stage 3.
             reduction: how sums are made; see :mod:`.plan.network.reduction`.
             links: see :func:`.plan.forecast.cost.traffic_bytes`.
-            master_dtype: the form of masters.
-            max_waiting: see :attr:`max_waiting`.
         """
         wires = wires_of(layout, specs)
+        stage = run.stage
+        stored_as = {dtype: run.stored_as(dtype) for dtype in layout.dtypes}
+        master_dtype = run.layerwise.master_dtype
         opened = [opened_bytes(bucket, routes, master_dtype) for bucket in layout.buckets]
         bytes_of = partial(
             memory_bytes,
@@ -177,8 +169,8 @@ class Forecast:
             grads_stored_as=stored_as,
             wires=wires,
             reduction=reduction,
-            host_ratio=host_ratio,
-            params_on_host=params_on_host,
+            host_ratio=run.host_ratio,
+            params_on_host=run.params_on_host,
         )
         as_saved = state_bytes_by(routes, specs)
         memory = in_float32 = bytes_of(state_bytes=as_saved, master_dtype=master_dtype)
@@ -199,8 +191,11 @@ class Forecast:
         for counts in opened:
             for rank, nbytes in counts.items():
                 most_opened[rank] = max(most_opened[rank], nbytes)
-        whole = Whole(0, 0) if fetching is None else fetching.whole(map(_size_of, specs))
-        workspace = workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=host_ratio > 0)
+        whole = Whole(0, 0)
+        if run.fetching is not None:
+            whole = run.fetching.whole(map(_size_of, specs))
+        hosted = run.host_ratio > 0
+        workspace = workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=hosted)
         if stage == 3:
             checked = checksum_workspace(layout, whole.always)
             workspace = tuple(max(works, checked) for works in workspace)
@@ -217,7 +212,7 @@ class Forecast:
             in_float32,
             tuple(most_opened),
             tp_size * checkpoint_bytes(layout, as_saved, stage),
-            max_waiting,
+            run.layerwise.max_waiting_buckets,
             whole,
         )
 
@@ -499,14 +494,8 @@ def forecast(
         layout,
         specs,
         routes,
-        stage=run.stage,
-        host_ratio=run.host_ratio,
-        params_on_host=run.params_on_host,
-        fetching=run.fetching,
+        run,
+        tp_size=tp_size,
         reduction=reduction,
         links=links,
-        master_dtype=run.layerwise.master_dtype,
-        max_waiting=run.layerwise.max_waiting_buckets,
-        tp_size=tp_size,
-        stored_as={dtype: run.stored_as(dtype) for dtype in layout.dtypes},
     )

@@ -14,6 +14,7 @@ from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.recipes.rules.muon_recipes import Muon
@@ -142,7 +143,8 @@ def test_the_busiest_rank_is_one_for_all_dtypes(stage, bfloat16, float32):
              ParamSpec("b", (2**10, 2**10), "float32", True, 1)]
     routes = {spec.name: Route(name=spec.name, recipe=MUON, reason="matrix", group=0, matrix_shape=spec.shape)
               for spec in specs}
-    costs = Forecast.of(layout, specs, routes, stage=stage, stored_as={"bfloat16": "bfloat16", "float32": "float32"})
+    run = RunConfig.from_ds_config({"optimizer": {"type": "LayerWiseMuon"}, "zero_optimization": {"stage": stage}})
+    costs = Forecast.of(layout, specs, routes, run, tp_size=1, reduction="ordered", links=TCP)
     text = " ".join(start_up_table(routes, specs, costs, OptimizerConfig()).replace("│", " ").split())
     assert f"travel in bfloat16; the busiest rank sends {bfloat16}" in text
     assert f"travel in float32; the busiest rank sends {float32}" in text
