@@ -205,7 +205,7 @@ def _tensor_parallel(
 
     Raises:
         ConfigError: shapes do not determine the result of the config, it differs from ``tp_size``,
-            or experts are shared as well, or it is stage 3.
+            or experts are shared as well, or stage 3 is asked for with either.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
@@ -233,11 +233,15 @@ def _tensor_parallel(
             f"ep_size is {ep_size} and tp_size {of_config}; experts and tensor parallelism do not "
             "go together here: plan with one of them"
         )
-    if of_config > 1 and stage == 3:
-        raise ConfigError(
-            f"zero_optimization.stage is 3, and tp_size {of_config}; stage 3 goes together with no "
-            "tensor parallelism here: plan with stage 1 or 2, or without tp_size"
-        )
+    for key, size, what in (
+        ("tp_size", of_config, "tensor parallelism"),
+        ("ep_size", ep_size, "shared experts"),
+    ):
+        if size > 1 and stage == 3:
+            raise ConfigError(
+                f"zero_optimization.stage is 3, and {key} {size}; stage 3 goes together with no "
+                f"{what} here: plan with stage 1 or 2, or without {key}"
+            )
     return of_config, cutter
 
 

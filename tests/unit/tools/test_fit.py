@@ -89,9 +89,10 @@ def test_the_table_and_what_to_merge(written):
         assert_refused("leave --memory, --list, --json and --html out, or --fit", *arguments, *more)
 
 
-def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(written):
-    assert_refused("stage 3 goes together with no tensor parallelism here", "plan", "--model", "llama-3-8b", "--config",
-                   written(config(stage=3)), "--ranks", "8", "--tp_size", "2")
+@pytest.mark.parametrize("option, parallelism", [("--tp_size", "tensor parallelism"), ("--ep_size", "shared experts")])
+def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(option, parallelism, written):
+    assert_refused(f"stage 3 goes together with no {parallelism} here", "plan", "--model", "llama-3-8b", "--config",
+                   written(config(stage=3)), "--ranks", "8", option, "2")
 
 
 def test_what_the_config_says_of_tensor_parallelism_stays(written):
