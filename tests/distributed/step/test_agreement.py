@@ -68,7 +68,7 @@ class TestFrozenInTurn(DistributedTest):
         return reference.params
 
     @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False)])
-    def test_what_got_a_gradient_in_any_micro_batch_or_rank_is_updated_with_it(self, stage, overlap):
+    def test_a_gradient_of_any_micro_batch_or_rank_updates_its_parameter(self, stage, overlap):
         initial = Net().square.weight.detach()
         for gas, turn in ((2, "micro"), (1, "rank"), (2, "all")):
             engine = start(Turns(TURNS[turn]), ds_config(stage=stage, gas=gas, overlap=overlap, clip=5.0))
@@ -85,7 +85,7 @@ class TestFrozenInTurn(DistributedTest):
             engine.destroy()
 
     @pytest.mark.parametrize("compute_grad_norm", [True, False])
-    def test_it_is_agreed_on_in_one_small_sum_more_and_only_then(self, compute_grad_norm, monkeypatch):
+    def test_frozen_parameters_cost_one_small_sum_more_and_others_none(self, compute_grad_norm, monkeypatch):
         config = ds_config()
         if not compute_grad_norm:
             config["zero_optimization"]["compute_grad_norm"] = False
@@ -110,7 +110,7 @@ class Numbered(ExpertNet):
 class TestFrozenExperts(DistributedTest):
     world_size = 4
 
-    def test_each_for_itself(self, stage):
+    def test_experts_are_frozen_each_for_itself(self, stage):
         """Ranks 0 and 2 hold the same experts, 1 and 3 others. Frozen on 0, 1 and 3, they are trained where 2 has a
         gradient, and stay where nobody has one."""
         found = []
@@ -195,7 +195,7 @@ ERRORS = {replace_a_parameter: "tall.weight was replaced since", leave_a_gradien
 
 class TestOneRankAlone(DistributedTest):
     @pytest.mark.parametrize("stage, compute_grad_norm", [(1, True), (1, False), (2, True)])
-    def test_what_it_finds_is_an_error_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):
+    def test_an_error_of_one_rank_is_one_on_all_and_mended_it_goes_on(self, stage, compute_grad_norm):
         module = Net()
         config = ds_config(stage=stage)
         if not compute_grad_norm:

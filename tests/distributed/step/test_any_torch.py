@@ -134,7 +134,7 @@ class TestAgainstTheClass(DistributedTest):
                 torch.testing.assert_close(values[name], expected, rtol=1e-5, atol=1e-6,
                                            msg=lambda text, name=name: f"{name}: {text}")
 
-    def test_what_is_cut_by_element_too_and_overrides(self, tmp_path):
+    def test_a_class_for_parameters_cut_by_element_and_one_by_an_override(self, tmp_path):
         scalars = {"scalar_optimizer": path_of(NAdam), "scalar_params": {"betas": [0.8, 0.9]}, "adam_lr": 0.01}
         overrides = [{"name": "tall.weight", "optimizer": path_of(RMSprop), "matrix_params": {"alpha": 0.5},
                       "lr_scale": 0.5}]
@@ -193,7 +193,7 @@ REFUSED = [
 
 
 class TestRefusals(DistributedTest):
-    def test_what_cannot_be_right_is_refused(self):
+    def test_classes_and_settings_that_cannot_be_right_are_refused(self):
         for params, message in REFUSED:
             with pytest.raises((ConfigError, RoutingError), match=message):
                 start(Net(), config(Adafactor, {}, params=params))

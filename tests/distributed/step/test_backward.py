@@ -161,7 +161,7 @@ class TestTwoMicroBatches(DistributedTest):
                 assert_as_the_oracle(engine, gas=2)
                 engine.destroy()
 
-    def test_what_the_other_stage_does_not_take(self):
+    def test_a_way_of_the_other_stage_is_an_error(self):
         engine = start(Net(), ds_config(clip=5.0))
         with pytest.raises(StepError, match=r"got a gradient after its bucket \d was reduced"):
             coalesced_twice(engine, 0)
@@ -211,14 +211,14 @@ class TestWhenBucketsStart(DistributedTest):
         train_engine(engine, 1, gas=2)
         return inside, len(engine.optimizer.layout.buckets)
 
-    def test_only_inside_the_last_backward_pass_of_a_step_or_at_stage_2_in_each(self, stage):
+    def test_buckets_start_in_the_last_backward_pass_of_a_step_or_at_stage_2_in_each(self, stage):
         """Those after the first two start in the pass or at its end, as the ranks come along."""
         micros = (1, ) if stage == 1 else (0, 1)
         inside, num_buckets = self.launches(stage)
         assert [micro for micro, _ in inside] == [micro for micro in micros for _ in range(num_buckets)]
         assert all(inside[index * num_buckets + i][1] for index in range(len(micros)) for i in range(2))
 
-    def test_not_in_a_backward_pass_inside_the_forward_pass(self, stage):
+    def test_no_bucket_starts_in_a_backward_pass_inside_the_forward_pass(self, stage):
         class Tiled(torch.autograd.Function):  # as DeepSpeed's TiledFusedLogitsLoss
             @staticmethod
             def forward(ctx, module, x):
@@ -250,7 +250,7 @@ class TestWhenBucketsStart(DistributedTest):
             expected = plain.get_parameter(name).grad.flatten()[first:first + values.numel()]
             torch.testing.assert_close(values, expected, msg=name)
 
-    def test_few_at_a_time(self, stage):
+    def test_few_buckets_are_pending_at_a_time(self, stage):
         engine = start(Net(), ds_config(stage=stage, bucket_numel=1))
         under_way = internals.seen_at_launches(engine, lambda: len(internals.pending(engine)), after=True)
         train_engine(engine, 1)
@@ -284,7 +284,7 @@ class TestWhenBucketsStart(DistributedTest):
         assert found and not any(found)
         assert internals.grads(engine) is None
 
-    def test_never_while_the_engine_reduces_nothing(self, stage):
+    def test_no_bucket_starts_while_the_engine_reduces_nothing(self, stage):
         engine = start(Net(), ds_config(stage=stage))
         engine.enable_backward_allreduce = False
         for micro in range(2):
@@ -439,7 +439,7 @@ class TestOperations(DistributedTest):
             backward(loss)
         return found.count
 
-    def test_one_for_each_gradient(self):
+    def test_a_backward_pass_dispatches_two_operations_more_for_each_gradient(self):
         layers = 30
         models = [nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))) for _ in range(2)]
         engine = start(models[0], ds_config())
@@ -453,7 +453,7 @@ class TestOperations(DistributedTest):
 
 
 class TestDropped(DistributedTest):
-    def test_what_is_under_way_is_over_before_the_next_gradient(self, stage):
+    def test_pending_sums_are_over_before_the_next_gradient(self, stage):
         engine = start(Net(), ds_config(stage=stage, clip=5.0))
         sync = internals.grad_sync(engine)
         reduce, sync.reduce = sync.reduce, lambda: None

@@ -136,7 +136,7 @@ class TestAgainstOneProcess(DistributedTest):
             for name, param in engine.module.named_parameters():
                 assert name in MATRIX_NAMES or torch.equal(param, frozen[name]), name
 
-    def test_elements_and_what_moves(self):
+    def test_a_cycle_that_moves_betas_too_with_either_split(self):
         def cycle(optimizer):
             return OneCycleLR(optimizer, max_lr=[0.03, 0.01], total_steps=STEPS + 3, base_momentum=0.7)
 
@@ -245,7 +245,7 @@ class TestAgainstOneProcess(DistributedTest):
 
 
     @pytest.mark.parametrize("spelled", ["torch.optim.adamw:AdamW", "torch.optim:AdamW", "object"])
-    def test_one_class_under_all_of_its_paths(self, spelled, tmp_path, monkeypatch):
+    def test_a_class_goes_on_under_all_of_its_paths(self, spelled, tmp_path, monkeypatch):
         """Also where a version wrote the path as the config had spelled it."""
         def engine_of(path):
             if path == "object":
@@ -356,7 +356,7 @@ REFUSED = {
 
 
 class TestRefusals(DistributedTest):
-    def test_what_cannot_be_right_is_refused(self):
+    def test_optimizers_that_cannot_be_right_are_refused(self):
         for what, (make, changes, message) in REFUSED.items():
             module, given = Net(), {**config(**{k: v for k, v in changes.items() if k != "optimizer"})}
             if "optimizer" in changes:
@@ -406,7 +406,7 @@ class TestRefusals(DistributedTest):
 
         assert_close(masters(largest), in_one_process(alone, 2, 2))
 
-    def test_what_would_go_behind_the_engine(self):
+    def test_calls_that_would_go_behind_the_engine_are_errors(self):
         module, plain = Net(), Net()
         optimizer = SGD(module.parameters(), lr=0.1, momentum=0.9)
         saved = copy.deepcopy(optimizer.state_dict())

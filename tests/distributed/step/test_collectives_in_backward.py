@@ -108,7 +108,7 @@ class TestTwoEnginesInOnePass(DistributedTest):
 
 
 class TestAnExceptionInBackward(DistributedTest):
-    def test_what_ranks_have_started_by_then_is_a_matter_of_time(self, stage, monkeypatch):
+    def test_ranks_that_had_started_other_buckets_by_then_go_on(self, stage, monkeypatch):
         def layers():
             torch.manual_seed(5)
             return nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))

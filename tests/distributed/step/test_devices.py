@@ -150,7 +150,7 @@ class TestObjects(DistributedTest):
         dist.all_reduce(torch.ones(1))
         assert uses == ["all_reduce"]
 
-    def test_of_some_ranks_and_in_their_order(self, uses, tmp_path):
+    def test_objects_of_some_ranks_come_in_the_order_of_the_group(self, uses, tmp_path):
         join(tmp_path / "store")
         rank = dist.get_rank()
         comm.gather_objects(None, group=None)
@@ -182,7 +182,7 @@ class TestObjects(DistributedTest):
             del over
             dist.destroy_process_group()
 
-    def test_one_of_gloo_is_taken_as_it_is(self, tmp_path):
+    def test_a_world_of_gloo_is_taken_as_it_is(self, tmp_path):
         store = distributed.FileStore(str(tmp_path / "store"), 3)
         rank = int(os.environ["RANK"])
         for backend in ("gloo", "cpu:gloo,cuda:gloo"):

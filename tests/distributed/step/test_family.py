@@ -81,7 +81,7 @@ class TestFamily(DistributedTest):
             assert_as_by_the_oracle(engine, [saved_by] * HALF + [engine.world_size] * HALF)
 
     @pytest.mark.world_size(2)
-    def test_what_is_planned_is_what_it_takes(self):
+    def test_states_take_what_is_planned(self):
         engine = start(Net(), config())
         held = engine.optimizer.forecast().memory[engine.global_rank].states
         assert held == sum(value.nbytes for state in internals.states(engine).values()

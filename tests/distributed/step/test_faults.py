@@ -83,7 +83,7 @@ def sick_config(precision, *, stage, gas, clip):
 class TestNotFinite(DistributedTest):
     @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.thorough)])
     @pytest.mark.parametrize("precision", PRECISIONS)
-    def test_as_the_oracle_and_as_if_the_step_were_not_there(self, precision, stage):
+    def test_a_sick_step_is_as_the_oracle_and_as_if_it_were_not_there(self, precision, stage):
         allow_fp16()
         _, of_oracle, skips = PRECISIONS[precision]
         cases = ((2, "tall.weight", math.nan), (2, "head.weight", -math.inf), (1, "tall.weight", math.inf))
@@ -116,7 +116,7 @@ class TestNotFinite(DistributedTest):
                 healthy.destroy()
             engine.destroy()
 
-    def test_as_stock_decides(self):
+    def test_steps_are_skipped_where_stock_skips_them(self):
         """Releases before ``compute_grad_norm`` came do not look at the norm, and never skip in fp32."""
         looks = "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
         for precision in ("fp32", "fp32 without a norm", "bf16", "bf16 unchecked") if looks else ("bf16",):

@@ -72,7 +72,7 @@ class TestRight(DistributedTest):
             "device": "cpu", "ratio": 0.5}}}),
         (3, 2, BF16), (3, 1, {"clip": 0.5, "layerwise": {"layout": "lpt"}}),
         (3, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})])
-    def test_what_is_right_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):
+    def test_a_right_step_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):
         allow_fp16()
         changes, results, said = dict(changes), [], []
         monkeypatch.setattr(first_step, "announce", said.append)
@@ -248,7 +248,7 @@ class TestWhen(DistributedTest):
         train(engine, 1, first=1)
         assert not is_armed(engine)
 
-    def test_a_step_that_is_skipped_is_none(self):
+    def test_a_skipped_step_does_not_count_as_the_first(self):
         engine = start(Real(), ds_config(layerwise=VERIFY))
         engine.backward(engine((0, 0, dist.get_rank())) * float("nan"))
         engine.step()
@@ -320,7 +320,7 @@ class TestWhen(DistributedTest):
             train(engine)
         assert engine.optimizer.step_count == 0
 
-    def test_what_an_optimizer_of_the_script_raises_in_one_process_is_raised_everywhere(self, monkeypatch):
+    def test_an_error_of_the_scripts_optimizer_in_one_process_is_raised_everywhere(self, monkeypatch):
         engine = start(Real(), ds_config(layerwise=VERIFY))
 
         def fail(*_args):

@@ -161,7 +161,7 @@ class TestOneGraphTwice(DistributedTest):
 
 
 class TestUsedTwice(DistributedTest):
-    def test_also_under_checkpointing(self, stage):
+    def test_modules_and_weights_used_twice_also_under_checkpointing(self, stage):
         for gas, overlap in ((1, False), (2, True)):
             for reentrant, direct in ((None, True), (None, False), (True, True), (True, False), (False, True)):
                 engine = engine_of(Twice(reentrant=reentrant), stage, gas=gas, overlap=overlap)
@@ -291,16 +291,16 @@ class TestSeveralOutputs(DistributedTest):
             engine.step()
         engine.destroy()
 
-    def test_in_whatever_the_model_returns(self, stage):
+    def test_outputs_in_every_container(self, stage):
         for kind in KINDS:
             self.check(stage, kind, "its own", "by hand")
 
-    def test_of_whatever_loss(self, stage):
+    def test_every_loss_and_every_way_to_begin(self, stage):
         for loss in LOSSES:
             for begin in BEGINS:
                 self.check(stage, "ModelOutput", loss, begin, gas=2)
 
-    def test_in_bf16_and_with_a_scaled_loss(self, stage):
+    def test_bf16_and_a_scaled_loss(self, stage):
         allow_fp16()
         for begin in ("by hand", "engine"):
             self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.bfloat16, bf16={"enabled": True})
@@ -308,7 +308,7 @@ class TestSeveralOutputs(DistributedTest):
             self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.float16, scale=2**6, fp16={
                 "enabled": True, "initial_scale_power": 6})
 
-    def test_what_somebody_asks_autograd_for_is_not_divided(self, stage):
+    def test_gradients_asked_of_autograd_are_not_divided(self, stage):
         engine = engine_of(Layers(LayersOutput), stage, gas=4)
         outputs = engine(batch(0, 0, 0))
         wanted = [engine.module.layers[0].weight, outputs.hidden_states[0]]
@@ -334,7 +334,7 @@ class TestSeveralOutputs(DistributedTest):
 class TestHooks(DistributedTest):
     """Hooks of the user's own."""
 
-    def test_one_on_a_parameter_changes_its_gradient(self, stage):
+    def test_a_hook_on_a_parameter_changes_its_gradient(self, stage):
         for gas, overlap in ((1, False), (2, True)):
             module, seen = Twice(), []
 
@@ -361,7 +361,7 @@ class TestHooks(DistributedTest):
             assert len(seen) == gas
             engine.destroy()
 
-    def test_one_after_accumulation(self, stage):
+    def test_a_hook_after_accumulation(self, stage):
         """One that was there first sees, and may change, the gradient of this rank and micro-batch."""
         module, plain, before, after = Twice(), Twice(), [], []
 

@@ -229,7 +229,7 @@ class TestMemory(DistributedTest):
         train_engines((engine, plain), 2)
         assert torch.equal(weights(engine.module), weights(plain.module))
 
-    def test_what_may_stand_beside_it(self):
+    def test_keys_that_may_stand_beside_it(self):
         plain, old = start(Net(), config()), config()
         old["zero_optimization"]["cpu_offload"] = True
         tuned = config(1, zero_force_ds_cpu_optimizer=True)
@@ -276,7 +276,7 @@ class TestCheckpoints(DistributedTest):
 
 class TestAccess(DistributedTest):
     @pytest.mark.parametrize("precision, include", [("fp32", None), ("bf16", [Kind.hp_params, Kind.optim_states])])
-    def test_what_is_read_and_set_and_away_besides(self, precision, include, copies):
+    def test_states_on_the_host_are_read_set_and_offloaded_besides(self, precision, include, copies):
         engine, plain = (start(Net(), config(ratio, precision=precision)) for ratio in (0.5, None))
         g = torch.Generator().manual_seed(3)
         train_engines((engine, plain), 2)

@@ -140,7 +140,7 @@ class TestTheSameForAll(DistributedTest):
 
     @pytest.mark.parametrize("kind", KINDS, indirect=True)
     @pytest.mark.world_size([1, 2, 3])
-    def test_whoever_saves_and_goes_on(self, kind, runs):
+    def test_any_rank_count_saves_and_any_goes_on(self, kind, runs):
         states, after = torch.load(runs / "3.pt")
         for kept in zip(torch.load(runs / "1.pt"), (states, after), strict=True):
             assert_equal_states(*kept)
@@ -192,7 +192,7 @@ class TestMemory(DistributedTest):
 
     @pytest.mark.parametrize("kind, precision", [
         ("bf16", "fp32"), ("codes", "bf16"), pytest.param("mixed", "fp32", marks=pytest.mark.thorough)])
-    def test_as_planned(self, kind, precision):
+    def test_memory_is_as_planned(self, kind, precision):
         changes = {"bf16": {"enabled": precision == "bf16"}, "layerwise": {
             "master_dtype": "bfloat16+remainder"} if precision == "bf16" else {}}
         engine, rank = started(kind, **changes), dist.get_rank()
@@ -281,7 +281,7 @@ class TestBeside(DistributedTest):
         narrow = {which for which, dtype in found.items() if dtype == torch.bfloat16}
         assert narrow == {("square.weight", "momentum_buffer"), ("embed.weight", "exp_avg_sq")} & found.keys()
 
-    def test_what_a_checkpoint_would_make_stand_still_is_refused(self, tmp_path):
+    def test_betas_of_a_checkpoint_that_would_make_a_state_stand_still_are_refused(self, tmp_path):
         saved = started(params={"betas": [0.9, 0.999]})
         train_engine(saved, 1)
         saved.save_checkpoint(str(tmp_path))

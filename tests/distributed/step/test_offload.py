@@ -74,7 +74,7 @@ class TestOffload(DistributedTest):
             each.step()
         assert_equal_states(whole_states(engine), whole_states(plain))
 
-    def test_what_needs_it_says_so(self):
+    def test_calls_that_need_offloaded_states_say_so(self):
         engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 1)
         engine.offload_states(include=[Kind.hp_params])
         for use in (engine.optimizer.step, engine.optimizer.state_dict,

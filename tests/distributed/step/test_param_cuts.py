@@ -133,11 +133,11 @@ class TestAgainstStage2(DistributedTest):
         *(pytest.param(*each, marks=pytest.mark.thorough) for each in (
             ({}, 100, "fp32"), ({"tied": False}, 0, "bf16"), ({"frozen": True}, 10**9, "fp32"),
             ({"again": True}, 100, "bf16"), ({"again": True, "reentrant": True}, 0, "fp32")))], ids=str)
-    def test_of_a_language_model(self, precision, kept_whole, kind):
+    def test_a_language_model(self, precision, kept_whole, kind):
         zero = {"stage3_param_persistence_threshold": kept_whole}
         assert_same(both(lambda: Gpt(**kind), 4, gas=2, clip=0.5, zero=zero, **PRECISIONS[precision]))
 
-    def test_in_fp16_steps_are_skipped_alike(self):
+    def test_the_same_steps_are_skipped_in_fp16(self):
         allow_fp16()
         fp16 = {"fp16": {"enabled": True, "initial_scale_power": 18, "hysteresis": 1}}
         engines = both(lambda: Gpt(), 6, **fp16)
@@ -146,13 +146,13 @@ class TestAgainstStage2(DistributedTest):
         assert_same_run(engines[1][0], engines[0][0])
 
     @pytest.mark.parametrize("dtype, gas, kept_whole", [("bfloat16", 1, 0), ("bfloat16", 3, 100), ("float16", 2, 0)])
-    def test_under_autocast(self, dtype, gas, kept_whole):
+    def test_autocast(self, dtype, gas, kept_whole):
         allow_fp16()
         autocast = {"torch_autocast": {"enabled": True, "dtype": dtype}}
         zero = {"stage3_param_persistence_threshold": kept_whole}
         assert_same(both(lambda: Gpt(tied=False), 4, gas=gas, clip=0.5, zero=zero, **autocast))
 
-    def test_of_parameters_without_dimensions(self):
+    def test_parameters_without_dimensions(self):
         def make():
             model = net()
             model.norm.scale = nn.Parameter(torch.tensor(2.0))
@@ -290,7 +290,7 @@ class TestWrittenByScripts(DistributedTest):
         assert said == (dist.get_rank() == 0) * 2 * (precision == "bf16")
 
     @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
-    def test_and_what_all_ranks_write_into_what_stays_whole(self, precision, name):
+    def test_masters_follow_what_all_ranks_write_into_persistent_parameters(self, precision, name):
         engines = []
         for stage in (2, 3):
             zero = {"stage3_param_persistence_threshold": 10**6}
@@ -303,7 +303,7 @@ class TestWrittenByScripts(DistributedTest):
         ("square.weight", "gathered"), ("embed.weight", "stays whole"), ("tall.weight", "stays whole"),
         pytest.param("square.weight", "stays whole", marks=pytest.mark.thorough),
         pytest.param("embed.weight", "gathered", marks=pytest.mark.thorough)])
-    def test_what_is_written_is_there_before_the_next_step(self, precision, name, way, tmp_path):
+    def test_writes_are_there_before_the_next_step(self, precision, name, way, tmp_path):
         """Also of a parameter that is frozen: tall.weight."""
         engines = []
         for stage in (2, 3):
@@ -323,7 +323,7 @@ class TestWrittenByScripts(DistributedTest):
         for engine in engines[1:]:
             assert_same_run(engine, engines[0])
 
-    def test_what_is_written_into_a_cut_stays_where_the_parameter_is_whole(self, precision):
+    def test_writes_into_a_cut_stay_where_the_parameter_is_whole(self, precision):
         engines = []
         for kept_whole in (0, 10**6):
             zero = {"stage3_param_persistence_threshold": kept_whole}
@@ -334,7 +334,7 @@ class TestWrittenByScripts(DistributedTest):
         assert_same_run(*engines)
 
     @pytest.mark.parametrize("name", ["square.weight", "norm.bias"])
-    def test_ranks_that_write_different_values_into_what_stays_whole(self, name):
+    def test_different_writes_of_ranks_into_persistent_parameters_are_errors(self, name):
         zero = {"stage3_param_persistence_threshold": 10**6}
         engine = train_engine(start(Net(), config_of(3, zero=zero)), 1)
         engine.module.get_parameter(name).data.view(-1)[0] = dist.get_rank()
@@ -382,7 +382,7 @@ class TestAccess(DistributedTest):
             engine.step()
         assert_same_run(engines[1], engines[0])
 
-    def test_what_is_not_trained_has_nothing(self):
+    def test_frozen_parameters_have_no_master_state_or_gradient(self):
         for stage in (2, 3):
             engine = train_engine(start(Net(frozen=True), config_of(stage)), 1)
             param = engine.module.tall.weight
@@ -393,7 +393,7 @@ class TestAccess(DistributedTest):
             engine.destroy()
             assert not hasattr(param, "_z3_optimizer")
 
-    def test_what_is_written_is_there_at_once(self):
+    def test_masters_that_are_set_are_in_the_weights_at_once(self):
         engine = start(Net(), config_of(3))
         for param in engine.module.parameters():
             safe_set_full_fp32_param(param, torch.full(param.ds_shape, 0.5))
@@ -426,7 +426,7 @@ class TestAccess(DistributedTest):
                                                  f"of {numel + 1}; pass a tensor of the size"):
             safe_set_local_fp32_param(param, value)
 
-    def test_others_find_what_fetches(self):
+    def test_parameter_offload_is_there_for_others(self):
         engine = start(Net(), config_of(3))
         offload = engine.optimizer.parameter_offload
         assert offload.get_param_coordinator() is not None
@@ -472,7 +472,7 @@ class TestBetweenSteps(DistributedTest):
     @pytest.mark.parametrize("zero", [
         {"overlap_comm": False}, {"stage3_module_granularity_threshold": 10**6}, {"stage3_max_live_parameters": 1},
         {"stage3_prefetch_bucket_size": 0}, {"leaf_module": {"classes": ["tests.support.models.Block"]}}], ids=str)
-    def test_how_deepspeed_fetches_changes_nothing(self, zero):
+    def test_settings_of_deepspeeds_fetches_change_nothing(self, zero):
         engines = [start(Gpt(), config_of(3, zero=options, **PRECISIONS["bf16"])) for options in ({}, zero)]
         assert_same_run(*(train_engine(engine, 3) for engine in engines))
 
@@ -518,7 +518,7 @@ class TestBetweenSteps(DistributedTest):
         train_engine(second, 1, first=1)
         assert not torch.equal(weights(model), first)
 
-    def test_what_is_destroyed_is_let_go(self):
+    def test_a_destroyed_engine_is_let_go(self):
         engine = train_engine(start(Net(), config_of(3)), 1)
         model, held = engine.module, [weakref.ref(engine), weakref.ref(engine.optimizer)]
         engine.destroy()
@@ -596,7 +596,7 @@ class TestMemory(DistributedTest):
 class TestRefused(DistributedTest):
     world_size = 2
 
-    def test_what_the_model_is_besides(self):
+    def test_tensor_parallelism_is_refused(self):
         config = config_of(3, tensor_parallel={"autotp_size": 2})
         with pytest.raises(ConfigError, match="^tensor_parallel.autotp_size is 2, which is not supported at ZeRO"):
             start(Net(), config)

@@ -25,7 +25,7 @@ def start_on(params, module, config):
 
 class TestFreezing(DistributedTest):
     @pytest.mark.parametrize("stage, gas, overlap", [(1, 1, True), (1, 2, False), (2, 2, True)])
-    def test_what_is_frozen_stays_as_it_is(self, stage, gas, overlap):
+    def test_frozen_parameters_stay_as_they_are(self, stage, gas, overlap):
         """As it does with torch's optimizers: neither weight decay nor momentum moves it."""
         engine, oracle = start(Net(), ds_config(stage=stage, gas=gas, overlap=overlap)), start_oracle(Net(), gas=gas)
         alone, frozen = start_oracle(Net(), gas=gas), ("square.weight", "experts", "norm.bias")
@@ -43,7 +43,7 @@ class TestFreezing(DistributedTest):
                 engine.module.get_parameter(name).requires_grad_()
             assert_trained_as(engine.module, oracle, but=("norm.bias", ))
 
-    def test_what_was_frozen_at_the_start_has_no_optimizer(self):
+    def test_unfreezing_a_parameter_that_was_frozen_at_the_start_is_an_error(self):
         for stage in (1, 2):
             engine = train_engine(start(Net(frozen=True), ds_config(stage=stage)), 1)
             engine.module.tall.weight.requires_grad_()
@@ -51,7 +51,7 @@ class TestFreezing(DistributedTest):
                 train_engine(engine, 1, first=1)
             engine.destroy()
 
-    def test_nor_has_what_no_group_has(self, stage):
+    def test_unfreezing_a_parameter_of_no_group_is_an_error(self, stage):
         """Scripts leave out of their groups what is frozen. One rank unfreezes; frozen again it goes on."""
         module, oracle = Net(frozen=True), start_oracle(Net(frozen=True))
         before = {name: module.get_parameter(name).detach().clone() for name in ("tall.weight", "norm.bias")}
@@ -67,7 +67,7 @@ class TestFreezing(DistributedTest):
         assert_trained_as(module, oracle)
         assert all(torch.equal(module.get_parameter(name), value) for name, value in before.items())
 
-    def test_what_the_user_has_left_out_stays_the_users(self):
+    def test_parameters_that_the_user_has_left_out_stay_the_users(self):
         module, oracle = Net(), start_oracle(Net())
         before = module.tall.weight.detach().clone()
         engine = start_on([p for p in module.parameters() if p is not module.tall.weight], module, ds_config())
@@ -81,7 +81,7 @@ class TestFreezing(DistributedTest):
 
     @pytest.mark.parametrize("start_other", [lambda module: start(module, ds_config()), start_adamw],
                              ids=["ours", "stock"])
-    def test_what_another_engine_trains_is_its_own(self, start_other):
+    def test_parameters_of_another_engine_are_its_own(self, start_other):
         """A discriminator inside of a generator, each with an engine, the second one made later."""
         both = nn.ModuleDict({"one": Net(), "other": Net()})
         both["other"].requires_grad_(False)
@@ -114,7 +114,7 @@ def give_a_gradient(engine):
 
 
 class TestReplaced(DistributedTest):
-    def test_what_would_be_lost_is_an_error(self, stage):
+    def test_replaced_parameters_and_gradients_are_errors(self, stage):
         for change, message in ((recast, "square.weight was replaced since"), (move, "tall.weight was replaced since"),
                                 (assign, "experts was replaced since"),
                                 (give_a_gradient, "experts.grad was set after the gradients were reduced")):
@@ -125,7 +125,7 @@ class TestReplaced(DistributedTest):
                 engine.step()
             engine.destroy()
 
-    def test_what_is_written_in_place_is_none(self):
+    def test_writes_in_place_are_no_errors(self):
         engine, oracle = start(Net(), ds_config()), start_oracle(Net())
         for step in range(2):
             engine.module.load_state_dict({name: value.clone() for name, value in engine.module.state_dict().items()})
@@ -207,7 +207,7 @@ class TestContents(DistributedTest):
     """Modules that come, go and move in a model that is trained."""
 
     @pytest.mark.parametrize("change", CONTENTS, ids=lambda change: change.__name__)
-    def test_what_nobody_would_train_is_an_error_until_it_is_undone(self, change):
+    def test_contents_that_nobody_would_train_are_an_error_until_undone(self, change):
         module, oracle = Net(tied=True), start_oracle(Net(tied=True))
         engine = start(module, ds_config())
         modules, params = dict(module._modules), dict(module.square._parameters)
@@ -226,7 +226,7 @@ class TestContents(DistributedTest):
         oracle_step(oracle, 0)
         assert_trained_as(module, oracle)
 
-    def test_what_is_taken_out_counts_as_unused_which_is_said_once(self, monkeypatch):
+    def test_modules_taken_out_count_as_unused_which_is_said_once(self, monkeypatch):
         warned, oracle, gone = [], start_oracle(Net()), ("tall.weight", "tall.bias")
         monkeypatch.setattr(logger, "warning", warned.append)
         engine = start(Net(), ds_config())
@@ -280,7 +280,7 @@ class TestContents(DistributedTest):
         other.weight = own
         save(tmp_path)
 
-    def test_what_trains_the_same_goes_on(self):
+    def test_changes_that_train_the_same_go_on(self):
         module, oracle = Steady(), start_oracle(Net())
         engine, net = start_on([*module.parameters()], module, ds_config()), module.net
 

@@ -99,7 +99,7 @@ class TestPreconditioned(DistributedTest):
                                            msg=lambda text: f"{name}: {text}")
 
     @pytest.mark.world_size(2)
-    def test_what_the_converter_of_deepspeed_leaves_out_is_said(self, runs, tmp_path):
+    def test_files_that_the_converter_of_deepspeed_leaves_out_are_named(self, runs, tmp_path):
         engine = start(Net(), config())
         convert(runs / "4" / "regular", tmp_path / "converted")
         with pytest.raises(LayerWiseError, match=r"(L|R|Q_L|Q_R|root_L).pt is missing.*ds-layerwise to-universal"):
@@ -130,7 +130,7 @@ class TestPreconditioned(DistributedTest):
             start(Net(), ds_config()).load_checkpoint(runs / "4", tag="regular")
 
     @pytest.mark.world_size(2)
-    def test_what_has_no_eigenvectors_is_named_on_all_ranks(self, monkeypatch, tmp_path):
+    def test_a_matrix_without_eigenvectors_is_named_on_all_ranks(self, monkeypatch, tmp_path):
         engine = train_engine(start(Net(), config([], {**PARAMS, "precondition_frequency": 1})), 1)
         engine.save_checkpoint(tmp_path)
         mine = {piece.name for piece in internals.pieces(engine)} & MATRICES.keys()

@@ -17,7 +17,7 @@ RANGES = ("ds_layerwise.reduce", "ds_layerwise.update", "ds_layerwise.gather")
 
 class TestRanges(DistributedTest):
     @pytest.mark.parametrize("stage, overlap, late", [(1, True, False), (1, False, True), (2, True, True)])
-    def test_one_for_each_bucket(self, stage, overlap, late):
+    def test_each_bucket_has_its_ranges(self, stage, overlap, late):
         gas = 2
         config = ds_config(stage=stage, gas=gas, overlap=overlap, clip=1.0, layerwise={"overlap_param_gather": late})
         engine, plain = start(Net(), config), start(Net(), config)

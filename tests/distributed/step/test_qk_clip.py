@@ -291,7 +291,7 @@ class TestGiven(DistributedTest):
             found.append(masters(engine))
         assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
 
-    def test_what_is_not_finite_is_an_error_on_every_rank(self):
+    def test_a_logit_that_is_not_finite_is_an_error_on_every_rank(self):
         engine = start_own()
         for wrong in (float("nan"), float("inf")):
             with pytest.raises(StepError, match="an attention logit of attn is not finite, though all gradients are"):
@@ -300,7 +300,7 @@ class TestGiven(DistributedTest):
             engine.optimizer.zero_grad()
         assert step_of(engine, [1.0, float("-inf")])["attn.q.weight"] == [1.0, 1.0]
 
-    def test_what_nobody_ever_notes_is_an_error(self):
+    def test_attention_without_logits_is_an_error_after_ten_updates(self):
         entry = {**ENTRY, "name": "*"}
         engine = start_own({"qk_clip": {"attention": [ENTRY, {**entry, "name": "dropped"}]}})
         for number in range(9):
@@ -329,7 +329,7 @@ class TestGiven(DistributedTest):
         with pytest.raises(RoutingError, match="qk_clip scales attn.k.weight down, but hyperball restores its"):
             start_own({"qk_clip": {"attention": [ENTRY]}, "overrides": [entry]})
 
-    def test_what_was_frozen_after_the_start_is_left(self):
+    def test_weights_frozen_after_the_start_are_left(self):
         engine = start_own()
         step_of(engine, [1.0, 1.0])
         engine.module.attn.q.requires_grad_(False)
@@ -438,7 +438,7 @@ class TestTensorParallel(DistributedTest):
             torch.testing.assert_close(param.detach(), before[name] * eta ** 0.5, rtol=1e-6, atol=1e-7)
         assert engine.optimizer.max_attention_logits == {"attn": 8.0}
 
-    def test_what_is_not_cut_into_heads_is_refused(self):
+    def test_weights_not_cut_into_heads_are_refused(self):
         mpu, module = Mpu(2), Own()
         with pytest.raises(RoutingError, match="attn.q.weight has to lie on 2 tensor-parallel ranks as whole heads"):
             start(module, ds_config(layerwise={"qk_clip": {"attention": [ENTRY]}}), mpu=mpu)

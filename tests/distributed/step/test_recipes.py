@@ -117,7 +117,7 @@ class TestOverrides(DistributedTest):
                     for each, sign in ((plain, 1), (engine, -1)))
         assert saved == 4 * (17 * 12 + 12)
 
-    def test_what_a_recipe_does_not_take(self):
+    def test_settings_that_a_recipe_does_not_take_are_refused(self):
         for entry, message in (
                 ({"name": "embed.weight", "ns_steps": 3}, r"sets ns_steps for embed.weight, which goes to adamw "
                  r"\(embedding\) and accepts .*betas, eps, weight_decay"),
@@ -138,7 +138,7 @@ class TestOneForEverything(DistributedTest):
 
     world_size = RANKS
 
-    def test_as_the_oracles_adamw(self):
+    def test_it_trains_as_the_oracles_adamw(self):
         config = ds_config(clip=5.0, optimizer={"type": "LayerWise", "params": {
             **MUON, "matrix_optimizer": "adamw", "momentum": 0.9, "ns_steps": 3}}, layerwise={
             "overrides": [{"name": "square.weight", "num_heads": 2}]})

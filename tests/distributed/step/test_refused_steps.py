@@ -149,7 +149,7 @@ class TestRefusedSteps(DistributedTest):
         assert torch.equal(weights(engine.module), weights(plain.module))
 
     @pytest.mark.parametrize("in_cuts", [False, True])
-    def test_one_rank_refuses_and_all_read_the_same(self, in_cuts, monkeypatch):
+    def test_gradients_read_the_same_on_all_ranks_where_one_refuses(self, in_cuts, monkeypatch):
         """At stage 2: that one has sums, and the others have averages."""
         refused, plain = engines = two(monkeypatch, in_cuts, stage=2)
         for engine in engines:

@@ -131,7 +131,7 @@ class TestWritten(DistributedTest):
                 assert torch.equal(after[name].flatten()[some], expected), (name, index)
         assert torch.equal(after["square.weight"], before["square.weight"])
 
-    def test_one_rank_alone_is_an_error(self):
+    def test_a_write_of_one_rank_alone_is_an_error(self):
         engine = started()
         train_engine(engine, 1)
         with torch.no_grad():
@@ -183,7 +183,7 @@ class TestCheckpoints(DistributedTest):
     @pytest.mark.parametrize("saving, loading, stage", [
         (True, True, 1), (True, False, 2), (False, True, 1),
         *(pytest.param(*each, marks=pytest.mark.thorough) for each in [(True, True, 2), (True, False, 1)])])
-    def test_of_every_kind(self, saving, loading, stage, tmp_path):
+    def test_every_kind_of_checkpoint(self, saving, loading, stage, tmp_path):
         saved = started(saving, stage=stage, layerwise={"save_universal": True})
         train_engine(saved, 3)
         saved.save_checkpoint(tmp_path, tag="here")

@@ -235,7 +235,7 @@ class TestUpdates(DistributedTest):
         (1, {}, {}), (2, BF16, {"batch_matrices": False}), (1, {}, {"overlap_param_gather": True}),
         (1, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {
             "device": "cpu", "ratio": 0.5}}}, {})])
-    def test_how_far_weights_move_and_how_long_momenta_are(self, stage, sections, layerwise):
+    def test_lengths_of_updates_and_momenta(self, stage, sections, layerwise):
         told = {"update_rms": True, "momentum_norm": True, "every": 2}
         engine = start(Net(), ds_config(stage=stage, layerwise={"monitor": told, **layerwise}, **sections))
         train_engine(engine, 1)

@@ -32,7 +32,7 @@ class Clip(nn.Module):
 
 
 class TestScalars(DistributedTest):
-    def test_as_the_oracle(self, stage):
+    def test_they_train_as_the_oracle(self, stage):
         expected = train(Clip, lambda *place: place, lambda module, place: module(place),
                          Recipe(matrices={"image.weight": (1, 6, 8), "text.weight": (1, 6, 12)},
                                 world_size=2, gas=2, clip=5.0, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1), 3)
@@ -50,7 +50,7 @@ class TestScalars(DistributedTest):
             assert_same_on_all_ranks(module)
             engine.destroy()
 
-    def test_in_checkpoints(self, stage, tmp_path):
+    def test_checkpoints_keep_them(self, stage, tmp_path):
         config = ds_config(stage=stage, layerwise={"save_universal": True}, bf16={"enabled": True})
         saved = train_engine(start(Clip(), config), 2)
         saved.save_checkpoint(tmp_path, tag="saved")
@@ -67,7 +67,7 @@ class TestScalars(DistributedTest):
         held = load_file(tmp_path / "whole.safetensors")["logit_scale"]
         assert held.shape == () and held == expected["logit_scale", "fp32"]
 
-    def test_by_hand(self):
+    def test_they_are_read_and_set(self):
         engine = start(Clip(), ds_config())
         engine.backward(engine((0, 0, dist.get_rank())))
         scale = engine.module.logit_scale

@@ -116,7 +116,7 @@ class TestOfModels(DistributedTest):
         assert_trained_as(one.module, by_the_oracle(clip=5.0))
         assert_trained_as(two.module, by_the_oracle(lambda: Net(odd=True), gas=2, clip=5.0))
 
-    def test_one_engine_after_the_other(self, stage):
+    def test_engines_one_after_the_other_on_one_model(self, stage):
         module = Net()
         for gas, overlap, late in ((1, True, True), (2, False, False)):
             oracle = start_oracle(module, gas=gas)
@@ -169,7 +169,7 @@ class TestThroughAnother(DistributedTest):
                 self.step_both(*engines, step, None)
 
     @pytest.mark.parametrize("by_hand", [False, True])
-    def test_one_step_for_two_micro_batches_says_when_to_call_it(self, by_hand):
+    def test_a_step_for_two_micro_batches_says_when_to_call_it(self, by_hand):
         engine = start(Net(), ds_config(gas=2))
         with pytest.raises(StepError, match=r"engine.step\(\) after every micro-batch, also of those that accumulate"):
             for step in range(2):

@@ -80,7 +80,7 @@ class TestSkipped(DistributedTest):
     @pytest.mark.parametrize("what, ranks, made", [
         (math.inf, (0, 1), "backward passes left gradients that are not finite on ranks 0, 1"),
         (3e38, (0, 1), "backward passes left finite gradients on every rank")])
-    def test_who_made_it(self, stage, what, ranks, made):
+    def test_the_ranks_that_made_it_are_named(self, stage, what, ranks, made):
         engine = start(Sick(what, ranks), ds_config(stage=stage, gradient_accumulation_steps=2,
                                                     layerwise={"max_skipped_steps": 2}))
         train(engine, 2, bad=True)

@@ -67,7 +67,7 @@ class TestZeros(DistributedTest):
 class TestLeftOut(DistributedTest):
     world_size = 1
 
-    def test_what_no_group_has_is_told(self):
+    def test_parameters_of_no_group_are_listed(self):
         five = "experts, transposed, embed.weight, square.weight, square.bias"
         for count, told in ((1, "experts"), (5, five), (7, f"{five} and 2 more"), (0, None)):
             model = Net(odd=True, frozen=True)

@@ -49,7 +49,7 @@ class TestStateAccess(DistributedTest):
     def trained(self, engine):
         return {name: p for name, p in engine.module.named_parameters() if p.numel()}
 
-    def test_what_is_read_is_what_is_there(self, stage, precision):
+    def test_getters_return_masters_and_states(self, stage, precision):
         engine = self.engine(stage, precision)
         train_engine(engine, 3)
         expected = whole_states(engine)
@@ -133,7 +133,7 @@ class TestStateAccess(DistributedTest):
 
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("overlap", [False, True])
-    def test_what_is_set_is_there_on_all_ranks(self, precision, overlap):
+    def test_setters_set_on_all_ranks(self, precision, overlap):
         engine = self.engine(1, precision, layerwise={"overlap_param_gather": overlap})
         train_engine(engine, 2)
         g = torch.Generator().manual_seed(3)

@@ -47,7 +47,7 @@ class Model(nn.Module):
 
 
 class TestTiles(DistributedTest):
-    def test_as_the_model_without_tiles(self, stage, overlap):
+    def test_gradients_are_those_of_the_model_without_tiles(self, stage, overlap):
         inputs = torch.randn(2, 2, 6, 8, generator=torch.Generator().manual_seed(0))  # rank, micro-batch
         plain = Model()
         (sum(plain(x[None]) for of_rank in inputs for x in of_rank) / 4).backward()

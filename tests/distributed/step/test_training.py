@@ -234,7 +234,7 @@ class TestMemory(DistributedTest):
         self.compare(stage, sections)
 
     @pytest.mark.world_size(3)
-    def test_in_cuts(self, stage, monkeypatch):
+    def test_memory_of_buckets_in_cuts(self, stage, monkeypatch):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 4)
         layout = self.compare(stage, BF16, bucket_numel=1)
         assert {"cuts"} < {bucket.way for bucket in layout.buckets}
@@ -245,7 +245,7 @@ class TestMemory(DistributedTest):
     @pytest.mark.parametrize("reduction, sections", [
         ("ordered", {}), ("native", BF16), pytest.param("ordered", BF16, marks=pytest.mark.thorough),
         pytest.param("native", {}, marks=pytest.mark.thorough)])
-    def test_in_two_levels(self, stage, sections, reduction, monkeypatch):
+    def test_memory_of_buckets_in_two_levels(self, stage, sections, reduction, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
         self.compare(stage, sections, reduction=reduction)

@@ -319,7 +319,7 @@ class TestWhatIsUnderWay(DistributedTest):
         assert gone() is None
 
     @pytest.mark.parametrize("case", ["scripted", "compiled"])
-    def test_where_a_reader_might_be_missed_every_step_waits_and_says_so_once(self, case, monkeypatch, capsys):
+    def test_steps_wait_and_say_so_once_where_a_reader_might_be_missed(self, case, monkeypatch, capsys):
         arrive_late(monkeypatch)
         model = Layers()
         if case == "scripted":

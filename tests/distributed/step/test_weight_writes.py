@@ -83,7 +83,7 @@ class TestWeights(DistributedTest):
             engine.destroy()
 
     @pytest.mark.parametrize("way", WAYS_TO_WRITE)
-    def test_what_is_written_holds(self, way):
+    def test_writes_hold(self, way):
         """As in fp32, where the parameters are the masters; Muon's momentum and Adam's averages stay."""
         stage, ratio, dtype = {"load_state_dict": (1, 0, torch.bfloat16), "data": (2, 0, torch.bfloat16),
                                "no_grad": (1, 0.5, torch.bfloat16), "foreach": (2, 0, torch.float32)}[way]
@@ -103,7 +103,7 @@ class TestWeights(DistributedTest):
             assert_weights_are_masters(engine)
 
     @pytest.mark.parametrize("way", ["load_state_dict", "foreach"])
-    def test_what_one_rank_writes_alone_is_an_error_on_all(self, way):
+    def test_a_write_of_one_rank_alone_is_an_error_on_all(self, way):
         stage, dtype = {"load_state_dict": (1, torch.bfloat16), "foreach": (2, torch.float32)}[way]
         engine = train_engine(start(Net(), written_config(stage, 0, dtype)), 1)
         before = masters(engine)
@@ -135,7 +135,7 @@ class TestWeights(DistributedTest):
                 train_engine(engine, 1, first=step)
         assert out.getvalue().count("float32 masters were set to them") == (dist.get_rank() == 0)
 
-    def test_what_is_written_is_read_and_saved(self, tmp_path):
+    def test_writes_are_read_and_saved(self, tmp_path):
         engine = train_engine(start(Net(), written_config(1, 0.5, torch.bfloat16)), 2)
         written = {name: (p * -0.5).add(0.01) for name, p in trainable(engine.module).items()}
         write_data(engine.module, written)
@@ -148,7 +148,7 @@ class TestWeights(DistributedTest):
 
     @pytest.mark.parametrize("ratio, sections", [
         (0, {}), (0.5, {}), (0, {"master_dtype": "bfloat16+remainder"})])
-    def test_what_is_saved_or_looked_at_while_an_average_is_tried_leaves_masters_alone(self, ratio, sections, tmp_path):
+    def test_saves_and_reads_while_an_average_is_tried_leave_masters_alone(self, ratio, sections, tmp_path):
         engine, plain = (start(Net(), written_config(1, ratio, torch.bfloat16)) for _ in range(2))
         if sections:
             engine, plain = (start(Net(), ds_config(bf16={"enabled": True}, layerwise=sections)) for _ in range(2))

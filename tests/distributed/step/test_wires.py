@@ -95,7 +95,7 @@ class TestReduce(DistributedTest):
                                         for first in range(0, size, per_node)])
                 assert torch.equal(out, (in_rank_order(rows) / 3.0)[mine])
 
-    def test_what_travels_is_added_in_float32(self):
+    def test_values_in_bfloat16_are_added_in_float32(self):
         size = dist.get_world_size()
         for bucket in buckets_of(size):
             rows = torch.tensor([256.0, 1.0, 2.0, 4.0], dtype=torch.bfloat16)[:size, None].expand(-1, bucket.numel)
@@ -155,7 +155,7 @@ class TestReduce(DistributedTest):
                 assert ((one - other).abs() <= bound).all()
 
     @pytest.mark.world_size(4)
-    def test_those_alone_go_in_two_levels_that_are_to(self, monkeypatch):
+    def test_only_planned_buckets_go_in_two_levels(self, monkeypatch):
         groups, wire = [], wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
         for name in ("reduce_scatter", "all_gather"):
             monkeypatch.setattr(comm, name, functools.partial(
@@ -371,7 +371,7 @@ class TestTraining(DistributedTest):
             "bfloat16" if stage == 1 else "float32"}
 
     @pytest.mark.world_size(4)
-    def test_one_engine_after_the_other_makes_no_more_groups(self, monkeypatch):
+    def test_engines_one_after_the_other_make_no_more_groups(self, monkeypatch):
         """torch lets go of none, each with threads and connections of its own, before the process group's end."""
         numbers, weights_of = [], []
         for _ in range(3):
