@@ -1,6 +1,19 @@
-"""Memory of layouts without recipes, from a number of bytes of state per element of whole and of split parameters."""
+"""Memory of layouts without recipes, from a number of bytes of state per element of whole and of split parameters; and
+dispatched operations."""
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.plan.forecast import cost, host_pieces
+
+
+class Operations(TorchDispatchMode):
+    """A context that counts dispatched operations in ``count``."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
 
 
 def per_element(layout, whole_state_bytes=4, split_state_bytes=8):

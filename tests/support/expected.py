@@ -70,6 +70,14 @@ def assert_masters_are(engine: Any, expected: Mapping[str, Tensor], bound: float
         assert relative_error(value, expected[name]) < bound, name
 
 
+def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-5,
+                 atol: float = 1e-6) -> None:
+    """Each value of ``found`` is that of its name in ``expected``, element by element within rounding."""
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
 def mean_gradient(name: str, shape: Sequence[int], step: int, num_ranks: int) -> Tensor:
     """Return the average over so many ranks of the whole-number gradients of one micro-batch."""
     micro_batches = [whole_number_gradients(name, shape, step, 0, rank) for rank in range(num_ranks)]

@@ -35,6 +35,11 @@ def states(engine: Any) -> dict[str, dict[str, torch.Tensor]]:
     return owned(engine).states
 
 
+def bytes_of_states(engine: Any) -> int:
+    """This rank's bytes of states, but for numbers such as the count of steps."""
+    return sum(value.nbytes for state in states(engine).values() for value in state.values() if value.dim())
+
+
 def master(engine: Any, name: str) -> torch.Tensor:
     """Return this rank's piece of the master of a parameter, 1-D and live."""
     return owned(engine)._masters.piece(name)

@@ -80,6 +80,15 @@ def ds_config(*, gas=1, clip=0.0, bucket_numel=600, overlap=True, stage=1, layer
 
 BF16 = {"bf16": {"enabled": True}}
 
+#: Sections of a config with half of masters and states on the host.
+ON_HOST = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 600,
+                                 "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}
+
+#: Overrides for :class:`Net`: parts that lie in one piece, between others, and in blocks of rows.
+PARTS = [{"name": "tall.weight", "split": {"q": 10, "k": 10}, "split_groups": 2},
+         {"name": "flat.weight", "split": {"q": 10, "k": 30}, "split_axis": "in"},
+         {"name": "square.weight", "num_heads": 3}]
+
 #: Sections of a config, by the fixture ``precision``.
 PRECISIONS = {"fp32": {}, "bf16": BF16}
 

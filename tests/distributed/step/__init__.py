@@ -1,1 +1,1 @@
-"""One step: backward, reduction, update, and what a script does around it."""
+"""A step: backward, reduction, update, and what a script does around it."""

@@ -1,4 +1,4 @@
-"""What ranks must agree on before a step: who is left out of it, and that one of them cannot take it."""
+"""Ranks agree before a step: on parameters that are left out of it, and on the error of a rank that cannot take it."""
 
 import deepspeed.comm as dist
 import pytest
@@ -26,6 +26,7 @@ from tests.support.training import (
     recipe_for,
     relative_error,
     start,
+    train_engine,
     weights,
 )
 
@@ -73,10 +74,7 @@ class TestFrozenInTurn(DistributedTest):
         for gas, turn in ((2, "micro"), (1, "rank"), (2, "all")):
             engine = start(Turns(TURNS[turn]), ds_config(stage=stage, gas=gas, overlap=overlap, clip=5.0))
             expected = self.oracle(TURNS[turn], gas)
-            for step in range(STEPS):
-                for micro in range(gas):
-                    engine.backward(engine((step, micro, dist.get_rank())))
-                    engine.step()
+            train_engine(engine, STEPS, gas=gas)
             for name, value in expected.items():
                 assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, (turn, name)
             # Neither weight decay nor momentum moves what is frozen everywhere.
@@ -95,8 +93,7 @@ class TestFrozenInTurn(DistributedTest):
                                                                             reduce(t, *args, **kwargs))[1])
         for frozen in (False, True):
             engine.module.experts.requires_grad_(not (frozen and dist.get_rank()))
-            engine.backward(engine((0, 0, dist.get_rank())))
-            engine.step()
+            train_engine(engine, 1)
         assert len(sums) == 3 and sums[0] == sums[1] <= 8 and sums[2] == len(engine.optimizer.specs)
 
 
@@ -295,9 +292,8 @@ class TestOneRankAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="before the gradients were reduced"):
             engine.step()
         engine.zero_grad()
+        train_engine(engine, 2)
         for step in range(2):
-            engine.backward(engine((step, 0, dist.get_rank())))
-            engine.step()
             oracle_step(oracle, step)
         assert_trained_as(engine.module, oracle)
 
@@ -313,9 +309,7 @@ class TestOneRankAlone(DistributedTest):
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
     def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
         engine = start(Net(), ds_config(stage=stage, gas=2))
-        for each in (0, 1):
-            engine.backward(engine((0, each, dist.get_rank())))
-            engine.step()
+        train_engine(engine, 1, gas=2)
         saved, counted = weights(engine.module).clone(), engine.micro_steps
         if before == "a load":
             engine.save_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""What a script sets around initialize, backward, step, save and load does not reach into a step."""
+"""Settings that a script makes around initialize, backward, step, save and load do not reach into a step."""
 
 from contextlib import contextmanager, nullcontext
 
@@ -52,7 +52,7 @@ def default_dtype(dtype):
 
 @contextmanager
 def short_products():
-    """As ``tf32=True`` and its like set it; on a CPU "medium" is bf16."""
+    """Set precision as ``tf32=True`` and its like do; on a CPU "medium" is bf16."""
     torch.set_float32_matmul_precision("medium")
     try:
         yield
@@ -156,7 +156,7 @@ class TestAmbient(DistributedTest):
             assert torch.equal(inside, model(x))
 
     def test_no_default_changes_what_a_file_says(self, tmp_path):
-        """Of whole parameters, of shards, and of shards that somebody else wrote after more steps than bf16 counts."""
+        """Files of whole parameters, shards, and shards of somebody else after more steps than bf16 counts."""
         engine = start(Several(), ds_config(bucket_numel=20_000, optimizer=ADAMW))
         for step in range(3):
             engine.backward(engine((step, dist.get_rank())))

@@ -37,14 +37,14 @@ class Mixed(nn.Module):
 
 
 class Small(Mixed):
-    """With gradients that float16 holds at one of the first loss scales."""
+    """A loss whose gradients float16 holds at one of the first loss scales."""
 
     def forward(self, tokens):
         return super().forward(tokens) / 3
 
 
 class AutocastInside(Mixed):
-    """Its own forward pass switches autocast on, as a user's would."""
+    """A model that switches autocast on in its forward pass, as a user's would."""
 
     def forward(self, tokens):
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -69,7 +69,7 @@ class Oracle:
             weight_decay=0.1, loss_scale=loss_scale))
 
     def step(self, module, step):
-        """One step on gradients at the weights of ``module``."""
+        """Take a step on gradients at the weights of ``module``."""
         grads = []
         for rank in range(dist.get_world_size()):
             micros = []

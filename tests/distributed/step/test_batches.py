@@ -44,7 +44,7 @@ class Twice(nn.Module):
 
 
 def most_buckets(engine):
-    """Of how many buckets an update has matrices, at most, on any rank."""
+    """The largest number of buckets from which an update has matrices, on any rank."""
     most = torch.tensor([len(each.buckets) for of_bucket in internals.update_sets(engine) for each in of_bucket
                          if each.route.whole] + [0]).max()
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -146,7 +146,7 @@ class TestInterrupted(DistributedTest):
 class TestParts(DistributedTest):
     @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "blockwise"])
     def test_peers_make_the_same_batches(self, tp_mode):
-        """Otherwise they would wait for each other in different products."""
+        """Peers with other batches would wait for each other in different products."""
         found, mpu = [], Mpu(2)
         for batched in (True, False):
             engine = start(Twice(mpu), ds_config(bucket_numel=1, clip=0.05, params={"muon_tp_mode": tp_mode},

@@ -1,4 +1,4 @@
-"""What travels in one step, counted by the benchmark's own counter."""
+"""Elements that travel in a step, counted by the benchmark's own counter."""
 
 import deepspeed.comm as dist
 import pytest

@@ -92,7 +92,7 @@ class TestCompiled(DistributedTest):
         assert torch._dynamo.utils.counters["compiled_autograd"]["captures"] >= 1
 
     def test_a_checkpoint_of_a_module_that_the_user_compiled(self, class_tmpdir):
-        """Its names have the prefix, as in stock DeepSpeed; ``layerwise.rename`` takes it off."""
+        """The names have the prefix, as in stock DeepSpeed; ``layerwise.rename`` takes it off."""
         new_counter()
         config = ds_config()
         engine = start(torch.compile(Layers(), backend="eager"), config)

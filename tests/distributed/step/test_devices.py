@@ -63,7 +63,7 @@ def text(tmp_path):
 
 @pytest.fixture
 def uses(monkeypatch):
-    """What is done with the device, in order: ``set_device N``, and each collective on a group of devices."""
+    """Uses of the device, in order: ``set_device N``, and each collective on a group of devices."""
     events = []
 
     def watched(name, collective):

@@ -84,8 +84,7 @@ class TestFamily(DistributedTest):
     def test_states_take_what_is_planned(self):
         engine = start(Net(), config())
         held = engine.optimizer.forecast().memory[engine.global_rank].states
-        assert held == sum(value.nbytes for state in internals.states(engine).values()
-                           for key, value in state.items() if key != "step")
+        assert held == internals.bytes_of_states(engine)
         text = " ".join(engine.optimizer.describe().split())
         for line in ("ns_dtype fp32, spectral_radius 3.0: momentum 0.95, spectral_radius 3, constrained",
                      "nesterov, moment2_beta 0.95 per longer_side, relative_update"):

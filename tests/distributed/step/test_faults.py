@@ -1,4 +1,4 @@
-"""What goes wrong on one rank: gradients that are no numbers, modules that it does not use, its end."""
+"""Faults of one rank: gradients that are no numbers, modules that it does not use, its end."""
 
 import math
 import os
@@ -42,7 +42,7 @@ ROOT = Path(__file__).parents[3]
 
 
 class Sick(Net):
-    """In the first micro-batch of step 1 one element of one gradient of rank 1 is ``bad``."""
+    """A net of which rank 1 has one element of one gradient ``bad`` in the first micro-batch of step 1."""
 
     def __init__(self, name, bad):
         super().__init__()

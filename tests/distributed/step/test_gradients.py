@@ -1,4 +1,4 @@
-"""What there is of the gradients of a step, from its first backward pass to its update: one answer for all who ask."""
+"""The state of a step's gradients, from its first backward pass to its update: one answer for all who ask."""
 
 import deepspeed.comm as dist
 import pytest

@@ -25,7 +25,7 @@ STEPS = 2
 
 
 class Twice(nn.Module):
-    """One module runs twice, and one weight is used in two places."""
+    """A model that runs one module twice, and uses one weight in two places."""
 
     def __init__(self, *, reentrant=None, kind=tuple):
         super().__init__()
@@ -49,7 +49,7 @@ def batch(step, micro, rank):
 
 
 def plain_gradients(module, passes, *, stage, gas, with_module=False):
-    """What the ranks' gradients average to, summed in the order in which they are reduced.
+    """The average of the ranks' gradients, summed in the order in which they are reduced.
 
     Args:
         passes: of a rank, the backward passes of a step: pairs of a micro-batch and a function of the model's outputs,
@@ -171,7 +171,7 @@ class TestUsedTwice(DistributedTest):
 
 @dataclass
 class Output(ModelOutput):
-    """What models of Hugging Face return: a dict with attributes."""
+    """A dict with attributes, as models of Hugging Face return it."""
 
     loss: torch.Tensor | None = None
     other: torch.Tensor | None = None
@@ -179,7 +179,7 @@ class Output(ModelOutput):
 
 @dataclass
 class Plain:
-    """What the engine does not look into, so that it hooks no tensor of it."""
+    """A class that the engine does not look into, so that it hooks no tensor of it."""
 
     loss: torch.Tensor
     other: torch.Tensor
@@ -207,7 +207,7 @@ class TestOutputs(DistributedTest):
             engine.destroy()
 
     def test_a_loss_that_is_computed_outside(self, stage):
-        """Of outputs that are no scalars, in every way to begin a backward pass from them."""
+        """Every way to begin a backward pass from outputs that are no scalars counts them once."""
         for begin in (lambda engine, out: engine.backward(out.square().sum()),
                       lambda engine, out: out.square().sum().backward(),
                       lambda engine, out: out.backward(2 * out.detach()),
@@ -240,7 +240,7 @@ class Layers(nn.Module):
 
 @dataclass
 class LayersOutput(ModelOutput):
-    """What a transformer returns with ``output_hidden_states``."""
+    """The outputs of a transformer with ``output_hidden_states``."""
 
     loss: torch.Tensor | None = None
     logits: torch.Tensor | None = None
@@ -362,7 +362,7 @@ class TestHooks(DistributedTest):
             engine.destroy()
 
     def test_a_hook_after_accumulation(self, stage):
-        """One that was there first sees, and may change, the gradient of this rank and micro-batch."""
+        """A hook that was there first sees, and may change, the gradient of this rank and micro-batch."""
         module, plain, before, after = Twice(), Twice(), [], []
 
         def halve(p):

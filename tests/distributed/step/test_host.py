@@ -45,7 +45,7 @@ PRECISIONS = {"fp32": {}, "bf16": BF16,
 
 
 def config(ratio=None, *, stage=1, precision="bf16", pin_memory=True, **changes):
-    """One that offloads ``ratio``; None is without the section."""
+    """A config that offloads ``ratio``; None is without the section."""
     made = ds_config(stage=stage, clip=5.0, **PRECISIONS[precision], **changes)
     if ratio is not None:
         made["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": ratio, "pin_memory": pin_memory}
@@ -81,7 +81,7 @@ def assert_weights_are_masters(engine):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """What goes each way: {"in": bytes of every copy, "out": the same}. Stale device memory is NaN."""
+    """Bytes of every copy, by its way: {"in": [...], "out": [...]}. Stale device memory is NaN."""
     counted = {"in": [], "out": []}
     transfer = host_memory.transfer
 
@@ -106,7 +106,7 @@ class TestAgainstNone(DistributedTest):
     thorough_on = (3,)
 
     def run(self, made, gas, steps=10):
-        """Everything that a run of ``made`` shows."""
+        """An engine after ``steps`` of a config ``made``, and its gradients, norms and scales."""
         engine = start(Net(odd=True), made)
         seen = []
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""What training must do on any device; where there are GPUs, examples/benchmarks/gpu.py runs these over NCCL."""
+"""Training on any device; where there are GPUs, examples/benchmarks/gpu.py runs these over NCCL."""
 
 import os
 

@@ -13,7 +13,7 @@ from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
-from tests.support.expected import each_alone
+from tests.support.expected import assert_close, each_alone
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
@@ -61,7 +61,7 @@ OWN = {
 
 
 def schedule(step):
-    """What a script makes of every group's rate."""
+    """The factor by which a script multiplies every group's rate."""
     return 0.5**step
 
 
@@ -110,8 +110,7 @@ class TestRules(DistributedTest):
         finally:
             ds_layerwise.unregister()
         train_scheduled(engine, STEPS)
-        for name, value in masters(engine).items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        assert_close(masters(engine), expected)
         assert {route.name for route in other.optimizer.routes.values() if route.momentum} == {"square.weight"}
         assert not any(route.lr for route in other.optimizer.routes.values())
         assert not any(route.momentum for route in start(model(), ds_config()).optimizer.routes.values())

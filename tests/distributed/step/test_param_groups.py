@@ -1,4 +1,4 @@
-"""What a user changes in parameter groups of a run: rates and other hyper-parameters, and values that none can have."""
+"""Parameter groups that a user changes in a run: rates, other hyper-parameters, and values that none can have."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but has no effect after.*lr times m
 
 class TestGroups(DistributedTest):
     def test_a_value_that_no_update_could_take_is_an_error_until_it_is_taken_back(self):
-        """One rank writes it, and all say so; nothing of the step is lost."""
+        """A single rank writes it, and all say so; nothing of the step is lost."""
         engine, oracle = start(Net(), ds_config()), start_oracle(Net())
         group, = engine.optimizer.param_groups
         for step, (key, value, message) in enumerate(WRITTEN):

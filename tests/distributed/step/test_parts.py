@@ -7,6 +7,7 @@ import torch
 
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
+from tests.support.expected import assert_close
 from tests.support.fused import FUSED, OVERRIDES, Fused, parts_in, taken_apart
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
@@ -80,8 +81,7 @@ class TestParts(DistributedTest):
         found = taken_apart(masters(trained()))
         expected = by_the_oracle(torch.distributed.get_world_size())
         assert found.keys() == expected.keys()
-        for name, value in found.items():
-            torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text: f"{name}: {text}")
+        assert_close(found, expected)
 
     @pytest.mark.world_size(2)
     def test_the_table_the_work_and_the_memory_are_those_of_the_parts(self):
@@ -99,8 +99,7 @@ class TestParts(DistributedTest):
         assert {"groups", "latent"} <= copied and "qkv" not in copied
         assert all(len(names) == 1 for names in sets if not copied.isdisjoint(names))
         planned = fused.optimizer.forecast().memory[fused.global_rank]
-        assert planned.states == sum(value.nbytes for state in internals.states(fused).values()
-                                     for key, value in state.items() if key != "step")
+        assert planned.states == internals.bytes_of_states(fused)
 
     @pytest.mark.world_size(2)
     def test_a_step_that_is_clipped(self):
@@ -108,8 +107,8 @@ class TestParts(DistributedTest):
         found, expected = taken_apart(masters(fused)), masters(apart)
         assert fused.get_global_grad_norm() > 1
         # Norms add up parameter by parameter, in another order.
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-6)
+        assert found.keys() == expected.keys()
+        assert_close(found, expected, rtol=0)
 
 
 class TestWithoutThem(DistributedTest):

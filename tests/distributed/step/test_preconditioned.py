@@ -12,11 +12,11 @@ from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.plan.routes.routes import recipe_named
 from tests.support import internals, preconditioned
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
-from tests.support.expected import by_its_rule, mean_gradient
+from tests.support.expected import assert_close, by_its_rule, mean_gradient
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
+from tests.support.training import MATRICES, ON_HOST, Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "owned",
@@ -94,9 +94,7 @@ class TestPreconditioned(DistributedTest):
         ranks_of_step = [saved_by] * (STEPS // 2) + [engine.world_size] * (STEPS // 2)
         found = masters(engine)
         for expected, bound in ((by_the_rules(ranks_of_step), 1e-5), (by_the_oracle(ranks_of_step), 1e-4)):
-            for name, value in expected.items():
-                torch.testing.assert_close(found[name], value, rtol=bound, atol=bound,
-                                           msg=lambda text: f"{name}: {text}")
+            assert_close({name: found[name] for name in expected}, expected, rtol=bound, atol=bound)
 
     @pytest.mark.world_size(2)
     def test_files_that_the_converter_of_deepspeed_leaves_out_are_named(self, runs, tmp_path):
@@ -108,11 +106,9 @@ class TestPreconditioned(DistributedTest):
 
     @pytest.mark.world_size(2)
     def test_on_the_host_and_as_much_as_is_planned(self):
-        plain, hosted = start(Net(), config()), start(Net(), config(zero_optimization={
-            "stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}))
+        plain, hosted = start(Net(), config()), start(Net(), config(**ON_HOST))
         held = plain.optimizer.forecast()
-        assert as_json(held)["memory_bytes"][plain.global_rank]["states"] == sum(
-            value.nbytes for state in internals.states(plain).values() for key, value in state.items() if key != "step")
+        assert as_json(held)["memory_bytes"][plain.global_rank]["states"] == internals.bytes_of_states(plain)
         there = hosted.optimizer.forecast().memory[hosted.global_rank].host
         assert sum(t.nbytes for t in internals.host_tensors(hosted)) == there > 0
         train_engines((plain, hosted), 5)

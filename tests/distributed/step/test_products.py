@@ -1,4 +1,4 @@
-"""What an ``ns_dtype`` of "auto" becomes: measured once, the same on all ranks, told, and compared on resuming."""
+"""An ``ns_dtype`` of "auto" is measured once, the same on all ranks, reported, and compared on resuming."""
 
 from __future__ import annotations
 

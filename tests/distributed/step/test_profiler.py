@@ -1,4 +1,4 @@
-"""What torch.profiler shows of a step: a range for every bucket that is reduced, updated and gathered."""
+"""Ranges that torch.profiler shows of a step: one for every bucket that is reduced, updated and gathered."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""QK-clip: queries and keys of heads whose logits were too large come down after the update, on every rank alike."""
+"""QK-clip: queries and keys of heads whose logits were too large come down after the update, on every rank."""
 
 import csv
 import os
@@ -22,6 +22,7 @@ from tests.support.attention import (
     tokens_of,
 )
 from tests.support.checkpoints import masters
+from tests.support.expected import assert_close
 from tests.support.harness import DistributedTest
 from tests.support.models import Block
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients, whole_number_loss
@@ -35,7 +36,7 @@ STEPS, ALPHA, THOROUGH = 2, 0.3, os.environ.get("THOROUGH") == "1"
 
 
 def threshold_of(kind):
-    """What some heads are above, and others are not."""
+    """A logit that some heads are above, and others are not."""
     return 4.5 if "latent" in kind else 7.5
 
 
@@ -73,11 +74,15 @@ def oracle_of(kind, *, world_size, gas=1, steps=STEPS, alpha=ALPHA, scalar=()):
 
 
 def assert_masters(engine, expected):
-    found, params = masters(engine), internals.trained(engine)
+    found = masters(engine)
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name].view(params[name].shape), value, rtol=2e-5, atol=2e-6,
-                                   msg=lambda text, name=name: f"{name}: {text}")
+    assert_close(found, expected, rtol=2e-5, atol=2e-6)
+
+
+def stand_still(engine):
+    """Let nothing move weights but a clip."""
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.0
 
 
 class TestAgainstAPlainOne(DistributedTest):
@@ -127,9 +132,7 @@ class TestHow(DistributedTest):
 
     def clip_and_round(self, engine):
         before = masters(engine)
-        # Nothing moves but by the clip.
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
+        stand_still(engine)
         train_engine(engine, 1)
         found, clipped = masters(engine), 0
         largest = engine.optimizer.max_attention_logits
@@ -146,8 +149,7 @@ class TestHow(DistributedTest):
     def test_the_same_batch_then_has_logits_at_the_threshold(self):
         for kind in ("separate", "grouped, with biases", "latent"):
             engine = engine_of(kind)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = 0.0
+            stand_still(engine)
             place, model = (0, 0, dist.get_rank()), engine.module.model
             plain = model_of(kind, attention="eager")
             found = []
@@ -200,15 +202,14 @@ def start_own(layerwise=None, **changes):
 
 
 def step_of(engine, *noted, number=0):
-    """One step, in whose forward pass rank r notes what ``noted[r]`` says, if anything."""
+    """Take a step, in whose forward pass rank r notes ``noted[r]``, if that is not None."""
     own = noted[dist.get_rank()] if dist.get_rank() < len(noted) else None
 
     def before(module):
         if own is not None:
             engine.optimizer.note_attention_logits(module.attn, own)
     engine.module.before = before
-    for group in engine.optimizer.param_groups:
-        group["lr"] = 0.0
+    stand_still(engine)
     held = masters(engine)
     engine.backward(engine((number, 0, dist.get_rank())))
     engine.step()
@@ -274,8 +275,7 @@ class TestGiven(DistributedTest):
         found = []
         for resumes in (False, True):
             engine = start_own(gas=2, stage=stage)
-            for group in engine.optimizer.param_groups:
-                group["lr"] = 0.0
+            stand_still(engine)
             if resumes:
                 engine.optimizer.note_attention_logits("attn", [99.0, 99.0])
                 engine.load_checkpoint(str(tmp_path))
@@ -426,8 +426,7 @@ class TestTensorParallel(DistributedTest):
         for layer in (module.dropped, module.other):
             layer.requires_grad_(False)
         engine = start(module, config, mpu=mpu)
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
+        stand_still(engine)
         before = {name: p.detach().clone() for name, p in engine.module.attn.named_parameters()}
         logits = {0: 3.0, 1: 1.0, 2: 8.0, 3: 4.0}[dist.get_rank()]
         engine.module.before = lambda module: engine.optimizer.note_attention_logits(module.attn, [logits])
@@ -471,8 +470,7 @@ class TestAutoTp(DistributedTest):
         engine = start(model_of(kind), ds_config(
             layerwise={"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA}},
             tensor_parallel={"autotp_size": 2}))
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
+        stand_still(engine)
         tokens = tokens_of((0, 0, 0))
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -495,8 +493,7 @@ class TestPipeline(DistributedTest):
                                 loss_fn=lambda x, y: (x * y).sum())
         clip = {"threshold": 2.0, "attention": [{"name": "[12]", "heads": 2, "qkv": "qkv"}]}
         engine = start(module, ds_config(gas=2, layerwise={"qk_clip": clip}))
-        for group in engine.optimizer.param_groups:
-            group["lr"] = 0.0
+        stand_still(engine)
         pipe, before = engine.grid.get_data_parallel_id(), {}
         for name, block in engine.module.named_children():
             if isinstance(block, Noting):

@@ -1,4 +1,4 @@
-"""A step that is refused, and that a user survives: what there is of its gradients afterwards."""
+"""A step that is refused, and survived: its gradients are still there."""
 
 import deepspeed.comm as dist
 import pytest
@@ -52,7 +52,7 @@ def refuse_for_replaced_memory(engine):
 
 
 def one_refused(refuse, monkeypatch, in_cuts, stage):
-    """Two engines after a step, and in the second; the first of them was refused that one."""
+    """Engines in their second step, which the first of the two was refused."""
     engines = two(monkeypatch, in_cuts, stage=stage)
     for engine in engines:
         train_engine(engine, 1)
@@ -89,7 +89,7 @@ class TestRefusedSteps(DistributedTest):
 
     @pytest.mark.parametrize("in_cuts", [False, True])
     def test_a_save_leaves_the_gradients(self, in_cuts, monkeypatch, tmp_path):
-        """Of a script that takes care of accumulation itself, at stage 2: there are sums until the step.
+        """There are sums until the step at stage 2, of a script that takes care of accumulation itself.
 
         They are there still for the same step once more, and a run resumed from the save repeats the passes.
         """
@@ -150,7 +150,7 @@ class TestRefusedSteps(DistributedTest):
 
     @pytest.mark.parametrize("in_cuts", [False, True])
     def test_gradients_read_the_same_on_all_ranks_where_one_refuses(self, in_cuts, monkeypatch):
-        """At stage 2: that one has sums, and the others have averages."""
+        """The rank that refuses has sums, at stage 2, and the others have averages."""
         refused, plain = engines = two(monkeypatch, in_cuts, stage=2)
         for engine in engines:
             backward(engine, 0)

@@ -6,11 +6,11 @@ import torch
 from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import StepError
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
-from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
+from tests.support.training import PARTS, Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
 pytestmark = rooms("split_master_store", "split_masters", "owned", "low_bit_checks", "low_bit_settings", "dtypes",
@@ -18,16 +18,11 @@ pytestmark = rooms("split_master_store", "split_masters", "owned", "low_bit_chec
 
 KEPT = {"master_dtype": "bfloat16+remainder"}
 
-#: Parts that lie in one piece, between others, and in blocks of rows.
-OVERRIDES = [{"name": "tall.weight", "split": {"q": 10, "k": 10}, "split_groups": 2},
-             {"name": "flat.weight", "split": {"q": 10, "k": 30}, "split_axis": "in"},
-             {"name": "square.weight", "num_heads": 3}]
-
 
 def config(kept=True, *, stage=1, layerwise=None, **changes):
     made = {"bf16": {"enabled": True}, "clip": 5.0, **changes}
     return ds_config(stage=stage, layerwise={
-        "overrides": OVERRIDES, **(KEPT if kept else {}), **(layerwise or {})}, **made)
+        "overrides": PARTS, **(KEPT if kept else {}), **(layerwise or {})}, **made)
 
 
 def started(kept=True, module=None, **changes):
@@ -178,7 +173,7 @@ class TestWritten(DistributedTest):
 
 
 class TestCheckpoints(DistributedTest):
-    """What is saved are float32 masters: a run with remainders and one without go on from each other."""
+    """Checkpoints have float32 masters: a run with remainders and one without go on from each other."""
 
     @pytest.mark.parametrize("saving, loading, stage", [
         (True, True, 1), (True, False, 2), (False, True, 1),
@@ -263,15 +258,3 @@ class TestAnotherSize(DistributedTest):
             assert_equal_states(whole_states(each), torch.load(saved / "states.pt"))
             train_engine(each, 3, first=3)
         assert_same_runs(engine, plain)
-
-
-class TestRefused(DistributedTest):
-    @pytest.mark.parametrize("changes, message", [
-        ({"bf16": {"enabled": False}}, "parameters are float32: a float32 weight is its own master"),
-        ({"layerwise": {"alignment": 32}}, "layerwise.alignment is 32: .* set it to a multiple of 64"),
-        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
-         "zero_optimization.offload_optimizer keeps masters on the host"),
-    ])
-    def test_what_cannot_be(self, changes, message):
-        with pytest.raises(ConfigError, match=f"layerwise.master_dtype is 'bfloat16\\+remainder', and {message}"):
-            started(**changes)

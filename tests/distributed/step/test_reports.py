@@ -1,6 +1,6 @@
-"""What is told of a step, and what follows from it: norms, groups of them, zeros, skipped steps, rates, updates.
+"""Reports of a step, and what follows from them: norms, groups of norms, zeros, skipped steps, rates, updates.
 
-By value, from whole gradients: of whole numbers, which add up exactly.
+They are compared by value, from whole gradients: whole numbers, which add up exactly.
 """
 
 import csv
@@ -10,7 +10,6 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.utils import logger
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from tests.distributed.parallel.test_experts import ExpertNet
@@ -19,6 +18,7 @@ from tests.distributed.parallel.test_pipeline import oracle as pipeline_oracle
 from tests.distributed.parallel.test_pipeline import pipeline, train_pipeline
 from tests.distributed.parallel.test_tensor_parallel import OnWholeNumbers
 from tests.support import internals
+from tests.support.costs import Operations
 from tests.support.expected import mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import Reference, trainable, whole_number_gradients
@@ -27,6 +27,7 @@ from tests.support.tensor_parallel import Mpu
 from tests.support.tensor_parallel import Net as CutNet
 from tests.support.training import (
     BF16,
+    ON_HOST,
     Net,
     allow_fp16,
     assert_same_on_all_ranks,
@@ -40,7 +41,6 @@ from tests.support.training import (
 
 pytestmark = rooms("monitor", "metrics", "clip", "update_stats", "reductions", "norm_groups", "skipped_steps",
                    "step_agreement")
-
 
 
 def averages(step, num_ranks, gas=1, module=None):
@@ -69,7 +69,7 @@ class TestGroups(DistributedTest):
     @pytest.mark.parametrize("stage, bound, sections", [
         (1, None, {}), (2, 7.0, {}), (1, 7.0, BF16), (1, 0, {"fp16": {"enabled": True, "loss_scale": 8}})])
     def test_norms_and_clips_are_those_of_the_parts(self, stage, bound, sections):
-        """What has a bound of its own counts in its own norm alone; what has none in both."""
+        """A group with a bound of its own counts in its own norm alone; one without in both."""
         allow_fp16()
         ranks, clip = dist.get_world_size(), 20.0
         own = {} if bound is None else {"gradient_clipping": bound}
@@ -187,7 +187,7 @@ class TestZeros(DistributedTest):
 
     @pytest.mark.parametrize("stage, gas, sections", [(1, 2, {}), (2, 1, BF16)])
     def test_they_are_counted_once_over_all_ranks(self, stage, gas, sections):
-        """What got no gradient in the step is zeros; what is frozen is not there, before the start or after."""
+        """Parameters without a gradient in the step are zeros; frozen ones do not count."""
         module = Net(odd=True, frozen=True)
         engine = start(module, ds_config(stage=stage, gas=gas, layerwise={"log_num_zeros_in_grad": True}, **sections))
         names = {name for name, p in module.named_parameters() if p.requires_grad}
@@ -216,7 +216,7 @@ def reference_of(ranks, steps, module=None, **more):
 
 
 def told_of_updates(after, before):
-    """By label, what the monitor gets of the last update."""
+    """The values of the last update that the monitor gets, by label."""
     kinds = {"muon": after.recipe.matrices, "adamw": after.params.keys() - after.recipe.matrices.keys()}
     told = {}
     for rule, names in kinds.items():
@@ -233,8 +233,7 @@ class TestUpdates(DistributedTest):
 
     @pytest.mark.parametrize("stage, sections, layerwise", [
         (1, {}, {}), (2, BF16, {"batch_matrices": False}), (1, {}, {"overlap_param_gather": True}),
-        (1, {**BF16, "zero_optimization": {"stage": 1, "reduce_bucket_size": 600, "offload_optimizer": {
-            "device": "cpu", "ratio": 0.5}}}, {})])
+        (1, {**BF16, **ON_HOST}, {})])
     def test_lengths_of_updates_and_momenta(self, stage, sections, layerwise):
         told = {"update_rms": True, "momentum_norm": True, "every": 2}
         engine = start(Net(), ds_config(stage=stage, layerwise={"monitor": told, **layerwise}, **sections))
@@ -305,23 +304,13 @@ class TestMonitor(DistributedTest):
                                "grad_norm_skip_threshold": 1e9}, everything):
             engine = train_engine(start(Net(), ds_config(clip=3.0, layerwise=layerwise)), 1)
             engine.backward(engine((1, 0, dist.get_rank())))
-            with Counting() as counting:
+            with Operations() as counting:
                 engine.step()
             results.append(weights(engine.module).clone())
             counts.append(counting.count)
             engine.destroy()
         assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
         assert counts[0] == counts[1] < counts[2]
-
-
-class Counting(TorchDispatchMode):
-    """Counts what is asked of a device."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += 1
-        return func(*args, **(kwargs or {}))
 
 
 class TestTensorParallel(DistributedTest):

@@ -9,6 +9,8 @@ import pytest
 import torch
 from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import utils
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import nn
 
 import ds_layerwise
@@ -34,7 +36,7 @@ pytestmark = rooms("param_owner", "register", "patches")
 
 
 def hooks_of(model):
-    """How many hooks there are of each kind, by module."""
+    """The number of hooks of each kind, by module."""
     return {(name, kind): len(getattr(module, kind)) for name, module in model.named_modules() for kind in (
         "_forward_hooks", "_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")}
 
@@ -85,6 +87,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
         module = Net()
         old = start(module, ds_config())
         new, before = start_adamw(module), weights(module)
+        assert type(new.optimizer) is DeepSpeedZeroOptimizer
         train_engine(new, 1)
         # Adam's first step is the learning rate wherever there is a gradient.
         grad = torch.cat([sum(whole_number_gradients(name, p.shape, 0, 0, rank) for rank in range(2)).flatten()
@@ -214,11 +217,17 @@ class TestAdversaries(DistributedTest):
             assert torch.equal(value, total[name].flatten() / 2), name
 
 
+def patched():
+    """All of DeepSpeed that registering changes."""
+    return (list(ds_config_module.DEEPSPEED_OPTIMIZERS), list(utils.ZERO_SUPPORTED_OPTIMIZERS),
+            dict(vars(DeepSpeedEngine)), dict(vars(ds_config_module.DeepSpeedConfig)))
+
+
 class TestUnregistered(DistributedTest):
     def test_an_engine_that_exists_keeps_working(self, tmp_path):
         config = ds_config(bf16={"enabled": True})
         ds_layerwise.unregister()
-        before = dict(vars(DeepSpeedEngine))
+        before = patched()
         engine, twin = start(Net(), config), start(Net(), config)
         ds_layerwise.unregister()
         ds_layerwise.unregister()
@@ -248,5 +257,7 @@ class TestUnregistered(DistributedTest):
         del engine, twin, each, module
         gc.collect()
         ds_layerwise.register()
+        ds_layerwise.register()
+        assert patched() != before
         ds_layerwise.unregister()
-        assert dict(vars(DeepSpeedEngine)) == before
+        assert patched() == before

@@ -38,7 +38,7 @@ def train(engine, steps, *, bad):
 
 class TestSkipped(DistributedTest):
     def blame(self, engine, made="backward passes left gradients that are not finite on rank 1"):
-        """What an error says of the first of them, by who owns it, and of who made it."""
+        """The words of an error about the first of them: its owner, and the ranks that made it."""
         owner = next(rank for rank in range(2) if any(
             piece.name == "tall.weight" for piece in engine.optimizer.layout.pieces(rank)))
         return f"the gradient of tall.weight is not finite, found by rank {owner}, which owns it; {made}"
@@ -105,7 +105,7 @@ class TestSkipped(DistributedTest):
             for count in (10, 20, 40, 80)] * (dist.get_rank() == 0)
 
     def test_a_loss_scale_that_comes_down_is_no_sickness(self):
-        """From 2**32 to its minimum takes more steps than may be skipped; there it ends, and says why."""
+        """The way from 2**32 to its minimum takes more steps than may be skipped; there it ends, and says why."""
         allow_fp16()
         fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 2, "min_loss_scale": 1}
         engine = start(Sick(), ds_config(fp16=fp16, layerwise={"max_skipped_steps": 2}))

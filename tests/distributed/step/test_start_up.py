@@ -1,4 +1,4 @@
-"""What starting takes of the device, against the plan."""
+"""Memory of the device that starting takes, against the plan."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ class TestStartUp(DistributedTest):
         ("float32", {}), ("bfloat16", BF16),
         ("offloaded", {"bf16": {"enabled": True}, "offload": True})])
     def test_it_takes_what_the_plan_says(self, case, sections):
-        """At stage 2, where a rank keeps little beside the parameters: two of them would be the most it ever has."""
+        """A rank keeps little beside the parameters at stage 2: two copies of them would be the most it ever has."""
         offload = {"offload_optimizer": {"device": "cpu"}} if sections.pop("offload", False) else {}
         config = ds_config(stage=2, bucket_numel=2 * 64 * 64, **sections)
         config["zero_optimization"].update(offload)

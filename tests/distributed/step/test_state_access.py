@@ -84,7 +84,7 @@ class TestStateAccess(DistributedTest):
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("within", ["no_sync", "accumulation"])
     def test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock(self, within, precision):
-        """On one rank alone, too: nothing is sent. What is set counts, also for a parameter without a gradient."""
+        """A rank may read alone, as nothing is sent. A value that is set counts, also where there was no gradient."""
         engine = self.engine(1, precision, gas=1 if within == "no_sync" else 3)
         config = ds_config(gas=engine.gradient_accumulation_steps(), overlap=False, **PRECISIONS[precision],
                            optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}})

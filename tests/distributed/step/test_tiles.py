@@ -15,7 +15,7 @@ TILES = 3
 
 
 class Mlp(nn.Module):
-    """With ``tiled``, tile by tile of the sequence."""
+    """Two layers that run over the sequence at once, or, if ``tiled``, tile by tile."""
 
     def __init__(self, tiled):
         super().__init__()

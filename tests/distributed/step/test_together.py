@@ -1,4 +1,4 @@
-"""What was built apart and meets in one run: narrow masters and states, QK-clip, norm groups, reports, the first step
+"""Features that meet in one run: narrow masters and states, QK-clip, norm groups, reports, the first step
 beside a plain one, an optimizer of the script, checkpoints of torch."""
 
 import pytest
@@ -29,7 +29,7 @@ VERIFY = {"verify_first_step": True}
 
 
 class TestTheFirstStep(DistributedTest):
-    """That of what is right passes, and changes nothing."""
+    """The check of a right first step passes, and changes nothing."""
 
     def test_with_all_that_is_kept_in_fewer_bits(self, stage):
         found = []

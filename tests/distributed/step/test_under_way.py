@@ -91,7 +91,7 @@ def copied(model):
 
 
 def written(model):
-    """What is added stays; the reader comes again, so that it is taken off again."""
+    """The sum is taken off again, as the reader comes again and writes stay."""
     model.head.weight.data.add_(1)
     found = weights(model).clone()
     model.head.weight.data.sub_(1)
@@ -164,7 +164,7 @@ ALL = {"first.weight", "first.bias", "scale", "second.weight", "second.bias", "s
 
 class TestReaders(DistributedTest):
     def runs(self, overlap, read, *, inside):
-        """What ``read`` finds, after each step or within each forward pass, and the weights in the end."""
+        """Values that ``read`` finds, after each step or within each forward pass, and the weights in the end."""
         engine, found, late = engine_of(overlap), [], []
         module = engine.module
         for step in range(STEPS):

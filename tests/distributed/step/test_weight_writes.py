@@ -84,7 +84,7 @@ class TestWeights(DistributedTest):
 
     @pytest.mark.parametrize("way", WAYS_TO_WRITE)
     def test_writes_hold(self, way):
-        """As in fp32, where the parameters are the masters; Muon's momentum and Adam's averages stay."""
+        """Masters follow, as in fp32, where they are the parameters; Muon's momentum and Adam's averages stay."""
         stage, ratio, dtype = {"load_state_dict": (1, 0, torch.bfloat16), "data": (2, 0, torch.bfloat16),
                                "no_grad": (1, 0.5, torch.bfloat16), "foreach": (2, 0, torch.float32)}[way]
         engine = start(Net(tied=True), written_config(stage, ratio, dtype))
