@@ -25,13 +25,19 @@ STEPS = 8
 HIDDEN = ("square.weight", "tall.weight")
 
 
-WARMUP = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.003, "warmup_num_steps": 4,
-                                         "warmup_type": "linear"}}
+def warmup(peak, num_steps):
+    return {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": peak, "warmup_num_steps": num_steps,
+                                           "warmup_type": "linear"}}
 
-#: The section of a config or the function for ``initialize``, and the factor of every rate in a step; DeepSpeed's warmup
-#: has the first of its own twice.
+
+def warmed_up(step, num_steps):
+    """The part of the peak in a step; DeepSpeed has the first one twice."""
+    return min(max(step - 1, 0) / num_steps, 1)
+
+
+#: The section of a config or the function for ``initialize``, and the factor of every rate in a step.
 SCHEDULES = {
-    "WarmupLR": (WARMUP, None, lambda step: min(max(step - 1, 0) / 4, 1)),
+    "WarmupLR": (warmup(0.003, 4), None, lambda step: warmed_up(step, 4)),
     "LambdaLR": (None, lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)),
                  lambda step: 1 / (1 + step)),
     "CosineAnnealingLR": ({"type": "CosineAnnealingLR", "params": {"T_max": 6}}, None,
@@ -140,9 +146,7 @@ class TestSchedulers(DistributedTest):
 
     def test_everything_under_the_scalar_optimizer(self, stage, tmp_path):
         # The peak is not lr, and nothing goes to Muon, whose rate would be multiplied.
-        schedule = {"type": "WarmupLR", "params": {"warmup_min_lr": 0.0, "warmup_max_lr": 0.03, "warmup_num_steps": 2,
-                                                   "warmup_type": "linear"}}
-        config = ds_config(stage=stage, clip=1.0, scheduler=schedule, layerwise={
+        config = ds_config(stage=stage, clip=1.0, scheduler=warmup(0.03, 2), layerwise={
             "overrides": [{"name": "*", "optimizer": "scalar"}]})
         engine = start(Net(), config)
         assert "muon (" not in engine.optimizer.describe() and "own no matrix" not in engine.optimizer.describe()
@@ -153,7 +157,7 @@ class TestSchedulers(DistributedTest):
         resumed = loaded(start(Net(), config), tmp_path)
         train_engine(resumed, 2, first=2)
         assert resumed.get_lr() == [0.03]
-        recipe = replace(recipe_for(Net(), clip=1.0), matrices={}, schedule=lambda step: min(max(step - 1, 0) / 2, 1) * 10)
+        recipe = replace(recipe_for(Net(), clip=1.0, schedule=lambda step: 10 * warmed_up(step, 2)), matrices={})
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
         assert_trained_as(resumed.module, expected)
 
