@@ -349,14 +349,16 @@ class TestOneRankAlone(DistributedTest):
             oracle_step(oracle, step)
         assert_trained_as(engine.module, oracle)
 
-    def test_a_plain_backward_pass_that_reaches_no_parameter_on_one_rank(self, stage):
+    @pytest.mark.parametrize("direct", [True, False])
+    def test_a_forward_pass_that_reaches_no_parameter_on_one_rank(self, stage, direct):
         """The others wait for its zeros inside their backward pass."""
         engine, oracle = start(Net(), ds_config(stage=stage)), start_oracle(Net())
         leaf = torch.ones(2, requires_grad=True)
         forward = engine.module.forward
         if dist.get_rank() == 0:
             engine.module.forward = lambda place: leaf.sum()
-        engine((0, 0, dist.get_rank())).backward()
+        loss = engine((0, 0, dist.get_rank()))
+        loss.backward() if direct else engine.backward(loss)
         engine.step()
         engine.module.forward = forward
         oracle.step([[{}], [{name: whole_number_gradients(name, p.shape, 0, 0, 1)

@@ -57,17 +57,6 @@ class Drops(Optimizer):
                 param.grad.zero_()
 
 
-class Couples(torch.optim.SGD):
-    """Scales all gradients by their common norm."""
-
-    def step(self, closure=None):
-        norm = torch.stack([p.grad.norm() for group in self.param_groups for p in group["params"]]).norm()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad.div_(norm)
-        super().step()
-
-
 #: Those that differ most in what they keep; the others run with THOROUGH=1.
 ALWAYS = (Muon, Adafactor, SOAP, Drops)
 
@@ -153,10 +142,6 @@ REFUSED = [
     ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
     ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
     ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
-    ({"matrix_params": {"momentun": 0.5}}, "cannot be made with .*momentun.*TypeError"),
-    ({"matrix_params": {"lr": 0.5}}, "is given lr, which parameter groups have; set optimizer.params.lr"),
-    ({"matrix_optimizer": path_of(Couples)}, "Couples does otherwise where each .* depends on other parameters"),
-    ({"matrix_optimizer": "pytorch_optimizer:Prodigy"}, "Prodigy goes on from .*d_numerator"),
     ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
     ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
     ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),

@@ -218,7 +218,7 @@ class TestAgainstOneProcess(DistributedTest):
         assert "torch.optim:AdamW: betas (0.9, 0.999), eps 1e-08, decoupled_weight_decay True" in " ".join(
             engine.optimizer.describe().split())
 
-    def test_a_checkpoint_of_the_class_by_name_goes_on(self, tmp_path):
+    def test_a_checkpoint_goes_on_with_its_own_rates_or_the_configs(self, tmp_path):
         """States belong to the class, however it was given."""
         module = Net()
         engine = train_engine(start(module, Adafactor(module.parameters(), lr=0.02)), 2)

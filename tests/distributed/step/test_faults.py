@@ -16,11 +16,9 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from ds_layerwise.ranks.sync import exchange
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run, states
-from tests.support.expected import assert_trained_as, by_the_oracle, compared_to
 from tests.support.forks import fork_ranks
 from tests.support.harness import DistributedTest, OwnDistributedTest, free_port
-from tests.support.models import tiny_gpt, token_batch, token_loss
-from tests.support.reference import LossScale, train, trainable, whole_number_loss
+from tests.support.reference import LossScale, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
     Net,
@@ -28,7 +26,6 @@ from tests.support.training import (
     assert_same_on_all_ranks,
     ds_config,
     recipe_for,
-    reduced_gradients,
     relative_error,
     start,
     train_engine,
@@ -141,72 +138,6 @@ def assert_close(value, expected, tolerance, where):
     nan = expected.isnan()
     assert torch.equal(value.isnan(), nan), where
     assert relative_error(value[~nan].float(), expected[~nan].float()) < tolerance, where
-
-
-class TestUnusedOnOneRank(DistributedTest):
-    world_size = 3
-
-    class OnlyRank1(Net):
-        """A matrix, a vector and an embedding take part on rank 1 alone, and one matrix there alone does not."""
-
-        def forward(self, place):
-            of_rank_1 = {"tall.weight", "tall.bias", "embed.weight"}
-            return whole_number_loss(self, place, {"square.weight"} if place[2] == 1 else of_rank_1)
-
-    def test_it_counts_as_zeros(self, stage):
-        for gas, overlap in ((1, True), (2, True), (2, False)):
-            expected = by_the_oracle(self.OnlyRank1, 4, gas=gas, clip=5.0)
-            engine = start(self.OnlyRank1(), ds_config(gas=gas, clip=5.0, stage=stage, overlap=overlap,
-                                                       bucket_numel=1 if overlap else 600))
-
-            train_engine(engine, 4, gas=gas, check=compared_to(expected))
-            assert_trained_as(engine.module, expected)
-            engine.destroy()
-
-
-class TestOrderOfData(DistributedTest):
-    world_size = 3
-
-    def gradients(self, module, batch_of, stage):
-        """Averaged gradients of one step of two micro-batches, this rank's pieces."""
-        engine, found = start(module, ds_config(gas=2, stage=stage)), {}
-        for micro in range(2):
-            engine.backward(engine(batch_of(micro, dist.get_rank())))
-            found = reduced_gradients(engine) if micro else {}
-            engine.step()
-        engine.destroy()
-        return found
-
-    def compare(self, make, batch, assert_close, stages=(1, 2)):
-        for stage in stages:
-            straight = self.gradients(make(), batch, stage)
-            others = {"ranks swapped": lambda micro, rank: batch(micro, 2 - rank),
-                      "micro-batches swapped": lambda micro, rank: batch(1 - micro, rank),
-                      "all mixed": lambda micro, rank: batch(*divmod((3 * micro + rank) * 5 % 6, 3))}
-            for name, batch_of in others.items():
-                for param, (first, values) in self.gradients(make(), batch_of, stage).items():
-                    assert straight[param][0] == first
-                    assert_close(values, straight[param][1], (stage, name, param))
-
-    def test_whole_numbers_do_not_see_it(self):
-        def equal(value, expected, where):
-            assert torch.equal(value, expected), where
-
-        self.compare(Net, lambda micro, rank: (0, micro, rank), equal)
-
-    def test_others_only_in_their_last_bits(self):
-        class Model(torch.nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.inner = tiny_gpt(tied=False)
-
-            def forward(self, tokens):
-                return token_loss(self.inner, tokens)
-
-        def close(value, expected, where):
-            assert relative_error(value, expected) < 1e-6, where
-
-        self.compare(Model, lambda micro, rank: token_batch(0, micro, rank), close, stages=(1,))
 
 
 def train_until_it_ends(how, moment, folder):

@@ -170,14 +170,6 @@ class TestUsedTwice(DistributedTest):
 
 
 @dataclass
-class Output(ModelOutput):
-    """A dict with attributes, as models of Hugging Face return it."""
-
-    loss: torch.Tensor | None = None
-    other: torch.Tensor | None = None
-
-
-@dataclass
 class Plain:
     """A class that the engine does not look into, so that it hooks no tensor of it."""
 
@@ -190,12 +182,6 @@ def its_loss(outputs):
 
 
 class TestOutputs(DistributedTest):
-    def test_a_model_output(self, stage):
-        for gas, direct in ((1, True), (2, True), (2, False)):
-            engine = engine_of(Twice(kind=Output), stage, gas=gas)
-            compare(engine, its_loss, functools.partial(backward, direct=direct), stage=stage, gas=gas)
-            engine.destroy()
-
     def test_a_dataclass_needs_the_engines_backward(self, stage):
         for gas, overlap in ((1, True), (2, False), (2, True)):
             engine = engine_of(Twice(kind=Plain), stage, gas=gas, overlap=overlap)
