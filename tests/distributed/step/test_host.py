@@ -167,10 +167,9 @@ class TestMemory(DistributedTest):
             train_engine(engine, 1)
             optimizer, memory = engine.optimizer, predicted(engine)
             owned = internals.owned(engine)
-            host, sizes = on_host(engine), {}
-            for kind, tensors in optimizer.offloading.memory().items():
+            host, sizes = on_host(engine), internals.memory_by_kind(engine)
+            for tensors in optimizer.offloading.memory().values():
                 assert not storages(tensors).keys() & host.keys()
-                sizes[kind] = sum(storages(tensors).values())
             assert sizes[Kind.hp_params] == memory.masters and sizes[Kind.optim_states] == memory.states
             assert sum(sizes.values()) == memory.total and sum(host.values()) == memory.host > 0
             there = pieces_on_host(optimizer.layout, optimizer.rank, ratio)
@@ -290,12 +289,11 @@ class TestAccess(DistributedTest):
                 safe_set_full_optimizer_state(other, values[1], key)
         self.compare(engine, plain, first=2)
         host = on_host(engine)
-        memory = engine.optimizer.offloading.memory
-        before = {kind: sum(storages(tensors).values()) for kind, tensors in memory().items()}
+        before = internals.memory_by_kind(engine)
         assert before[Kind.optim_states] and (before[Kind.hp_params] or precision == "fp32")
         engine.offload_states(include=include)
         away = list(Kind) if include is None else include
-        assert {kind: sum(storages(tensors).values()) for kind, tensors in memory().items()} == {
+        assert internals.memory_by_kind(engine) == {
             kind: 0 if kind in away else size for kind, size in before.items()}
         assert on_host(engine) == host
         with pytest.raises(StepError, match="are offloaded; call engine.reload_states"):

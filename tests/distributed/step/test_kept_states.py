@@ -192,9 +192,7 @@ class TestMemory(DistributedTest):
             "master_dtype": "bfloat16+remainder"} if precision == "bf16" else {}}
         engine, rank = started(kind, **changes), dist.get_rank()
         train_engine(engine, 1)
-        forecast, memory = engine.optimizer.forecast(), engine.optimizer.offloading.memory()
-        sizes = {of: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-                 for of, tensors in memory.items()}
+        forecast, sizes = engine.optimizer.forecast(), internals.memory_by_kind(engine)
         assert sizes[Kind.optim_states] == forecast.memory[rank].states
         assert sizes[Kind.hp_params] == forecast.memory[rank].masters
         wide = sum(4 * (piece.numel * (1 if piece.name in MATRICES else 2)) for piece in internals.pieces(engine))

@@ -9,6 +9,7 @@ from deepspeed.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from ds_layerwise.errors import StepError
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.harness import DistributedTest, made_once
+from tests.support.internals import memory_by_kind
 from tests.support.rooms import rooms
 from tests.support.training import PARTS, Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
@@ -37,12 +38,6 @@ def assert_same_runs(engine, plain, where=""):
     assert_same_on_all_ranks(engine.module)
 
 
-def sizes(engine):
-    """Bytes on this rank's device by kind."""
-    return {kind: sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
-            for kind, tensors in engine.optimizer.offloading.memory().items()}
-
-
 class TestSameBits(DistributedTest):
     world_size = [1, 2, 3]
 
@@ -59,7 +54,7 @@ class TestSameBits(DistributedTest):
     def test_bytes_as_planned(self):
         engine, plain = started(), started(False)
         for each in (engine, plain):
-            found, planned = sizes(each), each.optimizer.forecast().memory[dist.get_rank()]
+            found, planned = memory_by_kind(each), each.optimizer.forecast().memory[dist.get_rank()]
             assert (found[Kind.hp_params], found[Kind.optim_states]) == (planned.masters, planned.states)
         now, before = (each.optimizer.forecast() for each in (engine, plain))
         for rank, (few, many) in enumerate(zip(now.memory, before.memory, strict=True)):

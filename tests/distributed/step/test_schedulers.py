@@ -160,11 +160,3 @@ class TestSchedulers(DistributedTest):
         recipe = replace(recipe_for(Net(), clip=1.0, schedule=lambda step: 10 * warmed_up(step, 2)), matrices={})
         expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe, 4)
         assert_trained_as(resumed.module, expected)
-
-    def test_overrides_reach_the_update(self):
-        layerwise = {"overrides": [{"name": "*.bias", "weight_decay": 0.0}, {"name": "tall.*", "lr_scale": 0.5}]}
-        engine = train_engine(start(Net(), ds_config(layerwise=layerwise)), 3)
-        names = trainable(Net())
-        expected = train(Net, lambda *place: place, lambda m, place: m(place), recipe_for(
-            Net(), wd={n: 0.0 for n in names if n.endswith(".bias")}, lr={"tall.weight": 0.01, "tall.bias": 0.0015}), 3)
-        assert_trained_as(engine.module, expected)
