@@ -49,7 +49,7 @@ class Turns(Net):
         return whole_number_loss(self, place)
 
 
-#: By what decides: a micro-batch, a rank, both.
+#: The function of each turn, by what it looks at: the micro-batch, the rank, all.
 TURNS = {"micro": lambda step, micro, rank: micro % 2, "rank": lambda step, micro, rank: rank % 2,
          "all": lambda step, micro, rank: (step + micro + rank) % 2}
 
@@ -155,7 +155,7 @@ class TestFrozenParts(DistributedTest):
             for name, view in matrices.items():
                 before = whole_module.get_parameter(name)
                 if len(frozen_on) == 1:
-                    # What is frozen on the other rank has no gradient there: its part counts as zeros.
+                    # The other rank has no gradient of a frozen part, which counts as zeros.
                     gradient = whole_number_gradients(name, before.shape, 0, 0, 0)
                     gradient.chunk(2, 0 if "rows" in name else 1)[1].zero_()
                     oracle = Reference({name: before}, type(recipe)(matrices={name: view}, muon_lr=0.02,
@@ -180,7 +180,7 @@ def leave_a_gradient(engine):
 
 
 def offload(engine):
-    # Alone: engine.offload_states is for all ranks.
+    # A single rank does this here, and engine.offload_states is for all ranks.
     parking, kind = engine.optimizer.offloading.parking, OffloadStateTypeEnum.optim_states
     parking.park(parking.find_room({kind.value: engine.optimizer.offloading.memory()[kind]}, pin_memory=False))
     return parking.unpark
@@ -233,7 +233,7 @@ class TestOneRankAlone(DistributedTest):
         config = ds_config(stage=stage, gas=2)
         config["zero_optimization"]["ignore_unused_parameters"] = False
         engine, oracle = start(Net(), config), start_oracle(Net(), gas=2)
-        # In one micro-batch of each rank all are used but what is frozen; in step 1 rank 1 never uses two of them.
+        # Each rank uses all in one of its micro-batches, but what is frozen; rank 1 never uses two of them in step 1.
         engine.module.norm.bias.requires_grad_(False)
         del oracle.params["norm.bias"]
         for step in range(3):

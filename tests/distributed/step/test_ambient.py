@@ -70,12 +70,12 @@ AROUND = {
     "gradients": torch.enable_grad,
 }
 
-#: What a script sets once, for the whole process.
+#: Settings that a script makes once, for the whole process.
 DEFAULTS = ("a default dtype", "a double default dtype", "a default device")
 
 ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "matrix_optimizer": "torch.optim:AdamW"}}
 
-#: Of these two DeepSpeed's own code, or autograd, makes something else, or nothing.
+#: DeepSpeed's own code, or autograd, makes something else, or nothing, within these.
 NOT_AROUND = {("inference mode", "backward"), ("a default device", "backward")}
 
 

@@ -57,7 +57,7 @@ class Drops(Optimizer):
                 param.grad.zero_()
 
 
-#: Those that differ most in what they keep; the others run with THOROUGH=1.
+#: Classes that differ most in their states; the others run with THOROUGH=1.
 ALWAYS = (Muon, Adafactor, SOAP, Drops)
 
 

@@ -135,7 +135,7 @@ def dropped_by_the_optimizer(engine, step):
     train_engine(engine, 1, gas=2, first=step)
 
 
-#: Two micro-batches a step, told apart from the engine's own accumulation, and what a config has for that.
+#: Ways to run two micro-batches a step, and the config of each.
 WAYS = {plain_backward: {"gas": 2}, no_sync: {}, a_boundary_set_by_hand: {}, coalesced_reduction: {},
         the_callers_own_accumulation: {"gas": 2, "overlap": False, "managed_gradient_accumulation": False},
         two_forward_passes_first: {"overlap": False}, a_gradient_asked_for_in_between: {"overlap": False},
@@ -143,7 +143,7 @@ WAYS = {plain_backward: {"gas": 2}, no_sync: {}, a_boundary_set_by_hand: {}, coa
         dropped_by_the_engine: {"gas": 2, "overlap": True}, dropped_by_the_optimizer: {"gas": 2, "overlap": True},
         several_at_the_boundary: {"overlap": True}, coalesced_twice: {"overlap": True}}
 
-#: Where one stage alone takes a way.
+#: Ways that one stage alone takes.
 ONE_STAGE = {no_sync: 1, several_at_the_boundary: 2, coalesced_twice: 2}
 
 

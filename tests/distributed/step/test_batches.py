@@ -51,7 +51,7 @@ def most_buckets(engine):
     return int(most)
 
 
-#: What is set, and the layerwise section.
+#: Arguments of ``ds_config``, and the layerwise section.
 CASES = {
     "clipped": ({"clip": 5.0}, {}),
     "stage 2, two micro-batches, late wait": ({"stage": 2, "gas": 2, "clip": 5.0}, {"overlap_param_gather": True}),

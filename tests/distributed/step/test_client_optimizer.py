@@ -5,7 +5,7 @@ import copy
 import deepspeed.comm as dist
 import pytest
 import torch
-from pytorch_optimizer import CAME, MARS, SAM, SOAP, Lookahead, ScheduleFreeAdamW, Shampoo
+from pytorch_optimizer import CAME, MARS, SOAP, Lookahead, ScheduleFreeAdamW, Shampoo
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Muon, NAdam
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
@@ -51,7 +51,7 @@ def two_groups(module):
             {"params": [p for p in named.values() if p.dim() < 2], "lr": 0.004, "weight_decay": 0.0}]
 
 
-#: How objects are made of parameters or groups.
+#: Functions that make objects of parameters or groups.
 MADE = {
     "Muon": lambda params: Muon(params, lr=0.02, weight_decay=0.1, ns_steps=4),
     "Adafactor": lambda params: Adafactor(params, lr=0.02, beta2_decay=-0.7),
@@ -66,7 +66,7 @@ MADE = {
     "fused": lambda params: AdamW(params, lr=0.02, fused=True),
     "a tensor for a rate": lambda params: AdamW(params, lr=torch.tensor(0.02), foreach=False),
 }
-#: What is trained, where not all in two groups. Muon takes nothing but matrices: others are frozen.
+#: Functions that choose what is trained, where not all in two groups. Muon takes matrices alone: others are frozen.
 TRAINED = {"Muon": matrices, "a tensor for a rate": lambda m: list(m.parameters())}
 #: Given as functions: the last four keep more than groups and states.
 FUNCTIONS = ("Adafactor", "SOAP", "CAME", "MARS", "Shampoo")
@@ -304,7 +304,6 @@ def with_step(optimizer):
 
 REFUSED = {
     "a wrapper": (lambda m: Lookahead(SGD(m.parameters(), lr=0.1)), {}, "Lookahead keeps .*optimizer .SGD.*inside, if"),
-    "another wrapper": (lambda m: SAM(m.parameters(), SGD, lr=0.1), {}, "SAM keeps base_optimizer .SGD.*inside, if"),
     "a closure": (lambda m: torch.optim.LBFGS(m.parameters()), {}, "LBFGS.step: missing.*closure.*use another"),
     "code inside": (lambda m: Closed(m.parameters(), 0.1), {},
                     "Closed keeps rate .function.*a function that makes one"),

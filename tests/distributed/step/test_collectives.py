@@ -39,7 +39,7 @@ class TestWire(DistributedTest):
                 ({}, 2), ({"communication_data_type": "fp32"}, 4), ({"data_types": {"grad_accum_dtype": "fp32"}}, 4),
                 ({"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}, 2)):
             counter, _ = count_step(OPTIMIZERS["LayerWiseMuon"], bf16={"enabled": True}, **sections)
-            # As many elements of gradients go as of parameters come, and scalars apart nothing else does.
+            # Gradients and parameters have as many elements, and but for scalars nothing else travels.
             elements, sent = (sum(each.values()) - each["all_reduce"] for each in (counter.elements, counter.bytes))
             assert 2 * sent == pytest.approx((gradient_bytes + 2) * elements, rel=1e-4)
 

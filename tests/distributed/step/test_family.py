@@ -17,7 +17,7 @@ pytestmark = rooms("muon_family", "muon_recipes", "update_hook_settings", "updat
 HALF = 10
 FP32 = {"ns_method": "standard", "ns_dtype": "fp32"}
 
-#: By parameter: its rule, and what is set of it.
+#: The rule of each parameter, and its settings.
 RULES = {
     "square.weight": ("normuon", {"radial_brake": [0.5, 1.0]}),
     "tall.weight": ("adamuon", {"sign_momentum": True}),

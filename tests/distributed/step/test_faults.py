@@ -52,7 +52,7 @@ class Sick(Net):
         return loss
 
 
-#: By precision, the config's sections, the oracle's arguments and whether a sick step is skipped.
+#: The config's sections of each precision, the oracle's arguments and whether a sick step is skipped.
 PRECISIONS = {
     "fp32": ({}, {"skip": True}, True),
     "fp32 without a norm": ({}, {}, False),

@@ -95,7 +95,7 @@ class TestRight(DistributedTest):
             " the first update was verified"][:dist.get_rank() == 0]
 
 
-#: Of every kind of rule one: whole, cut, with factors, with parts, of anybody.
+#: A rule of every kind: whole, cut, with factors, with parts, of anybody.
 RULES = [
     {"matrix_optimizer": "normuon", "muon_lr": 0.02, "ns_dtype": "bf16", "ns_method": "gram"},
     {"matrix_optimizer": "adamuon", "muon_lr": 0.02, "scalar_optimizer": "lion"},

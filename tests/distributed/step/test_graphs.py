@@ -251,7 +251,7 @@ LOSSES = {"its own": lambda module, loss, logits, states: loss,
           "several outputs": lambda module, loss, logits, states: loss + states[0].square().sum() + logits.sum(),
           "a penalty": lambda module, loss, logits, states: loss + module.layers[1].weight.square().sum()}
 
-#: Of a backward pass that DeepSpeed does not start itself, and of one that it does.
+#: Backward passes that DeepSpeed does not start itself, and one that it does.
 BEGINS = {"by hand": lambda engine, loss: loss.backward(),
           "scaled": lambda engine, loss: engine.scale(loss).backward(),
           "engine": lambda engine, loss: engine.backward(loss)}

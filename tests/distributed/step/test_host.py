@@ -260,7 +260,7 @@ class TestCheckpoints(DistributedTest):
         train_engine(saved, 3, first=3)
         for tag in ("here", "here_universal"):
             engine = start(Net(), config(loading, stage=stage, precision=precision))
-            # What was brought for a step before the load must not be what the next one works on.
+            # The step after the load must not work on what was brought for one before it.
             train_engine(engine, 1, first=8)
             engine.load_checkpoint(tmp_path, tag=tag)
             assert_equal_states(whole_states(engine), states, tag)

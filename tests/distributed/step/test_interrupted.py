@@ -24,7 +24,7 @@ from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("interrupted", "observer", "update")
 
-#: What is set, and which call of what finds no memory in a step.
+#: Arguments of ``ds_config``, and the function and the number of its call that finds no memory in a step.
 CASES = {
     "first bucket, stage 1": ({"stage": 1}, "newton_schulz", 0),
     "later bucket, late wait, stage 2": ({"stage": 2, "layerwise": {"overlap_param_gather": True}}, "newton_schulz", 1),

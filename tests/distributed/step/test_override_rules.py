@@ -43,7 +43,7 @@ IN_PYTHON = {
 REGISTERED = {ParamKey(name="square.weight", attr="is_square"): {"momentum": 0.75}}
 BY_KIND = {"decoupled_lr": 0.015625, "decoupled_min_lr": 0.0078125}
 
-#: What the oracle does instead of the run's, by parameter; ``floor`` is what its rate does not go below.
+#: Settings of the oracle that differ from the run's, by parameter; its rate does not go below ``floor``.
 OWN = {
     "conv.weight": {"muon_lr": 0.0625},
     "norm.weight": {"weight_decay": 0.5}, "norm.bias": {"weight_decay": 0.5},

@@ -53,7 +53,7 @@ from tests.support.training import (
 
 pytestmark = rooms("cut_sync", "param_cuts", "cut_access", "run_state")
 
-#: Of a config at stage 3: it computes linear layers as they are at other stages.
+#: Makes stage 3 compute linear layers as other stages do.
 PLAIN = {"memory_efficient_linear": False}
 
 WHOLE = (safe_get_full_fp32_param, safe_set_full_fp32_param, safe_get_full_optimizer_state,

@@ -69,7 +69,7 @@ class TestHyperParameters(DistributedTest):
             assert engine.optimizer.loss_scale == engine.optimizer.cur_scale == 1 and not engine.optimizer.overflow
 
 
-#: What is written into a running group, and what is said of it.
+#: Values that are written into a running group, and the error.
 WRITTEN = [("muon_lr", 0.0, "muon_lr is 0.0, but has no effect after.*lr times matrix_lr_ratio; remove it"),
            ("adam_lr", 0.1, "adam_lr is 0.1, but has no effect after.*lr times scalar_lr_ratio; remove it"),
            ("use_muon", False, "use_muon is False and was None when"),

@@ -37,7 +37,7 @@ class TestFreezing(DistributedTest):
             oracle_step(oracle, step, gas=gas, frozen=now)
             if not now:
                 oracle_step(alone, step, gas=gas)
-            # What was frozen counts its own steps.
+            # A frozen parameter counts its own steps.
             assert relative_error(engine.module.norm.bias.detach(), alone.params["norm.bias"]) < 1e-5
             for name in frozen:
                 engine.module.get_parameter(name).requires_grad_()
@@ -299,7 +299,7 @@ class TestContents(DistributedTest):
         assert len(list(module.parameters())) == len(oracle.params)  # tall's two are out, the adapter's are in
         for name, value in oracle.params.items():
             assert relative_error(module.named[0][name].detach(), value) < 1e-5, name
-        # Also what came later is watched.
+        # Parameters that came later are watched, too.
         net.adapter.requires_grad_(True)
         engine.backward(engine((len(changes), 0, dist.get_rank())))
         with pytest.raises(StepError, match=f"net.adapter.weight {ADDED} this engine was made; "):

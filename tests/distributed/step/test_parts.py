@@ -93,7 +93,7 @@ class TestParts(DistributedTest):
         assert "matrix, parts q, k, v " in fused.optimizer.describe()
         reports = [engine.optimizer.forecast().report for engine in (fused, apart)]
         assert sum(reports[0].work) == sum(reports[1].work) > 0
-        # What is copied for its update is copied one parameter after another.
+        # Parameters that are copied for their update are copied one after another.
         sets = [update.names for of_bucket in internals.update_sets(fused) for update in of_bucket]
         copied = {name for name in FUSED if fused.optimizer.routes[name].copied}
         assert {"groups", "latent"} <= copied and "qkv" not in copied

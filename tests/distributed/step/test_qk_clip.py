@@ -106,7 +106,7 @@ class TestAgainstAPlainOne(DistributedTest):
             engine.destroy()
 
 
-#: Of one engine each: stage, precision, what is where, and who updates queries.
+#: Changes of an engine each: stage, update of queries, time of sending, host, attention.
 SCALAR = ("q_proj.weight", "k_proj.bias")
 BY_ADAM = {"overrides": [{"name": f"*{name}", "optimizer": "scalar"} for name in SCALAR[:1]]}
 ON_HOST = {"stage": 1, "reduce_bucket_size": 1500, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
@@ -247,7 +247,7 @@ class TestGiven(DistributedTest):
         engine.train()
         step_of(engine, [1.0, 4.0])
         assert engine.optimizer.max_attention_logits == {"": 4.0}
-        # By a name of its own, too.
+        # A name of the script's own will do, too.
         engine.optimizer.note_attention_logits("mine", [7.0, 6.0])
         step_of(engine, [1.0, 4.0], number=1)
         assert engine.optimizer.max_attention_logits == {"": 7.0}
@@ -266,7 +266,7 @@ class TestGiven(DistributedTest):
         engine = start_own()
         step_of(engine, [1.0, 1.0])
         engine.save_checkpoint(str(tmp_path))
-        # Those of weights that the load replaces: a run that has diverged goes on from the checkpoint.
+        # The load replaces the weights of these: a run that has diverged goes on from the checkpoint.
         engine.optimizer.note_attention_logits("attn", [99.0, float("nan")])
         engine.load_checkpoint(str(tmp_path), **options)
         assert step_of(engine, [1.0, 4.0], number=1)["attn.q.weight"] == pytest.approx([1.0, 0.5 ** 0.5], rel=1e-6)
@@ -280,7 +280,7 @@ class TestGiven(DistributedTest):
                 engine.optimizer.note_attention_logits("attn", [99.0, 99.0])
                 engine.load_checkpoint(str(tmp_path))
             for micro, noted in enumerate(([8.0, 1.0], [1.0, 3.0])):
-                # Of another rank each.
+                # Each comes from another rank.
                 engine.module.before = lambda module, micro=micro, noted=noted: dist.get_rank() == micro and (
                     engine.optimizer.note_attention_logits(module.attn, noted))
                 engine.backward(engine((0, micro, dist.get_rank())))
@@ -366,7 +366,7 @@ class TestReported(DistributedTest):
             dist.barrier()
             found = written(folder)
             assert found["Train_Samples_max_attention_logit"] == [["2", "4.0"], ["4", "1.5"]]
-            # As the engine counts samples.
+            # The engine counts samples so.
             assert [row[0] for row in found["Train_Samples_lr"]] == ["2", "4"]
             assert ("Train_Samples_max_attention_logit_attn" in found) is clips
             dist.barrier()

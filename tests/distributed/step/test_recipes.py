@@ -40,7 +40,7 @@ OVERRIDES = [
     {"name": "flat.bias", "optimizer": "lion", "betas": [0.5, 0.75]},
 ]
 
-#: What the oracle does instead of the run's, by parameter.
+#: Settings of the oracle that differ from the run's, by parameter.
 OWN = {
     "square.weight": {"momentum": 0.5, "ns_coefficients": coefficients("quintic", 5)},
     "twin.weight": {"nesterov": False, "muon_lr": 0.01},

@@ -184,7 +184,7 @@ class TestCheckpoints(DistributedTest):
         train_engine(saved, 3, first=3)
         for tag in ["here", "here_universal", None] + ["converted"] * (stage == 1):
             engine = started(loading, stage=stage)
-            # What was there before must not be what the next step works on.
+            # The next step must not work on what was there before.
             train_engine(engine, 1, first=8)
             go_on_from(engine, tmp_path, tag)
             assert_equal_states(whole_states(engine), states, tag)

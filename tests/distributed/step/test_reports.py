@@ -58,7 +58,7 @@ def in_group(name):
     return name.startswith(("tall.", "head."))
 
 
-#: As the same in both.
+#: The condition of an override that is :func:`in_group`.
 GROUP = {"name": ["tall.*", "head.*"]}
 
 
@@ -159,7 +159,7 @@ class TestThreshold(DistributedTest):
                          for i in (0, 1))
         assert [line for line in warned if line.startswith("ds_layerwise")] == [first, second] * (
             dist.get_rank() == 0)
-        # As if those had not been.
+        # The run goes on as if those had not been.
         self.train(engine, 1, 1.0, first=1)
         train_engine(plain, 1, first=1)
         assert torch.equal(weights(engine.module), weights(plain.module)) and engine.get_lr() == plain.get_lr()
@@ -355,7 +355,7 @@ class TestPipeline(DistributedTest):
                 norm_of(grads, lambda name, start_of=start_of: name.startswith(start_of)), rel=1e-4)
         momenta = {name: state["momentum_buffer"] for name, state in run.state.items() if "momentum_buffer" in state}
         assert told["momentum_norm_muon"] == pytest.approx(norm_of(momenta), rel=1e-4)
-        # Of a table nobody reads most rows of.
+        # Most are in a table of which few rows are read.
         assert told["num_zeros_in_grad"] == pytest.approx(sum(int((g == 0).sum()) for g in grads.values()), abs=8)
 
 

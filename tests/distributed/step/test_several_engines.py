@@ -50,7 +50,7 @@ class TestTwoEnginesOfOneModel(DistributedTest):
         loss = old((2, 0, dist.get_rank()))
         dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         new, gas = start(module, ds_config(stage=stage, gas=2, **sections)), 2
-        # Of the old one none is left, which had some of its own where parameters may be under way.
+        # No hook of the old one is left, which had more where parameters may be pending.
         fresh = start(Net(), ds_config(stage=stage, gas=2, **sections))
         assert hooks_of(module) == hooks_of(fresh.module)
         fresh.destroy()

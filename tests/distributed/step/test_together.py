@@ -121,5 +121,5 @@ class TestRefused(DistributedTest):
         with pytest.raises(ConfigError, match="layerwise.mup has no effect with an optimizer passed to"):
             start_client(module, SGD(module.parameters(), lr=0.1),
                          client_config(layerwise={"mup": {"base_width": 8, "width": 16}}))
-        # What was refused leaves nothing behind.
+        # The refused one leaves nothing behind.
         assert ds_layerwise.initialize(model=module, model_parameters=module.parameters(), config=ds_config())[0]

@@ -220,7 +220,7 @@ class TestMemory(DistributedTest):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 4)
         layout = self.compare(stage, BF16, bucket_numel=1)
         assert {"cuts"} < {bucket.way for bucket in layout.buckets}
-        # Two rounds are under way, and there are more.
+        # There are more rounds than the two that may be pending.
         assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
@@ -308,7 +308,7 @@ class TestNewtonSchulzRunsOnce(DistributedTest):
 class TestOverlapWithBackward(DistributedTest):
     def test_buckets_start_in_the_last_backward_pass_of_a_step_or_at_stage_2_in_each(self, stage, overlap):
         engine = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap))
-        # How many of those that may have started have done so is a matter of time; the first two wait for nobody.
+        # The first two buckets wait for nobody; whether more have started is a matter of time.
         started = internals.seen_at(internals.grad_sync(engine), "reduce", lambda: (
             internals.ready(engine), internals.launched(engine) >= 2))
         every = len(engine.optimizer.layout.buckets)

@@ -137,7 +137,7 @@ READERS = {
     "a write": written,
 }
 
-#: Those that a module, rather than torch, lets wait: outside of a forward pass of the model, too.
+#: Readers that a module, rather than torch, lets wait: outside of a forward pass of the model, too.
 BY_MODULES = ("a shallow copy", "a state_dict", "its variables", "a module of another", "a part",
               "a container's code", "a load")
 
@@ -180,7 +180,7 @@ class TestReaders(DistributedTest):
                 late.append(under_way(engine))
                 found.append(read(module).detach().clone())
         module.read = None
-        # Where it is inside, the model's own parameter has arrived.
+        # The model's own parameter has arrived before anything inside a forward pass.
         expected = set() if not overlap else ALL - {"scale"} if inside else ALL
         assert late[1:] == [expected] * (STEPS - 1), late
         engine.optimizer.wait_for_params()

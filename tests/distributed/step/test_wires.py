@@ -125,7 +125,7 @@ class TestReduce(DistributedTest):
         for native, levels in product((False, True), repeat=2):
             wire = wires_of(2 if levels else 1, native=native, rings=IN_LEVELS if levels else None)
             for bucket, value in product(buckets_of(size), (61440.0, -61440.0, 3.0)):
-                # As on a device, where ragged sums are the backend's.
+                # Ragged sums are the backend's on a device.
                 used = replace(wire, on_host=False) if bucket.way == "ragged" and native else wire
                 rows = torch.full((size, bucket.numel), value, dtype=torch.float16)
                 out, (start, stop) = summed(used, bucket, rows, size)[0], span(bucket, rank, size)
@@ -243,7 +243,7 @@ class TestBothDirections(DistributedTest):
             assert not any(received[rank + 1:]) and not any(sent_to[:rank])
             assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
             if bucket.way == "even":
-                # Of two ranks each reads its own where they are.
+                # Each of two ranks reads its own where they are.
                 wanted = [0 if size == 2 and other == rank else 6 for other in range(size)]
                 assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == wanted
 
@@ -297,7 +297,7 @@ class TestTraining(DistributedTest):
     world_size = [2, 4]
     thorough_on = (4,)
 
-    #: What may differ between runs that give the same bits.
+    #: Choices of buckets in cuts, which give the same bits.
     WAYS = {"as planned": None, "all in cuts": lambda bucket: True, "some in cuts": lambda bucket: bucket.index % 2}
 
     def train(self, monkeypatch, *, way="as planned", per_node=8, stage=1, bucket_numel=600, **sections):
@@ -368,7 +368,7 @@ class TestTraining(DistributedTest):
             numbers.append(len(torch.distributed.distributed_c10d._world.pg_map))
             weights_of.append(found)
             engine.destroy()
-        # One in each node, one between nodes, and one that sends the other way.
+        # There is one in each node, one between nodes, and one that sends the other way.
         assert numbers == [numbers[0]] * 3 and numbers[0] >= 4
         engines = [self.train(monkeypatch, per_node=2) for _ in range(2)]
         assert all(torch.equal(found, weights_of[0]) for found in (*weights_of, *(found for _, found, _ in engines)))
