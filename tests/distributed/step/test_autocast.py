@@ -18,7 +18,6 @@ from tests.support.training import assert_same_on_all_ranks, ds_config, start, w
 pytestmark = rooms("loss_scaling", "grad_sync")
 
 STEPS = 3
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Mixed(nn.Module):

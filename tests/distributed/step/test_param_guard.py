@@ -152,10 +152,6 @@ def factors(engine):
     parametrizations.weight_norm(engine.module.flat)
 
 
-def take_out(engine):
-    del engine.module.tall
-
-
 def freeze_in_its_place(engine):
     engine.module.tall = nn.Linear(12, 40).requires_grad_(False)
 
