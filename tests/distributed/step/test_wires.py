@@ -79,6 +79,16 @@ def summed(wire, bucket, rows, divide_by, *, in_place=False):
     return out, slice(start, stop)
 
 
+def groups_of_calls(monkeypatch, *names):
+    """A list of the groups of calls to these functions of ``comm``, in order, which grows."""
+    groups = []
+    for name in names:
+        monkeypatch.setattr(comm, name, functools.partial(
+            lambda original, out, some, *, group: groups.append(group) or original(out, some, group=group),
+            getattr(comm, name)))
+    return groups
+
+
 class TestReduce(DistributedTest):
     world_size = [2, 3, 4]
 
@@ -149,11 +159,8 @@ class TestReduce(DistributedTest):
 
     @pytest.mark.world_size(4)
     def test_only_planned_buckets_go_in_two_levels(self, monkeypatch):
-        groups, wire = [], wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
-        for name in ("reduce_scatter", "all_gather"):
-            monkeypatch.setattr(comm, name, functools.partial(
-                lambda original, out, some, *, group: groups.append(group) or original(out, some, group=group),
-                getattr(comm, name)))
+        groups = groups_of_calls(monkeypatch, "reduce_scatter", "all_gather")
+        wire = wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
         wire, rank = replace(wire, on_host=False), dist.get_rank()
         for index in range(2):
             bucket = replace(bucket_of([6] * 4, "even"), index=index)
@@ -252,11 +259,7 @@ class TestConnect(DistributedTest):
     world_size = 4
 
     def test_every_group_of_every_level_sends(self, monkeypatch):
-        sent = []
-        for name in ("all_to_all", "all_gather"):
-            monkeypatch.setattr(comm, name, functools.partial(
-                lambda original, out, some, *, group: sent.append(group) or original(out, some, group=group),
-                getattr(comm, name)))
+        sent = groups_of_calls(monkeypatch, "all_to_all", "all_gather")
         for per_node, groups in ((4, 1), (2, 3), (1, 1)):
             wire = wires_of(per_node)
             sent.clear()
