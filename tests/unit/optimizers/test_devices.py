@@ -87,7 +87,7 @@ def test_only_what_a_device_has_and_is_exact_in_is_measured(device, capability, 
 
 @pytest.mark.parametrize("kind", [0, 1])
 @pytest.mark.parametrize("disturbed, rounds", [(0, 11), (9, 20), (30, 41), (10**6, 200)])
-def test_what_other_work_on_the_machine_slows_down_is_measured_until_it_is_over(kind, disturbed, rounds, monkeypatch):
+def test_a_measurement_goes_on_until_other_work_on_the_machine_is_over(kind, disturbed, rounds, monkeypatch):
     # In turns a product in float32 takes 2, one in bfloat16 1, and one of the two ever less of 100 times as long.
     now, calls = 0.0, 0
 

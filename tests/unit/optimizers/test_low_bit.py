@@ -124,7 +124,7 @@ def drawn(chance, index):
 
 
 def by_chance(values, chance, first):
-    """What :func:`round_by_chance_` does, number by number."""
+    """The values that :func:`round_by_chance_` gives, number by number."""
     found = []
     for i, value in enumerate(values.tolist()):
         word = struct.unpack("<I", struct.pack("<f", value))[0]
@@ -133,7 +133,7 @@ def by_chance(values, chance, first):
 
 
 class TestRoundedByChance:
-    def test_as_by_hand_and_wherever_it_is_cut(self):
+    def test_values_are_those_by_hand_wherever_they_are_cut(self):
         values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
         whole = torch.empty(1000, dtype=torch.bfloat16)
         round_by_chance_(whole, values, 12345, 0)
@@ -158,7 +158,7 @@ class TestRoundedByChance:
         both = ((found.float() > value) & (others.float() > value)).double().mean()
         assert abs(float(both) - 0.09) < 4 * (0.09 * 0.91 / count) ** 0.5
 
-    def test_what_is_exact_or_not_finite_stays(self):
+    def test_exact_and_infinite_values_stay_and_nan_stays_nan(self):
         values = torch.tensor([0.0, -0.0, 1.5, -2.0, float("inf"), -float("inf")] * 50)
         found = torch.empty(300, dtype=torch.bfloat16)
         round_by_chance_(found, values, 3, 0)
@@ -191,7 +191,7 @@ def coded(values, signed):
 class TestCodes:
     @pytest.mark.parametrize("signed", [True, False])
     @pytest.mark.parametrize("numel", [1, 255, 256, 1000, 256 * 4100 + 3])
-    def test_against_all_levels(self, signed, numel):
+    def test_codes_are_the_nearest_of_all_levels(self, signed, numel):
         from torchao.optim.quant_utils import create_dynamic_map
         values = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) ** 3 * 1e-9
         values = values if signed else values.abs()
@@ -219,7 +219,7 @@ class TestCodes:
         again, same_scales = coded(found, signed)
         assert torch.equal(again, codes) and torch.equal(same_scales, scales)
 
-    def test_zeros_and_what_is_not_finite(self):
+    def test_zeros_stay_and_infinity_makes_nan_of_its_block_alone(self):
         values = torch.zeros(600)
         assert torch.equal(of_codes(*coded(values, True), signed=True), values)
         assert torch.equal(of_codes(*coded(values, False), signed=False), values)
@@ -227,7 +227,7 @@ class TestCodes:
         found = of_codes(*coded(values, True), signed=True)
         assert bool(found[256:512].isnan().all()) and not found[:256].any() and not found[512:].any()
 
-    def test_without_torchao(self, monkeypatch):
+    def test_8bit_without_torchao_is_an_error(self, monkeypatch):
         low_bit.torchao_maps.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
         with pytest.raises(ConfigError, match=r"'8bit' need torchao .*pip install 'torchao>=0.18'"):
@@ -243,7 +243,7 @@ HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.95, betas=(0.9, 0.95), eps=1
 
 
 def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
-    """By state, the relative error of what is kept after ``steps``, over what float32 keeps, and of the parameter.
+    """The relative error of the parameter and each state after ``steps``, against a run that keeps float32.
 
     From step ``fades_at`` on, every second gradient is a tenth of what it was, and it is those whose error counts.
     """
@@ -277,7 +277,7 @@ def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
 
 
 class TestAccuracy:
-    """Measured: what 400 steps on noisy gradients of many sizes leave between a state that is kept so and float32."""
+    """The measured error of states in fewer bits, after steps on noisy gradients of many sizes."""
 
     @pytest.mark.parametrize("recipe, state, most", [
         (Muon(momentum_dtype="bfloat16"), "momentum_buffer", 0.01),
@@ -287,12 +287,12 @@ class TestAccuracy:
         (AdamW(exp_avg_dtype="8bit", exp_avg_sq_dtype="8bit"), "exp_avg_sq", 0.1),
         (AdamW(exp_avg_sq_dtype="bfloat16", stochastic_rounding=True), "exp_avg_sq", 0.02),
     ])
-    def test_what_is_allowed(self, recipe, state, most):
+    def test_allowed_settings_stay_near_float32(self, recipe, state, most):
         for fades_at in (None, 60):
             found = drifted(recipe, HYPER, fades_at=fades_at)
             assert most / 10 < found[state] < most
 
-    def test_what_is_refused_and_why(self):
+    def test_refused_settings_go_far_from_float32(self):
         slow = Hyper(lr=0.01, weight_decay=0.0, momentum=0.95, betas=(0.9, 0.999), eps=1e-10)
         wrong = {recipe: drifted(recipe, slow, steps=1500, numel=256, fades_at=200)["exp_avg_sq"] for recipe in (
             AdamW(exp_avg_sq_dtype="bfloat16"), AdamW(exp_avg_sq_dtype="8bit"),
@@ -313,7 +313,7 @@ params:
 
 
 def planned(folder, ranks=(1,), *, dtype="bf16", host=False, params=(), layerwise=()):
-    """What `ds-layerwise plan` makes of such a config."""
+    """The plan of such a config."""
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1}, dtype: {"enabled": True},
               "optimizer": {"type": "LayerWiseMuon", "params": dict(params)}, "layerwise": dict(layerwise)}
     if host:
@@ -327,7 +327,7 @@ REMAINDER = {"master_dtype": "bfloat16+remainder"}
 
 
 class TestPlans:
-    def test_what_is_saved(self, tmp_path):
+    def test_a_plan_says_the_bytes_that_are_saved(self, tmp_path):
         few = planned(tmp_path, [1, 2], layerwise={**REMAINDER, "alignment": 256}, params={
             "momentum_dtype": "8bit", "exp_avg_dtype": "bfloat16"})
         many = planned(tmp_path, [1, 2], layerwise={"alignment": 256})
@@ -364,7 +364,7 @@ class TestPlans:
         ({"momentum_dtype": "float16"}, {}, False,
          "optimizer.params.momentum_dtype must be one of 'float32', 'bfloat16', '8bit', got 'float16'"),
     ])
-    def test_refused(self, params, layerwise, host, message, tmp_path):
+    def test_settings_that_would_drift_are_refused(self, params, layerwise, host, message, tmp_path):
         with pytest.raises(ConfigError, match=message):
             planned(tmp_path, params=params, layerwise=layerwise, host=host)
 
@@ -372,7 +372,7 @@ class TestPlans:
         {"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.999], "stochastic_rounding": True},
         {"exp_avg_sq_dtype": "bfloat16", "betas": [0.9, 0.984375]}, {"momentum_dtype": "8bit", "momentum": 0.98},
         {"momentum_dtype": "8bit", "betas": [0.9, 0.9999]}])
-    def test_not_refused(self, params, tmp_path):
+    def test_settings_that_do_not_drift_are_taken(self, params, tmp_path):
         assert planned(tmp_path, params=params).forecasts[0].saved[0] > 0
 
     @pytest.mark.parametrize("changes, message", [
@@ -381,13 +381,13 @@ class TestPlans:
         ({"layerwise": {**REMAINDER, "alignment": 96}}, "layerwise.alignment is 96: .* set it to a multiple of 64"),
         ({"host": True}, "zero_optimization.offload_optimizer keeps masters on the host"),
     ])
-    def test_remainders_refused(self, changes, message, tmp_path):
+    def test_remainders_are_refused_where_they_cannot_be(self, changes, message, tmp_path):
         with pytest.raises(ConfigError, match=r"layerwise.master_dtype is 'bfloat16\+remainder', and " + message):
             planned(tmp_path, **{"layerwise": REMAINDER, **changes})
 
 
-def test_what_is_opened_is_that_of_the_largest_bucket_of_a_rank():
-    """At start all are made, one after the other; buckets come in backward order, and these get smaller."""
+def test_a_forecast_opens_the_largest_bucket_of_a_rank():
+    """Buckets are opened one after the other at the start, in backward order; these get smaller."""
     run = RunConfig.from_ds_config({
         "bf16": {"enabled": True}, "zero_optimization": {"stage": 1, "reduce_bucket_size": 1},
         "optimizer": {"type": "LayerWiseMuon", "params": {}}, "layerwise": {"master_dtype": "bfloat16+remainder"}})

@@ -1,6 +1,4 @@
-"""The update rules against torch's optimizers and against formulas written out."""
-
-import math
+"""Muon against torch's own, rules that configs name, and parameter groups."""
 
 import numpy as np
 import pytest
@@ -12,78 +10,40 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.optimizers.rules.muon_family import Muon, scale_factor
-from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.rules import elementwise_recipes as scalar_recipes
 from ds_layerwise.recipes.rules import muon_recipes as recipes
 from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.zero.checkpoint.resumed_groups import Resumption
-from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry",
                    "rule_registry", "param_groups", "rule")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
-SIMPLE5 = coefficients("simple", 5)
 
 
 def muon(**kwargs):
     return Muon.of(recipes.Muon(**{"ns_method": "standard", "ns_dtype": "fp32", **kwargs}))
 
 
-def run(rule, shapes, steps=3, hyper=HYPER, seed=0):
-    g = torch.Generator().manual_seed(seed)
-    params = [torch.randn(shape, generator=g) for shape in shapes]
-    states = [rule.init_state(p) for p in params]
-    for _ in range(steps):
-        grads = [torch.randn(shape, generator=g) for shape in shapes]
-        before = [grad.clone() for grad in grads]
-        rule.update_(params, grads, states, hyper)
-        for grad, old in zip(grads, before, strict=True):
-            assert torch.equal(grad, old)
-    return params, states
-
-
-@pytest.mark.parametrize("nesterov", [True, False])
-def test_muon_written_out(nesterov):
-    g = torch.Generator().manual_seed(0)
-    expected = torch.randn(6, 4, generator=g)
-    buffer = torch.zeros(6, 4)
-    for _ in range(3):
-        grad = torch.randn(6, 4, generator=g)
-        buffer = 0.9 * buffer + 0.1 * grad
-        direction = 0.1 * grad + 0.9 * buffer if nesterov else buffer
-        update = newton_schulz(direction, SIMPLE5, method="standard", dtype=torch.float32) * math.sqrt(6 / 4)
-        expected = expected * (1 - 0.1 * 0.2) - 0.1 * update
-    (param,), (state,) = run(muon(nesterov=nesterov), [(6, 4)])
-    torch.testing.assert_close(param, expected)
-    torch.testing.assert_close(state["momentum_buffer"], buffer)
-
-
 @pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_torchs_own_muon_agrees(shape):
     # torch runs the products in bfloat16, so only to bfloat16's precision.
-    g = torch.Generator().manual_seed(0)
+    g, rule = torch.Generator().manual_seed(0), muon()
     theirs = torch.nn.Parameter(torch.randn(shape, generator=g))
+    ours = theirs.detach().clone()
+    state = rule.init_state(ours)
     optimizer = torch.optim.Muon([theirs], lr=0.1, weight_decay=0.2, momentum=0.9, nesterov=True,
                                  adjust_lr_fn="original")
     for _ in range(3):
         theirs.grad = torch.randn(shape, generator=g)
         optimizer.step()
-    (ours,), _ = run(muon(), [shape])
+        rule.update_([ours], [theirs.grad], [state], HYPER)
     assert (ours - theirs).norm() / theirs.norm() < 0.01
-
-
-@pytest.mark.parametrize("mode, expected", [
-    ("original", math.sqrt(8 / 2)), ("spectral", math.sqrt(8)), ("unit_rms_norm", math.sqrt(8 / 2)),
-    ("match_rms_adamw", 0.2 * math.sqrt(8))])
-def test_scale_modes(mode, expected):
-    assert scale_factor(mode, 8, 2) == pytest.approx(expected)
-    wide = {"original": 1.0, "spectral": math.sqrt(8), "unit_rms_norm": 0.5, "match_rms_adamw": 0.2 * math.sqrt(8)}
-    assert scale_factor(mode, 2, 8) == pytest.approx(wide[mode])
 
 
 @pytest.mark.parametrize("mode, rms", [("spectral", 1.0), ("match_rms_adamw", 0.2)])
@@ -94,57 +54,6 @@ def test_the_rms_of_an_update_does_not_depend_on_the_shape(mode, rms):
         param, grad = torch.zeros(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
         rule.update_([param], [grad], [rule.init_state(param)], hyper)
         assert param.square().mean().sqrt() == pytest.approx(rms, rel=0.03)
-
-
-def test_the_extra_factor_multiplies_the_update_but_not_the_decay():
-    (plain,), _ = run(muon(), [(6, 4)], steps=1)
-    (double,), _ = run(muon(extra_scale_factor=2.0), [(6, 4)], steps=1)
-    start = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)) * (1 - 0.1 * 0.2)
-    torch.testing.assert_close(double - start, 2 * (plain - start))
-
-
-@pytest.mark.parametrize("ns_dtype", ["fp32", "bf16"])
-def test_muon_together_gives_the_bits_of_each_alone(ns_dtype):
-    shapes = [(6, 4), (4, 6), (6, 4), (3, 6, 4), (5, 5)]
-    rule = muon(ns_dtype=ns_dtype)
-    g = torch.Generator().manual_seed(1)
-    params, grads = [[torch.randn(s, generator=g) for s in shapes] for _ in range(2)]
-    alone = [p.clone() for p in params]
-    rule.update_(params, grads, [rule.init_state(p) for p in params], HYPER)
-    for p, grad, together in zip(alone, grads, params, strict=True):
-        rule.update_([p], [grad], [rule.init_state(p)], HYPER)
-        assert torch.equal(p, together)
-
-
-@pytest.mark.parametrize("ours, theirs", [
-    (rule_of(AdamW()), lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
-    (rule_of(scalar_recipes.Adam()),
-     lambda p: torch.optim.Adam(p, lr=0.1, weight_decay=0.2, betas=(0.8, 0.95), eps=1e-8)),
-    (rule_of(scalar_recipes.Sgd()), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.2, momentum=0.9)),
-], ids=["adamw", "adam", "sgd"])
-def test_elementwise_rules_are_torchs(ours, theirs):
-    g = torch.Generator().manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(shape, generator=g)) for shape in [(7,), (33,)]]
-    optimizer = theirs(params)
-    for _ in range(3):
-        for p in params:
-            p.grad = torch.randn(p.shape, generator=g)
-        optimizer.step()
-    for p, value in zip(params, run(ours, [(7,), (33,)])[0], strict=True):
-        torch.testing.assert_close(value, p.detach(), rtol=1e-6, atol=1e-7)
-
-
-def test_lion_written_out():
-    g = torch.Generator().manual_seed(0)
-    expected, average = torch.randn(9, generator=g), torch.zeros(9)
-    for _ in range(3):
-        grad = torch.randn(9, generator=g)
-        direction = (0.8 * average + 0.2 * grad).sign()
-        expected = expected * (1 - 0.1 * 0.2) - 0.1 * direction
-        average = 0.95 * average + 0.05 * grad
-    (param,), (state,) = run(rule_of(scalar_recipes.Lion()), [(9,)])
-    torch.testing.assert_close(param, expected)
-    torch.testing.assert_close(state["exp_avg"], average)
 
 
 def test_the_registry_builds_what_the_config_says():
@@ -201,8 +110,6 @@ class TestParamGroups:
         assert [g["matrix_lr_ratio"] * g["lr"] for g in optimizer.param_groups] == pytest.approx([0.01, 3e-5, 0.01])
 
     def test_mistakes_in_a_group(self):
-        with pytest.raises(ConfigError, match=r"param_groups\[0\].weight_decy is not an option; did you mean"):
-            LayerWiseOptimizer([{"params": params(1), "weight_decy": 0.1}], self.config)
         with pytest.raises(ConfigError, match=r"param_groups\[0\].momentum must be in \[0, 1\), got 2"):
             LayerWiseOptimizer([{"params": params(1), "momentum": 2}], self.config)
         with pytest.raises(ConfigError, match="lr must be greater than 0"):
@@ -212,7 +119,7 @@ class TestParamGroups:
         ("nesterov", False), ("ns_steps", 6), ("ns_method", "standard"), ("ns_coefficients", "quintic"),
         ("ns_dtype", "fp32"), ("scale_mode", "spectral"), ("extra_scale_factor", 2.0), ("scalar_optimizer", "lion"),
         ("matrix_optimizer", "dion"), ("per_head_muon", True), ("muon_tp_mode", "blockwise")])
-    def test_what_holds_for_the_whole_run_is_not_ignored_in_a_group(self, key, value):
+    def test_a_group_cannot_change_a_setting_of_the_whole_run(self, key, value):
         with pytest.raises(ConfigError, match=rf"param_groups\[1\].{key} is {value!r}, and the whole run has "
                            rf"{self.config.for_the_run()[key]!r}, which a group cannot change; set "
                            rf"optimizer.params.{key}"):
@@ -222,7 +129,7 @@ class TestParamGroups:
     @pytest.mark.parametrize(("key", "value"), [
         ("num_heads", np.int64(8)), ("split", [4, 4]), ("split_axis", 1), ("split_groups", 2), ("beta3", 0.9),
         ("precondition_frequency", 10), ("alpha", 0.99)])
-    def test_what_only_an_override_can_say_is_not_ignored_in_a_group(self, key, value):
+    def test_a_group_cannot_have_a_key_of_overrides(self, key, value):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} cannot be set in a parameter group, got .*; "
                            "set it in an entry of layerwise.overrides"):
             LayerWiseOptimizer([{"params": params(1), key: value}], self.config)
@@ -230,12 +137,13 @@ class TestParamGroups:
 
     @pytest.mark.parametrize(("key", "meant"), [
         ("nestrov", "nesterov"), ("ns_step", "ns_steps"), ("scale_mod", "scale_mode"), ("momentun", "momentum"),
-        ("mu_lr", "muon_lr"), ("ad_lr", "adam_lr"), ("lrs", "lr"), ("ep", "eps")])
-    def test_what_is_misspelt_is_not_ignored_in_a_group(self, key, meant):
+        ("mu_lr", "muon_lr"), ("ad_lr", "adam_lr"), ("lrs", "lr"), ("ep", "eps"), ("weight_decy", "weight_decay"),
+        ("use_moun", "use_muon")])
+    def test_a_misspelt_key_of_a_group_is_refused(self, key, meant):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is not an option; did you mean '{meant}'"):
             LayerWiseOptimizer([{"params": params(1), key: 1}], self.config)
 
-    def test_what_no_group_can_change_is_not_ignored_in_a_running_one(self):
+    def test_a_setting_of_the_whole_run_cannot_change_in_a_running_group(self):
         optimizer = LayerWiseOptimizer([{"params": params(1)}, {"params": params(1), "nesterov": np.bool_(True)}],
                                        self.config)
         one, other = optimizer.param_groups
@@ -258,7 +166,7 @@ class TestParamGroups:
         del other["nesterov"]
         optimizer.check_groups()
 
-    def test_what_no_group_can_change_is_this_runs_after_a_load(self):
+    def test_settings_of_the_whole_run_stay_this_runs_after_a_load(self):
         optimizer = LayerWiseOptimizer([{"params": params(1), "nesterov": True}], self.config)
         saved = {**{key: optimizer.param_groups[0][key] for key in HYPER_KEYS}, "momentum": 0.5, "nesterov": False,
                  "ns_steps": 9, "my_own": 3}
@@ -268,7 +176,7 @@ class TestParamGroups:
         assert (group["momentum"], group["nesterov"], group["my_own"], "ns_steps" in group) == (0.5, True, 3, False)
         optimizer.check_groups()
 
-    def test_what_schedulers_and_scripts_keep_in_a_group_is_carried_along(self):
+    def test_a_group_keeps_the_keys_of_schedulers_and_scripts(self):
         # Of torch's schedulers and optimizers, timm, and Megatron-LM.
         theirs = {"initial_lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-5, "base_momentum": 0.8, "max_momentum": 0.9,
                   "swa_lr": 1e-4, "momentum_decay": 4e-3, "lr_scale": 0.5, "name": "decay", "wd_mult": 1.0,
@@ -303,8 +211,6 @@ class TestParamGroups:
                 LayerWiseOptimizer([{"params": params(1), "use_muon": value}], config)
         with pytest.raises(ConfigError, match=r"param_groups\[0\].optimizer is 'scalar'.* set use_muon to true or"):
             LayerWiseOptimizer([{"params": params(1), "optimizer": "scalar"}], config)
-        with pytest.raises(ConfigError, match=r"use_moun is not an option; did you mean 'use_muon'"):
-            LayerWiseOptimizer([{"params": params(1), "use_moun": True}], config)
 
     @pytest.mark.parametrize("number", [np.float32, np.float64, np.float16, torch.tensor, np.array, float])
     def test_numbers_of_every_kind_become_pythons_own(self, number):
@@ -322,7 +228,7 @@ class TestParamGroups:
         assert {type(value) for value in said} == {float} and type(config.matrix.ns_steps) is int
 
     @pytest.mark.parametrize("value", [torch.ones(1), torch.ones(2), np.ones(1), 1j, np.bool_(True), "0.1"])
-    def test_what_is_no_number_is_refused(self, value):
+    def test_a_rate_that_is_no_number_is_refused(self, value):
         with pytest.raises(ConfigError, match=r"param_groups\[0\].lr must be a number, got"):
             LayerWiseOptimizer([{"params": params(1), "lr": value}], self.config)
 
@@ -331,21 +237,6 @@ class TestParamGroups:
         optimizer.mark_step()
         with pytest.raises(StepError, match="call engine.step"):
             optimizer.step()
-
-
-@pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (72, 100), (6, 64, 256)])
-def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method):
-    params, grads = ([torch.randn(shape, device="meta") for _ in range(2)] for _ in range(2))
-    rule = muon(ns_method=method, ns_dtype="fp32")
-    states = [rule.init_state(param) for param in params]
-    with LiveMemory([*params, *grads, *(state["momentum_buffer"] for state in states)]) as memory:
-        held = memory.now()
-        rule.update_(params, grads, states, HYPER)
-    *batch, rows, cols = shape
-    said = recipes.Muon(ns_method=method).workspace((2 * math.prod(batch), rows, cols))
-    # Sides that are no multiples of 16 are counted as if all matrices were padded.
-    assert (0.98 if rows % 16 == 0 else 0.9) < (memory.peak - held) / said <= 1
 
 
 def test_stacked_experts_take_what_a_batch_of_them_takes():

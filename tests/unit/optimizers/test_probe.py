@@ -1,4 +1,4 @@
-"""What a probe says that a class keeps, against what it keeps."""
+"""The states that a probe finds of a class, against those that the class keeps; and classes that are refused."""
 
 import copy
 import pickle
@@ -52,18 +52,6 @@ class Looks(Optimizer):
                 param.sub_(group["lr"] * param.grad)
 
 
-class Draws(Optimizer):
-    """Draws random numbers at every step."""
-
-    def __init__(self, params, lr=1e-3):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for param in self.param_groups[0]["params"]:
-            param.add_(torch.randn_like(param))
-
-
 def recipe(kind, **arguments):
     return recipe_of(f"{kind.__module__}:{kind.__name__}", whole=True)(matrix_params=arguments)
 
@@ -106,17 +94,10 @@ def test_states_of_large_parameters_of_any_number_of_axes(shape):
     assert found == {"exp_avg": shape, "exp_avg_sq": shape}
 
 
-def test_a_probe_without_memory_is_the_one_with_memory():
-    for kind in (AdamW, Adafactor, CAME, SOAP):
-        small, large = ({key: spec.dtype for key, spec in recipe(kind).states(shape).items()}
-                        for shape in ((8, 12), (2000, 3000)))
-        assert small == large, kind
-
-
 @pytest.mark.parametrize("kind, arguments, message", [
     (Looks, {"lr": 0.1}, "is given lr"),
     (Looks, {"other": 0.1}, "cannot be made with .*other")])
-def test_what_cannot_be_told_is_refused(kind, arguments, message):
+def test_arguments_that_the_class_cannot_take_are_refused(kind, arguments, message):
     with pytest.raises(ConfigError, match=message):
         kept_of(recipe(kind, **arguments), (80, 96))
 
@@ -131,21 +112,13 @@ def test_a_side_that_does_not_follow_from_the_shape_is_an_error_at_the_first_ste
 
 def test_a_state_that_comes_after_the_probe_is_an_error():
     rule = AnyTorch.of(recipe(Looks, extra="late"))
-    param = torch.zeros(6, 10)
-    state = rule.init_state(param)
+    params, grads = [torch.zeros(6, 10) for _ in range(2)], [torch.ones(6, 10) for _ in range(2)]
+    states = [rule.init_state(param) for param in params]
     for _ in range(15):
-        rule.update_([param], [torch.ones(6, 10)], [state], HYPER)
-    with pytest.raises(StepError, match=r"Looks keeps late \(10,\) of a parameter of \(6, 10\) after 16 steps"):
-        rule.update_([param], [torch.ones(6, 10)], [state], HYPER)
-
-
-def test_a_probe_takes_no_random_numbers_of_the_run():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    rule = AnyTorch.of(recipe(Draws))
-    rule.init_state(torch.zeros(6, 10))
-    assert torch.equal(torch.rand(4), expected)
+        rule.update_(params[1:], grads[1:], states[1:], HYPER)
+    with pytest.raises(UpdateError, match=r"Looks keeps late \(10,\) of .* \(6, 10\) after 16 steps") as caught:
+        rule.update_(params, grads, states, HYPER)
+    assert caught.value.index == 1
 
 
 class Writes(AdamW):
@@ -214,7 +187,7 @@ def test_arguments_are_what_ranks_can_compare():
 @pytest.mark.parametrize("text, yes", [
     ("torch.optim:AdamW", True), ("m:C", True), ("muon", False), ("a.b.C", False), ("a:b:c", False), (":C", False),
     ("a:", False), ("a/b:C", False), (3, False)])
-def test_what_a_path_is(text, yes):
+def test_a_path_is_a_module_and_a_class(text, yes):
     assert is_path(text) is yes
 
 
@@ -268,7 +241,7 @@ class Elsewhere(Optimizer):
     ("state of all", r"goes on from optimizer.state\['all'\], and"),
     ("unseen", r"does otherwise where each .* optimizer.state\[param\], as after a load, .* that it keeps elsewhere"),
     ("rate", "does otherwise where each .* more of the lr that it is made with than its parameter groups tell")])
-def test_what_is_kept_elsewhere_is_refused(where, message):
+def test_a_class_that_keeps_something_elsewhere_is_refused(where, message):
     AnyTorch.of(recipe(Elsewhere))
     with pytest.raises(ConfigError, match=f"Elsewhere {message}"):
         AnyTorch.of(recipe(Elsewhere, where=where))
@@ -278,7 +251,7 @@ def test_what_is_kept_elsewhere_is_refused(where, message):
     (MADGRAD, r"optimizer.state\['k'\]"), (SPAM, r"optimizer.state\['total_step'\]"),
     (EmoNavi, r"optimizer.state\['ema'\]"), (DAdaptAdam, "'numerator_weighted'"), (AdaBound, "more of the lr"),
     (ScheduleFreeRAdam, "does otherwise where each")], ids=lambda value: getattr(value, "__name__", ""))
-def test_classes_of_others_that_do_so(kind, message):
+def test_published_classes_that_keep_something_elsewhere_are_refused(kind, message):
     with pytest.raises(ConfigError, match=message):
         AnyTorch.of(recipe(kind))
 
@@ -303,7 +276,7 @@ class Counts(Optimizer):
             param.sub_(group["lr"] * state["average"] / (1 - 0.9 ** state["step"]))
 
 
-def test_what_is_kept_of_a_piece_does_not_depend_on_its_length():
+def test_states_of_a_piece_do_not_depend_on_its_length():
     path = f"{Counts.__module__}:{Counts.__name__}"
     scalar = recipe_of(path, whole=False)()
     AnyTorch.of(scalar)
@@ -315,10 +288,15 @@ def test_what_is_kept_of_a_piece_does_not_depend_on_its_length():
         AnyTorch.of(recipe_of(path, whole=False)(scalar_params={"large": 3000}))
 
 
+#: Noise for a parameter, by its source.
+NOISE = {"nothing": lambda param: 0.0, "many": torch.rand_like, "torch": lambda param: float(torch.rand(())),
+         "python": lambda param: random.random(), "numpy": lambda param: float(np.random.rand())}
+
+
 class Later(Optimizer):
     """Lets a parameter know of those before it, and draws random numbers, if it shall."""
 
-    def __init__(self, params, lr=1e-3, draws=False, mixes=True):
+    def __init__(self, params, lr=1e-3, draws="nothing", mixes=True):
         super().__init__(params, {"lr": lr, "draws": draws, "mixes": mixes})
 
     @torch.no_grad()
@@ -326,8 +304,7 @@ class Later(Optimizer):
         group, = self.param_groups
         before = 0.0
         for param in group["params"]:
-            noise = torch.rand_like(param) if group["draws"] else 0.0
-            param.sub_(group["lr"] * (param.grad + before + noise))
+            param.sub_(group["lr"] * (param.grad + before + NOISE[group["draws"]](param)))
             before = before + param.grad.mean() if group["mixes"] else 0.0
 
 
@@ -337,31 +314,23 @@ def test_the_first_parameter_is_not_the_only_one_that_is_compared():
         AnyTorch.of(recipe(Later))
 
 
-class DrawsOne(Optimizer):
-    """Draws a single random number for each parameter."""
-
-    def __init__(self, params, lr=1e-3, source="torch"):
-        super().__init__(params, {"lr": lr})
-        self.source = source
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group, = self.param_groups
-        for param in group["params"]:
-            number = {"torch": lambda: float(torch.rand(())), "python": random.random,
-                      "numpy": lambda: float(np.random.rand())}[self.source]()
-            param.sub_(group["lr"] * number * param.grad)
-
-
 @pytest.mark.parametrize("kind, arguments", [
-    (Later, {"draws": True, "mixes": False}), (Kron, {}), (DrawsOne, {}), (DrawsOne, {"source": "python"}),
-    (DrawsOne, {"source": "numpy"})])
+    (Kron, {}), *((Later, {"draws": source, "mixes": False}) for source in ("many", "torch", "python", "numpy"))])
 def test_a_class_that_draws_random_numbers_gets_matrices_alone(kind, arguments):
     AnyTorch.of(recipe(kind, **arguments))
     scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
     with pytest.raises(ConfigError, match=f"{kind.__name__} draws random numbers, .* on several ranks, .*use it as "
                        "matrix_optimizer"):
         AnyTorch.of(scalar)
+
+
+def test_a_probe_takes_no_random_numbers_of_the_run():
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    rule = AnyTorch.of(recipe(Later, draws="many", mixes=False))
+    rule.init_state(torch.zeros(6, 10))
+    assert torch.equal(torch.rand(4), expected)
 
 
 class DrawsElsewhere(Optimizer):
@@ -383,7 +352,7 @@ class DrawsElsewhere(Optimizer):
 
 @pytest.mark.parametrize("where", ["constructor", "order", "own generator"])
 def test_a_class_that_draws_elsewhere_is_told_so(where):
-    """As matrix_optimizer it may draw, in step, for one parameter after another."""
+    """A matrix_optimizer may draw in step alone, for one parameter after another."""
     with pytest.raises(ConfigError, match="DrawsElsewhere does otherwise where each .*: it draws random numbers "
                        "elsewhere than in step, .* or from a generator of its own, or what it does depends on other"):
         AnyTorch.of(recipe(DrawsElsewhere, where=where))
@@ -465,14 +434,3 @@ def test_nothing_that_a_step_works_on_is_kept():
             value.copy_(lent[key])
         del param, grad, lent, value
         assert not any(each() is not None for each in gone)
-
-
-def test_an_error_says_which_parameter():
-    rule = AnyTorch.of(recipe(Looks, extra="late"))
-    params, grads = [torch.zeros(6, 10) for _ in range(2)], [torch.ones(6, 10) for _ in range(2)]
-    states = [rule.init_state(param) for param in params]
-    for _ in range(15):
-        rule.update_(params[1:], grads[1:], states[1:], HYPER)
-    with pytest.raises(UpdateError) as caught:
-        rule.update_(params, grads, states, HYPER)
-    assert caught.value.index == 1

@@ -1,6 +1,6 @@
-"""Scalar optimizers and Adafactor against formulas written out in float64, and against torch and pytorch_optimizer.
+"""Scalar optimizers and Adafactor against torch and pytorch_optimizer, in pieces, and at different steps.
 
-Every setting of every such recipe is in the table below, and is compared with what it means.
+Formulas are compared in ``recipes/test_every_setting.py``.
 """
 
 import math
@@ -15,11 +15,9 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules import adafactor_recipe as sizes
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from tests.support.elementwise import train
 from tests.support.rooms import rooms
 
 pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "recipe_registry",
@@ -28,7 +26,7 @@ pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 STEPS = 20
 
-#: By optimizer, what its settings are tried at, together or one by one; every field of its recipe is in one of them.
+#: Settings that each optimizer is tried at.
 TRIED = {
     "adamw": [{}], "adam": [{}], "lion": [{}], "sgd": [{}],
     "signum": [{}, {"nesterov": True}, {"nesterov": True, "correct_bias": False}],
@@ -55,32 +53,6 @@ def trained(name, settings, shape, hyper=HYPER, steps=STEPS):
     for step in range(1, steps + 1):
         rule.update_([value], [gradients(shape, step)], [state], hyper)
     return value
-
-
-def by_hand(name, settings, shape, hyper=HYPER, steps=STEPS):
-    return train(name, start(shape), [gradients(shape, step) for step in range(1, steps + 1)], hyper, settings)
-
-
-def test_every_setting_is_tried():
-    for name, entry in REGISTRY.items():
-        if not entry.recipe.whole or name in TRIED:
-            # What states are kept in is nothing that a rule sees.
-            fields = set(entry.recipe.keys()) - set(Recipe.keys()) - {"stochastic_rounding"} - set(
-                getattr(entry.recipe, "kept_by", {}).values())
-            assert set().union(*TRIED.get(name, [{None}])) == fields, f"add what {name!r} is tried at to TRIED"
-            for field in fields:
-                default = entry.recipe.model_fields[field].default
-                assert any(settings.get(field, default) != default for settings in TRIED[name]), (name, field)
-
-
-@pytest.mark.parametrize("name, settings", CASES)
-def test_by_its_formula(name, settings):
-    shape = (6, 4) if REGISTRY[name].recipe.whole else (33,)
-    expected = by_hand(name, settings, shape)
-    torch.testing.assert_close(trained(name, settings, shape).double(), expected, rtol=1e-5, atol=1e-5)
-    # That the test can tell: without the settings it is something else.
-    if settings:
-        assert (by_hand(name, {}, shape) - expected).abs().max() > 1e-4
 
 
 def theirs_trained(make, shape):
@@ -110,7 +82,7 @@ def ademamix(**settings):
     ("adafactor", {"beta2_decay": -0.5, "eps1": 0.1, "eps2": 2.0, "clip_threshold": 1.5}, (4, 6), HYPER,
      lambda p: torch.optim.Adafactor(p, lr=0.01, weight_decay=0.1, beta2_decay=-0.5, eps=(0.1, 2.0), d=1.5)),
 ])
-def test_as_other_packages_have_it(name, settings, shape, hyper, theirs):
+def test_other_packages_agree(name, settings, shape, hyper, theirs):
     ours = trained(name, settings, shape, hyper)
     torch.testing.assert_close(ours, theirs_trained(theirs, shape), rtol=2e-6, atol=2e-6)
 

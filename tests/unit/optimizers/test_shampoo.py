@@ -21,7 +21,7 @@ def drawn(shape, steps, dtype, seed=1):
 
 
 def trained(settings, shape, dtype, hyper, beside, scale=1.0):
-    """How far a parameter comes apart from what ``beside`` gives for each gradient, over how far it has moved."""
+    """The distance of a parameter from what ``beside`` gives for each gradient, over how far it has moved."""
     rule = rule_of(Recipe(**settings))
     first, *grads = drawn(shape, 21, dtype)
     param, step = first.clone(), beside(rule.recipe, first, hyper)

@@ -1,4 +1,4 @@
-"""What an update of an owner's matrices of real models takes: memory beside what is kept, and dispatched operations."""
+"""The cost of updates of an owner's matrices of real models: memory beside what is kept, and dispatched operations."""
 
 import math
 from collections import Counter
@@ -53,7 +53,7 @@ def params_of(model):
 
 
 def updates_of(layout, rank, routes, rule, *, elsewhere=(), tp_size=1):
-    """By bucket, last first, the names that one call updates of what ``rank`` owns."""
+    """The names that each call updates of what ``rank`` owns, in the order of buckets, last first."""
     pieces = [list(bucket.pieces(rank)) for bucket in layout.buckets]
     names = {piece.name for held in pieces for piece in held}
     sets = update_sets(pieces, routes, dict.fromkeys(names, rule), batch_matrices=True,
@@ -139,7 +139,7 @@ def qwen():
     return routes, plan_layout(specs, 8, bucket_numel=50_000_000)
 
 
-def test_what_comes_from_elsewhere_for_its_update_is_taken_along_by_nobody():
+def test_a_matrix_that_comes_from_elsewhere_joins_no_other_bucket():
     routes, layout = qwen()
     rule = Muon.of(recipes.Muon())
     alone = workspace_bytes(layout, routes, hosted=True)

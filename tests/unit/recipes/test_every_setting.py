@@ -8,6 +8,7 @@ setting. What does not move weights, because it is another way to compute the sa
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -150,9 +151,9 @@ class Model(nn.Module):
 
 
 def routes_of(name, changes, lr_scale=0.5):
-    """Where a config leads to that sets ``changes`` for one parameter of optimizer ``name``, and nothing else.
+    """The route of one parameter of optimizer ``name``, of a config that sets ``changes`` for it and nothing else.
 
-    What takes rates of another size than before needs ``lr_scale``, too.
+    An optimizer that takes rates of another size than before needs ``lr_scale``, too.
     """
     kind = RECIPES[name]
     path, named = name.split(" ")[0], "matrix" if kind.whole else "vector"
@@ -209,13 +210,13 @@ def steps_of(name):
 
 
 def hyper_of(recipe, hyper=HYPER):
-    """What a route makes of ``hyper``."""
+    """``hyper`` as a route changes it."""
     own = recipe.own_weight_decay
     return hyper if own is None else replace(hyper, weight_decay=own)
 
 
 def trained(recipe, hyper, start, grads, state=None, fast=()):
-    """Where ``recipe`` comes to; on a device that multiplies fast in some dtypes."""
+    """The end of training with ``recipe``, on a device that multiplies fast in some dtypes."""
     rule, value, hyper = rule_of(recipe).on_device(frozenset(fast)), start.clone(), hyper_of(recipe, hyper)
     state = {key: each.to(start.dtype) for key, each in rule.init_state(value).items()} if state is None else state
     for grad in grads:
@@ -224,7 +225,7 @@ def trained(recipe, hyper, start, grads, state=None, fast=()):
 
 
 def written_out(name, settings, hyper, start, grads, state=None):
-    """Where the formulas come to."""
+    """The end of training with the formulas."""
     if name in FAMILY:
         return family.train(name, start, grads, lr=hyper.lr, momentum=hyper.momentum, weight_decay=hyper.weight_decay,
                             settings=settings)
@@ -265,7 +266,7 @@ def torchs_own(settings, hyper, start, grads):
 
 
 def apart(one, other, start):
-    """How far two have come apart, over how far the second has come."""
+    """The distance of two, over how far the second has come."""
     one, other, start = one.double(), other.double(), start.double()
     return float((one - other).norm() / (other - start).norm())
 
@@ -299,7 +300,7 @@ def test_a_setting_changes_what_its_formula_says(name, field, value):
 
 @pytest.mark.parametrize("name, field, value, words", [
     *((*case, VALUES[case[1]][-1], words) for case, words in REFUSED.items()), *REFUSED_VALUES], ids=str)
-def test_what_cannot_be_is_refused(name, field, value, words):
+def test_a_setting_that_an_optimizer_cannot_have_is_refused(name, field, value, words):
     with pytest.raises(ConfigError, match=words):
         routes_of(name, {field: value})
 
@@ -443,15 +444,18 @@ def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_states_are_what_every_value_makes_of_them(name):
-    shape = (16, 24) if RECIPES[name].whole else (33,)
-    for field in RECIPES[name].model_fields:
-        for value in VALUES[field]:
-            if (name, field) in REFUSED or any((name, field, value) == refused[:3] for refused in REFUSED_VALUES):
-                continue
-            recipe = built(name, {**beside(name, field), field: value})
-            states = rule_of(recipe).init_state(torch.zeros(shape))
-            assert {key: tuple(each.shape) for key, each in states.items()} == {
-                key: spec.shape for key, spec in recipe.states(shape).items()}, (field, value)
-            # What is kept in fewer bits is so beside the rule, which gets and gives float32.
-            assert sum(spec.rule_nbytes for spec in recipe.states(shape).values() if not spec.on_host) == sum(
-                each.nbytes for key, each in states.items() if key != "step")
+    shapes = [(16, 24), (24, 16), (3, 16, 24)] if RECIPES[name].whole else [(33,)]
+    settings = [{**beside(name, field), field: value} for field in RECIPES[name].model_fields for value in VALUES[field]
+                if (name, field) not in REFUSED and (name, field, value) not in {case[:3] for case in REFUSED_VALUES}]
+    for shape, given in itertools.product(shapes, [{}, *settings]):
+        recipe = built(name, given)
+        states, specs = rule_of(recipe).init_state(torch.zeros(shape, device="meta")), recipe.states(shape)
+        # A state that is kept in fewer bits is so beside the rule, which gets and gives float32.
+        assert {key: (tuple(each.shape), str(each.dtype), each.device.type) for key, each in states.items()} == {
+            key: (spec.shape, f"torch.{spec.dtype}", "cpu" if spec.on_host else "meta")
+            for key, spec in specs.items()}, (shape, given)
+        on_device = [key for key, spec in specs.items() if not spec.on_host]
+        assert sum(specs[key].rule_nbytes for key in on_device) == sum(states[key].nbytes for key in on_device)
+    # A default keeps float32, so that these are all the bytes.
+    assert built(name, {}).state_bytes(shapes[0]) == sum(
+        spec.rule_nbytes for spec in built(name, {}).states(shapes[0]).values() if not spec.on_host)
