@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -18,11 +17,9 @@ from transformers import TrainingArguments
 
 from ds_layerwise import cli
 from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig, left_to_deepspeed
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.plan.forecast.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.forecast.model_file import read_model
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
-from ds_layerwise.recipes.recipe_registry import REGISTRY
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms
 
@@ -136,7 +133,7 @@ def test_bucket_sizes_are_compared_below_the_plan(files):
     assert "450 GB/s inside nodes of 8 ranks and 8 x 50 GB/s" in out and "at 400 TFLOP/s" in out
 
 
-def test_what_fits_into_a_device_is_said_for_ranks_and_bucket_sizes(files):
+def test_the_plan_says_which_ranks_and_bucket_sizes_fit_into_a_device(files):
     def plans(memory, **changes):
         given = config(zero_optimization={"stage": 1, "reduce_bucket_size": 2048, **changes})
         code, out, err = run(*files(given, "2,4", "--json", "--memory", memory))
@@ -170,7 +167,7 @@ def test_what_fits_into_a_device_is_said_for_ranks_and_bucket_sizes(files):
         assert all({*size} == {"elements", "buckets", "seconds"} for size in plan["predicted"]["bucket_sizes"])
 
 
-def test_what_does_not_fit_is_said_and_no_error(files):
+def test_a_plan_that_does_not_fit_is_no_error(files):
     code, out, err = run(*files(config(), "2,4", "--memory", "1e-6"))
     assert (code, err) == (0, "") and "\nnone of the numbers of ranks asked for fits: 2, 4\n" in out
     assert "\n2 ranks: none of the sizes fits, so none is best\n4 ranks: none of the sizes fits" in out
@@ -279,14 +276,9 @@ def test_everything_may_be_sent_to_the_scalar_optimizer(files):
     assert [held["states"] for held in plan["memory_bytes"]] == [2 * 4 * 5120 / 2] * 2
     model = files(given)[2]
     model.write_text("model: tables\nnumel: 12\nparams:\n  - {name: embed, shape: [4, 3], optimizer: scalar}\n")
+    plan, = json.loads(run(*files(given, "2", "--json"))[1])
+    assert plan["owned_matrix_elements"] == [0, 0] and plan["elements"] == 12
     assert_refused("no parameter goes to the matrix optimizer, of 1 trainable ones: 1 x model file", *files(config()))
-
-
-def test_a_model_without_matrices_is_planned_where_an_override_chose_for_all(files):
-    arguments = files(config(layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]}), "2", "--json")
-    arguments[2].write_text("model: m\nnumel: 4\nparams: [{name: w, shape: [4], optimizer: scalar}]")
-    plan, = json.loads(run(*arguments)[1])
-    assert plan["owned_matrix_elements"] == [0, 0] and plan["elements"] == 4
 
 
 def test_every_parameter_is_listed(files):
@@ -344,8 +336,24 @@ def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     (config(communication_data_type="int8"), "communication_data_type must be fp32, bf16 or fp16 with this optimizer, "
      "got 'int8'"),
     (config(data_types={"grad_accum_dtype": 7}), "data_types.grad_accum_dtype must be fp32, bf16 or fp16"),
+    (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
+    (config(optimizer="LayerWiseMuon"), "optimizer must be an object, got 'LayerWiseMuon'"),
+    (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),
+    (config(optimizer={"type": "LayerWiseMuon", "params": [1]}), "optimizer.params must be an object, got [1]"),
+    (config(layerwise=[]), "layerwise must be an object, got []"),
+    (config(zero_optimization=True), "zero_optimization must be an object, got True"),
+    (config(bf16=True), "bf16 must be an object, got True"),
+    (config(bf16={"enabled": "yes"}), "bf16.enabled must be true or false, got 'yes'"),
+    (config(zero_optimization={"stage": 1, "compute_grad_norm": 0}), "compute_grad_norm must be true or false, got 0"),
+    (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}),
+     "offload_optimizer.ratio must be a number in [0, 1], got 2"),
+    (config(tensor_parallel={"autotp_size": "2"}), "tensor_parallel.autotp_size must be a whole number from 0 on"),
+    (config(tensor_parallel={"autotp_size": 2}), "do not say how tensor parallelism cuts it"),
+    ("[" * 100_000, "config.json is no JSON"),
+    ('{"a": 1, "a": 2}', "the config names 'a' twice"),
+    ('"x"', "a DeepSpeed config must be an object, got 'x'"),
 ])
-def test_what_training_refuses_is_refused(given, message, files):
+def test_a_plan_refuses_the_configs_that_training_refuses(given, message, files):
     assert_refused(message, *files(given))
 
 
@@ -447,29 +455,6 @@ def test_whatever_a_config_holds_is_planned_or_refused_in_one_line(files):
         assert (code == 0 and out) or (code == 2 and not out and err.count("\n") == 1), (place, code, err)
 
 
-@pytest.mark.parametrize("given, message", [
-    (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
-    (config(optimizer="LayerWiseMuon"), "optimizer must be an object, got 'LayerWiseMuon'"),
-    (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),
-    (config(optimizer={"type": "LayerWiseMuon", "params": [1]}), "optimizer.params must be an object, got [1]"),
-    (config(layerwise=[]), "layerwise must be an object, got []"),
-    (config(zero_optimization=True), "zero_optimization must be an object, got True"),
-    (config(bf16=True), "bf16 must be an object, got True"),
-    (config(bf16={"enabled": "yes"}), "bf16.enabled must be true or false, got 'yes'"),
-    (config(zero_optimization={"stage": 1, "compute_grad_norm": 0}), "compute_grad_norm must be true or false, got 0"),
-    (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}),
-     "offload_optimizer.ratio must be a number in [0, 1], got 2"),
-    (config(tensor_parallel={"autotp_size": "2"}), "tensor_parallel.autotp_size must be a whole number from 0 on"),
-    (config(tensor_parallel={"autotp_size": 2}), "do not say how tensor parallelism cuts it"),
-    ("[" * 100_000, "config.json is no JSON"),
-    ('{"a": 1, "a": 2}', "the config names 'a' twice"),
-    ("7", "a DeepSpeed config must be an object, got 7"),
-    ('"x"', "a DeepSpeed config must be an object, got 'x'"),
-])
-def test_what_is_no_config_is_named(given, message, files):
-    assert_refused(message, *files(given))
-
-
 def test_comments_are_read_as_deepspeed_reads_them(files):
     given = json.dumps(config())
     assert run(*files("# a comment\n" + given[:-1] + ",\n}"))[:2] == run(*files(given))[:2]
@@ -521,7 +506,7 @@ def test_a_bucket_size_that_is_the_only_auto_is_said(model, numel, by, files):
         assert run(*files(auto, "2", *form))[1].startswith(err)
 
 
-def test_what_deepspeed_takes_for_auto_is_said():
+def test_a_plan_says_what_deepspeed_takes_for_auto():
     given = {"overlap_comm": "auto", "compute_grad_norm": "auto", "reduce_bucket_size": "auto", "cpu_offload": "auto",
              "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
     taken = DeepSpeedZeroConfig(**given)
@@ -593,7 +578,7 @@ def test_it_takes_no_torch(files):
     assert done.stdout.endswith("0 []\n"), done.stderr
 
 
-def test_what_deepspeed_takes_where_the_config_says_nothing():
+def test_a_plan_takes_the_defaults_of_deepspeed():
     assert DeepSpeedZeroConfig().reduce_bucket_size == DEFAULT_BUCKET_NUMEL
     for said in ({}, {"reduce_bucket_size": "auto"}):
         assert RunConfig.from_ds_config(config(zero_optimization={"stage": 1, **said})
@@ -607,19 +592,7 @@ def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     assert f"torch.{parsed}" == str(DtypeEnum(spelling).value)
 
 
-@pytest.mark.parametrize("shape", [(6, 4), (3, 6, 4)])
-@pytest.mark.parametrize("name", REGISTRY)
-def test_the_states_of_a_recipe_are_those_of_its_rule(name, shape):
-    recipe = REGISTRY[name].recipe()
-    shape = shape if recipe.whole else (math.prod(shape),)
-    states = rule_of(recipe).init_state(torch.zeros(shape, device="meta"))
-    assert {key: (tuple(value.shape), str(value.dtype), value.device.type) for key, value in states.items()} == {
-        key: (spec.shape, f"torch.{spec.dtype}", "cpu" if spec.on_host else "meta")
-        for key, spec in recipe.states(shape).items()}
-    assert recipe.state_bytes(shape) == sum(value.nbytes for value in states.values() if value.device.type == "meta")
-
-
-def test_what_is_under_way_is_the_worst_of_the_buckets_that_take_turns():
+def test_bytes_under_way_are_the_worst_of_the_buckets_that_take_turns():
     layout = Layout("balanced", 2, 1, (
         Bucket(0, "bfloat16", True, 0, (8, 2), (Slot("a", 0, 8), Slot("b", 8, 2))),
         Bucket(1, "bfloat16", True, 10, (0, 6), (Slot("c", 10, 6),)),

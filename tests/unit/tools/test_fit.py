@@ -42,7 +42,7 @@ SHORT_STATES = ["exp_avg_dtype", "exp_avg_sq_dtype", "master_dtype", "momentum_d
 @pytest.mark.parametrize("memory, keys", [
     (79.6, [[], ["stage"], ["stage"]]), (20, [["stage"]]), (19, [["master_dtype", "stage"]]), (17, [SHORT_STATES]),
     (14, [["offload_optimizer", "stage"]])])
-def test_what_costs_more_comes_only_where_nothing_cheaper_fits(memory, keys, written):
+def test_a_costlier_change_comes_only_if_nothing_cheaper_fits(memory, keys, written):
     (fits, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=int(memory * GIB))
     assert changed_keys(fits) == keys
     assert [fit.nanoseconds for fit in fits] == sorted(fit.nanoseconds for fit in fits)
@@ -95,7 +95,7 @@ def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(option, parallelism, writ
                    written(config(stage=3)), "--ranks", "8", option, "2")
 
 
-def test_what_the_config_says_of_tensor_parallelism_stays(written):
+def test_tensor_parallelism_of_the_config_stays(written):
     cut = config(tensor_parallel={"autotp_size": 4})
     (fits, ), _ = find_fits("llama-3-8b", written(cut), [8], memory_bytes=40 * GIB)
     assert fits and {fit.change.tp_size for fit in fits} == {4}
@@ -105,7 +105,7 @@ def test_what_the_config_says_of_tensor_parallelism_stays(written):
         assert plan.predictions[0].own.left == fit.left
 
 
-def test_what_is_assumed_is_said(written):
+def test_assumptions_are_said(written):
     given = config()
     given["zero_optimization"]["reduce_bucket_size"] = "auto"
     arguments = ["plan", "--model", "gpt2-124m", "--config", written(given), "--ranks", "8"]

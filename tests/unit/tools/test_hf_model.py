@@ -97,7 +97,7 @@ def test_a_config_without_architectures_is_a_language_model(arguments):
     assert json.loads(out)[0]["elements"] == sum(p.numel() for p in LlamaForCausalLM(hf_config).parameters())
 
 
-def test_what_cannot_be_built_is_refused(arguments, monkeypatch):
+def test_a_model_that_cannot_be_built_is_refused(arguments, monkeypatch):
     command = arguments(AutoConfig.for_model("llama", num_attention_heads=4))
     command[2].write_text('{"model_type": "no-such-model"}')
     assert_refused("cannot build this model without memory: ", *command)

@@ -42,7 +42,7 @@ def command(tmp_path):
 
 
 class Page(HTMLParser):
-    """Its rows of cells, paragraphs and captions, attributes of bars with the text of their titles, and all tags."""
+    """A page: its rows of cells, paragraphs and captions, attributes of bars with their titles, and all tags."""
 
     VOID = ("meta", "rect")
 
@@ -79,7 +79,7 @@ class Page(HTMLParser):
 
 
 def on_terminal(columns, arguments, monkeypatch):
-    """What a terminal with so many columns shows."""
+    """The output on a terminal with so many columns."""
     shown = io.StringIO()
     shown.isatty = lambda: True
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -164,7 +164,7 @@ def test_pictures_have_the_numbers_of_every_rank(stage, command, tmp_path):
     assert next(bars, None) is None and page.tags.count("figure") == 6
 
 
-def test_of_many_ranks_the_fullest_of_neighbours_are_drawn(command, tmp_path):
+def test_the_fullest_of_neighbours_is_drawn_if_ranks_are_many(command, tmp_path):
     path = tmp_path / "plan.html"
     plan, = json.loads(run(*command("300", "--json", "--html", path))[1])
     page = Page(path.read_text())
