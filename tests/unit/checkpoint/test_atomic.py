@@ -24,7 +24,7 @@ FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new
 
 
 class Killed(BaseException):
-    """What nothing on the way catches."""
+    """An exception that nothing on the way catches."""
 
 
 def write(folder, text):
@@ -201,6 +201,6 @@ def test_a_list_that_names_what_is_outside_is_not_believed(tmp_path):
 
 
 @pytest.mark.parametrize("written", [b"run/a", b"run/a\n", b"run/a\r\n", b" run/a ", b"\xef\xbb\xbfrun/a\r\n"])
-def test_a_pointer_that_an_editor_wrote(written, tmp_path):
+def test_a_pointer_may_be_written_by_an_editor(written, tmp_path):
     (tmp_path / "latest").write_bytes(written)
     assert atomic.pointed(tmp_path / "latest") == "run/a"

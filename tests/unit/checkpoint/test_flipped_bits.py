@@ -1,4 +1,4 @@
-"""One flipped bit anywhere in one file of whole parameters, or in a sharded checkpoint: never other values."""
+"""Flipped bits in one file of whole parameters, or in a sharded checkpoint, never give other values."""
 
 import os
 import random
@@ -51,7 +51,7 @@ def write_one_file(folder):
 
 
 def write_sharded(folder):
-    """As two ranks write it, each parameter in two parts."""
+    """Write a sharded checkpoint as two ranks do, each parameter in two parts."""
     model = {name: of[""] for name, of in STATES.items()} | {"frozen": FROZEN}
     state = {name: {key: value for key, value in of.items() if key} for name, of in STATES.items()}
     paths = {f"model.{name}": value for name, value in model.items()} | {
@@ -114,7 +114,7 @@ def flipped(path, place, bit):
 
 
 def outcome(folder, whole):
-    """What is wrong with a load of a damaged ``folder``; empty if that is refused, or as it was saved."""
+    """The fault of a load of a damaged ``folder``; empty if that is refused, or as it was saved."""
     try:
         found = read(folder, RANGES)
     except LayerWiseError as e:
@@ -142,8 +142,8 @@ def test_a_flipped_bit_is_refused_or_changes_nothing(make, tmp_path):
 
 
 @pytest.mark.parametrize("make", [write_one_file, write_sharded])
-def test_each_bit_of_a_tensor_counts(make, tmp_path):
-    """Wherever the values lie in a file."""
+def test_a_flipped_bit_of_any_tensor_is_refused(make, tmp_path):
+    """The bit is flipped wherever the values lie in a file."""
     make(tmp_path)
     for key, value in {**expected(RANGES), ("frozen", ""): FROZEN}.items():
         raw = value.reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
@@ -157,8 +157,8 @@ def test_each_bit_of_a_tensor_counts(make, tmp_path):
             flipped(path, place, 3)
 
 
-def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
-    """As earlier versions have written it."""
+def test_a_checkpoint_without_checksums_is_read(tmp_path, monkeypatch):
+    """Earlier versions have written such checkpoints."""
     whole = {}
     for make in (write_one_file, write_sharded):
         folder = tmp_path / make.__name__
@@ -178,8 +178,8 @@ def test_what_has_no_checksums_is_read(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("sums", [7, *({"master.a.b": of_one, "model.a.b": of_one} for of_one in (5, {"a": "b"}))])
 @pytest.mark.parametrize("make", [write_one_file, write_sharded])
-def test_checksums_that_are_none(make, sums, tmp_path, monkeypatch):
-    """In a header that is as it was written: a digest of it tells nothing."""
+def test_checksums_of_another_type_are_damage(make, sums, tmp_path, monkeypatch):
+    """The header is as it was written, so that its digest tells nothing."""
     made = write_beside
     for module in (headers, sys.modules[__name__]):
         monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
@@ -188,7 +188,7 @@ def test_checksums_that_are_none(make, sums, tmp_path, monkeypatch):
         read(tmp_path, RANGES)
 
 
-def test_a_list_of_tensors_that_is_none(tmp_path):
+def test_a_damaged_list_of_tensors_is_refused(tmp_path):
     write_sharded(tmp_path)
     path = Path(tmp_path, ".metadata")
     whole = path.read_bytes()

@@ -73,7 +73,7 @@ def test_all_ranks_together_check_each_range_once(folder, world_size, monkeypatc
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
+def test_a_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
     rng = random.Random(seed)
     name = rng.choice(["zip.pt", "old.pt", "short", "zero/a.b/fp32.pt"])
     content = bytearray((folder / name).read_bytes())
@@ -98,7 +98,7 @@ def test_one_flipped_bit_is_found_by_one_rank_of_three(folder, seed):
     (lambda path: (path.parent / "empty").write_text("x"), "empty has 1 bytes, 0 were saved"),
     (lambda path: (path.parent / "zz empty").unlink(), "zz empty is missing"),
 ])
-def test_what_is_wrong_is_named(folder, change, message):
+def test_a_changed_file_is_named(folder, change, message):
     change(folder / "zip.pt")
     with pytest.raises(LayerWiseError, match=message):
         Manifest.read(folder).check(folder)
@@ -131,13 +131,13 @@ def resealed(folder, ranges):
     (lambda f: edited(f, lambda c: c["files"]["zip.pt"][0].__setitem__(1, 0)), "is damaged: its own digest"),
     (lambda f: edited(f, lambda c: c.update(format=2)), "has format 2, and this version of ds_layerwise reads 1; up"),
 ])
-def test_a_list_that_cannot_be_trusted(folder, damage, message):
+def test_a_list_that_cannot_be_trusted_is_refused(folder, damage, message):
     damage(folder)
     with pytest.raises(LayerWiseError, match=f"{FILE_NAME} {message}"):
         Manifest.read(folder)
 
 
-def test_some_files_and_the_union(folder):
+def test_lists_of_some_files_and_their_union_are_checked(folder):
     whole = Manifest.read(folder)
     parts = [whole.only(["zip.pt", "not there"]), whole.only(["short"])]
     assert list(parts[0].files) == ["zip.pt"]
@@ -147,27 +147,6 @@ def test_some_files_and_the_union(folder):
 
 
 class TestStaging:
-    def write(self, folder, text):
-        atomic.begin(folder)
-        (atomic.incomplete_folder(folder) / "file").write_text(text)
-
-    def commit(self, folder):
-        atomic.commit(folder, Manifest.of(atomic.incomplete_folder(folder)))
-
-    @pytest.mark.parametrize("exchange", [True, False])
-    def test_the_new_takes_the_place_of_the_old(self, exchange, tmp_path, monkeypatch):
-        if not exchange:
-            monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-        folder = tmp_path / "tag"
-        for text in ("first", "second", "third"):
-            self.write(folder, text)
-            (atomic.incomplete_folder(folder) / text).write_text("")
-            self.commit(folder)
-            assert (folder / "file").read_text() == text
-            assert sorted(p.name for p in folder.iterdir()) == sorted(["file", text, FILE_NAME])
-            Manifest.read(folder).check(folder)
-        assert [p.name for p in tmp_path.iterdir()] == ["tag"]
-
     def test_this_system_exchanges_at_once(self, tmp_path):
         for name in ("a", "b"):
             (tmp_path / name).mkdir()
@@ -176,41 +155,7 @@ class TestStaging:
         assert [p.name for p in (tmp_path / "a").iterdir()] == ["b"]
         assert not atomic._exchange(tmp_path / "a", tmp_path / "missing")
 
-    def test_what_an_earlier_save_left_is_cleared_away(self, tmp_path):
-        folder = tmp_path / "tag"
-        self.write(folder, "died")
-        (atomic.incomplete_folder(folder) / "more").write_text("")
-        self.write(folder, "new")
-        self.commit(folder)
-        assert sorted(p.name for p in folder.iterdir()) == sorted(["file", FILE_NAME])
-
-    def test_giving_up_leaves_the_old(self, tmp_path):
-        folder = tmp_path / "tag"
-        self.write(folder, "old")
-        self.commit(folder)
-        self.write(folder, "new")
-        atomic.abandon(folder)
-        assert (folder / "file").read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["tag"]
-
-    def test_a_death_between_two_renames(self, tmp_path):
-        folder = tmp_path / "tag"
-        self.write(folder, "old")
-        self.commit(folder)
-        folder.rename(tmp_path / "tag.replaced")
-        atomic.recover(folder)
-        assert (folder / "file").read_text() == "old"
-        atomic.recover(folder)
-        assert [p.name for p in tmp_path.iterdir()] == ["tag"]
-
-    def test_a_death_after_both_renames(self, tmp_path):
-        folder = tmp_path / "tag"
-        for name, text in (("tag.replaced", "old"), ("tag", "new")):
-            self.write(tmp_path / name, text)
-            self.commit(tmp_path / name)
-        atomic.recover(folder)
-        assert (folder / "file").read_text() == "new"
-
-    def test_a_pointer(self, tmp_path):
+    def test_a_pointer_holds_its_tag_and_leaves_no_other_file(self, tmp_path):
         for tag in ("a", "b" * 300):
             atomic.point(tmp_path / "latest", tag)
             assert (tmp_path / "latest").read_text() == tag

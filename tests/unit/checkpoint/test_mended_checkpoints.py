@@ -1,4 +1,4 @@
-"""Corners of saves and loads that a rewrite has lost once: what a disk or a script of one's own does seldom."""
+"""Corners of saves and loads that a rewrite has lost once, which disks and scripts seldom reach."""
 
 import os
 from contextlib import nullcontext
@@ -41,7 +41,7 @@ def test_a_file_in_the_way_of_a_save_is_called_a_file_and_a_link_a_link(tmp_path
 
 @pytest.mark.parametrize("which, kept", [(0, "old"), (1, "new")])
 def test_a_rename_that_fails_after_it_was_done_leaves_a_checkpoint_in_place(which, kept, tmp_path, monkeypatch):
-    """As over NFS, where a call whose answer is lost is repeated, and then finds nothing to do."""
+    """NFS repeats a call whose answer is lost, and then finds nothing to do."""
     folder, rename, calls = tmp_path / "tag", os.rename, []
 
     def commit(text):
@@ -69,7 +69,7 @@ def test_a_rename_that_fails_after_it_was_done_leaves_a_checkpoint_in_place(whic
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("counts, step", [((0, 5), 0), ((5, 0), 5), ((None, 5), 5), ((None, None), 0)])
 def test_the_step_of_anothers_checkpoint_is_the_first_count_in_it(counts, step, tmp_path):
-    """Also if that is 0, and the counts of others are not."""
+    """This holds if that is 0, and the counts of others are not."""
     states = {}
     for name, count in zip("ab", counts, strict=True):
         states[name] = {"exp_avg": torch.zeros(2), "exp_avg_sq": torch.zeros(2)}
@@ -153,8 +153,8 @@ def test_a_schedule_of_a_script_without_rates_in_its_state_is_not_loaded_again(s
     assert resumed(scheduler) == pytest.approx(0.1) and scheduler.loaded == 0
 
 
-def test_what_a_schedule_of_a_script_calls_eta_min_is_no_floor():
-    """It may warm up from below; that of torch's cosines is one."""
+def test_eta_min_of_a_schedule_of_a_script_is_no_floor():
+    """The schedule may warm up from below; eta_min of torch's cosines is a floor."""
     assert resumed(OfAScript(0.05, eta_min=0.09)) == pytest.approx(0.1)
     assert resumed(OfAScript(0.05, eta_min=0.02, T_max=10)) == pytest.approx(0.02 + 0.03 * 0.18 / 0.08)
 

@@ -35,7 +35,7 @@ def whole(name, key, numel):
 
 
 def state_of(name, rule, cut, numel, filled):
-    """What a rule keeps of the elements ``cut`` of a parameter; zeros unless ``filled``."""
+    """The states that a rule keeps of the elements ``cut`` of a parameter; zeros unless ``filled``."""
     state = {}
     for key in rule.state_keys:
         value = torch.tensor(7.0) if key == "step" else whole(name, key, 9).view(3, 3) if key == "left" else \
@@ -45,7 +45,7 @@ def state_of(name, rule, cut, numel, filled):
 
 
 def records(world_size, policy, bucket_numel, *, rule=SOAP, filled=True):
-    """What every rank holds; zeros unless ``filled``."""
+    """The pieces that every rank holds; zeros unless ``filled``."""
     layout = plan_layout(SPECS, world_size, bucket_numel=bucket_numel, policy=policy)
     specs = {spec.name: spec for spec in SPECS}
     found = []
@@ -100,7 +100,7 @@ def test_every_element_arrives(seed, masters, states):
                 assert torch.equal(piece.state[key], value * states), (piece.name, key)
 
 
-def test_what_is_missing_is_named():
+def test_missing_parameters_are_named():
     saved, (own,) = records(3, "balanced", 100), records(1, "balanced", 100, filled=False)
     with pytest.raises(LayerWiseError, match=r"hold \d+ of the 350 elements of the weights of embed from 0 on"):
         plan(own, InMemory(saved, drop=lambda rank, piece: rank == 1 and piece.name == "embed"))
@@ -229,7 +229,7 @@ def test_experts_are_numbered_over_all_ranks_in_a_checkpoint():
 
 @pytest.mark.parametrize("policy, kept", [("reset", set()), ("keep_shared", {"momentum_buffer"})])
 def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy, kept):
-    """One momentum, and a number for each row, where the run before had one for each column."""
+    """The run has a momentum, and a number for each row; the run before had one for each column."""
     rule = RuleRecord("normuon", ("momentum_buffer", "moment2_buffer"), "momentum_buffer")
 
     def piece(rows, cols, fill):
@@ -256,7 +256,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
 @pytest.mark.parametrize("was, now, goes_on", [("parts q 2", "parts q 1 x 2", False), ("a", "a", True), ("", "a", True),
                                                ("a", "", True), ("", "", True)])
 def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was, now, goes_on):
-    """What does not say what its states mean, as older versions and other packages do not, is taken as it is."""
+    """A checkpoint of older versions and other packages does not say what its states mean, and is taken as it is."""
     keys = "momentum_buffer", "moment2_buffer"
     old, new = (RuleRecord("normuon", keys, "momentum_buffer", meaning) for meaning in (was, now))
     saved, mine = (PieceRecord("a", 0, torch.full((12,), fill), {

@@ -1,4 +1,4 @@
-"""One file of whole parameters, without an engine: what is put together of the parts of ranks, written and read."""
+"""Files of whole parameters, without an engine: parts of ranks are put together, written and read."""
 
 from contextlib import nullcontext
 
@@ -48,7 +48,7 @@ class Stop(Exception):
 
 
 def save_on_two_ranks(path, monkeypatch, header=HEADER):
-    """What two ranks would do, one after the other."""
+    """Play the save of two ranks, one after the other."""
     said, sent = [], []
 
     def play(rank, gather):
@@ -73,7 +73,7 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
         assert not sent
 
 
-def test_parts_of_ranks_are_put_together(tmp_path, monkeypatch):
+def test_parts_of_ranks_are_put_together_and_read(tmp_path, monkeypatch):
     save_on_two_ranks(tmp_path / "file", monkeypatch)
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
     found = load_file(tmp_path / "file")
@@ -81,10 +81,6 @@ def test_parts_of_ranks_are_put_together(tmp_path, monkeypatch):
     assert found.keys() == WHOLE.keys()
     for key, value in WHOLE.items():
         assert torch.equal(found[key], value), key
-
-
-def test_it_is_read_as_it_was_saved(tmp_path, monkeypatch):
-    save_on_two_ranks(tmp_path / "file", monkeypatch)
     opened = OneFile(tmp_path / "file")
     assert (opened.header.step, opened.header.rules, opened.header.shapes) == (3, RULES, HEADER.shapes)
     assert opened.header.loss_scaler.loss_scale == 4.0 and opened.header.param_groups == [{"lr": 0.5}]
@@ -125,7 +121,7 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == before
 
 
-def test_what_is_no_such_file(tmp_path):
+def test_another_file_is_refused_and_named(tmp_path):
     less = {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}
     write_one_file(tmp_path / "file", less, HEADER, SCALER)
     (tmp_path / "text").write_text("no tensors")

@@ -1,4 +1,4 @@
-"""What users put into a checkpoint's folder stays when another save takes its place, whenever that one dies."""
+"""Files of users in a checkpoint's folder stay when another save takes its place, whenever that one dies."""
 
 import os
 from contextlib import contextmanager
@@ -26,7 +26,7 @@ FILES = ["tokenizer.json", "rng_rank0.pt", "sub/more.txt", "sub/mp_rank_00_model
 
 
 def put(folder, names=FILES):
-    """What users keep beside a checkpoint: files, folders, links."""
+    """Put files, folders and links of users beside a checkpoint."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(f"mine: {name}")
@@ -58,7 +58,7 @@ class TestUsersFiles:
         assert not (folder / "old.pt").exists()
 
     def test_stay_where_there_was_no_checkpoint_yet_or_stocks(self, way, tmp_path, monkeypatch):
-        """Of stock's, which keeps no list, what DeepSpeed calls so goes: it would be taken for files of the new one."""
+        """Files with names of DeepSpeed's go, as stock keeps no list: they would be taken for files of the new one."""
         choose(way, monkeypatch)
         folder = tmp_path / "tag"
         folder.mkdir()
@@ -150,7 +150,7 @@ class TestFoldersThatSavesNeed:
         atomic.abandon(tmp_path / "tag")
         assert (tmp_path / "precious" / "mp_rank_00_model_states.pt").read_text() == "mine"
 
-    def test_what_a_dead_save_of_any_version_left_makes_room(self, ending, tmp_path):
+    def test_remains_of_a_dead_save_of_any_version_make_room(self, ending, tmp_path):
         folder = tmp_path / "tag"
         commit(folder, "old")
         regular, universal = ["zero_pp_rank_0_mp_rank_00_optim_states.pt"], ["zero/w/fp32.pt", "zero/v"]
@@ -175,7 +175,7 @@ def test_a_tag_that_is_the_name_of_a_file_is_refused(tag, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "nowhere"]
 
 
-def test_what_a_link_leads_to_is_not_removed(tmp_path):
+def test_a_folder_behind_a_link_is_not_removed(tmp_path):
     """A folder takes the place of the link, and what the link led to is as it was."""
     commit(tmp_path / "disk" / "tag", "old")
     put(tmp_path / "disk" / "tag")
