@@ -79,7 +79,7 @@ def test_links_without_a_launcher_say_how_to_start_them(tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
-def test_what_deepspeeds_launcher_puts_first_is_taken():
+def test_the_argument_that_deepspeeds_launcher_puts_first_is_taken():
     options = cli._parser().parse_args(["--local_rank=3", "links", "links.json", "--like", "tcp"])
     assert (options.command, str(options.out), options.like, options.overwrite) == ("links", "links.json", "tcp", False)
 

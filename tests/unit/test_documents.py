@@ -376,7 +376,7 @@ def costs_of(recipe):
             [recipe.work(shape) / Muon().work(shape) for shape in (SQUARE, WIDE)])
 
 
-def test_what_matrix_optimizers_cost_is_as_the_page_says_and_was_measured():
+def test_costs_of_matrix_optimizers_are_as_the_page_says_and_was_measured():
     table, = [rows for header, *rows in tables_of_optimizers()
               if header == ["`matrix_optimizer`", "bytes of states for an element", "time over Muon's"]]
     measured = {tuple(row[:2]): row for _, *rows in tables_of(RESULTS / "2026-11_2vcpu_matrix_rules.md")
@@ -447,7 +447,7 @@ def test_the_choices_of_a_key_are_all_there_and_are_taken(key, page, quoted):
 
 
 def own_settings(recipe):
-    """By key, the default of what no other kind of optimizer has."""
+    """The defaults of keys that no other kind of optimizer has."""
     return {key: field.default for key, field in recipe.model_fields.items() if key not in OF_MANY}
 
 
@@ -471,7 +471,7 @@ def test_the_page_has_every_key_of_adafactor():
 
 
 def named(head):
-    """Of the one table with this second column: each name, with ``any`` instead of a star, and what is said of it."""
+    """Each name of the one table with this second column, with ``any`` instead of a star, and what is said of it."""
     table, = [rows for header, *rows in tables_of_optimizers() if header[1] == head]
     return [(name.replace("*", "any"), row[1]) for row in table for name in names_in(row[0])]
 
@@ -608,7 +608,7 @@ def test_names_that_the_design_says_to_look_for_are_in_their_files():
             assert re.search(rf"^ *(def|class) {part}\b|^{part}\b.* =", source, re.MULTILINE), (path, name)
 
 
-def test_what_the_evidence_names_is_there():
+def test_tests_and_files_that_the_evidence_names_exist():
     tables = tables_of(DOCS / "evidence.md")
     assert len(tables) >= 5
     for _, *rows in tables:

@@ -62,7 +62,7 @@ def test_a_folder_is_read_in_the_order_of_its_paths_and_every_twentieth_file_hel
     assert corpus.validation.tolist() == [19] * 8
 
 
-def test_one_file_gives_its_last_twentieth_to_validation(tmp_path):
+def test_a_single_file_gives_its_last_twentieth_to_validation(tmp_path):
     text = tmp_path / "text.txt"
     text.write_bytes(bytes(range(200)))
     corpus = data.load_corpus(str(text), 4)
@@ -195,7 +195,7 @@ def test_every_override_matches_a_parameter_of_the_model():
         assert fnmatch.filter(names, override["name"]), override
 
 
-def test_what_comparing_does_not_know_goes_to_training():
+def test_arguments_that_comparing_does_not_know_go_to_training():
     compare, soap, muon = (load_example("compare_optimizers"), str(ROOT / "ds_configs" / "soap.json"),
                            str(ROOT / "ds_configs" / "quickstart.json"))
     args, rest = compare.parse_arguments(["--seed", "1", "--ranks", "1", soap, "--rates", "0.5", "2", "--no-save", muon,

@@ -53,7 +53,7 @@ def test_every_formula_was_counted():
 
 
 @pytest.mark.parametrize("who", BY_HAND)
-def test_what_adamw_updates_is_kept_by_rows_or_by_whole_copies(who):
+def test_matrices_of_adamw_are_kept_by_rows_or_by_whole_copies(who):
     scalar = ParamSpec("norm.weight", (100,), "bfloat16", False)
     formula = {**field.WHOLE, **field.CUT}[who]
     with_it, without = (formula(field.Model(MATRICES, others, 2)) for others in ([scalar], []))
@@ -111,7 +111,7 @@ def model_of(layers, ranks):
 
 
 @pytest.mark.parametrize("rule", ONE_RULE_EACH)
-def test_one_rule_of_a_formula(rule):
+def test_a_single_rule_of_a_formula(rule):
     who, layers, ranks, column, expected = ONE_RULE_EACH[rule]
     model = model_of(layers, ranks)
     found = getattr({**field.WHOLE, **field.CUT}[who](model), column)

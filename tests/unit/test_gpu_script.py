@@ -1,4 +1,4 @@
-"""What somebody with a GPU runs: every section on a CPU, and what is wrong is said and ends in an exit code."""
+"""The script for a machine with a GPU: every section runs on a CPU, and an error is said and ends in an exit code."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_without_git_the_commit_is_unknown(gpu, main, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("used", [False, True])
-def test_where_an_import_has_used_the_gpu_ranks_are_spawned(used, gpu, main, tmp_path, monkeypatch):
+def test_ranks_are_spawned_if_an_import_has_used_the_gpu(used, gpu, main, tmp_path, monkeypatch):
     found = []
     monkeypatch.setattr(gpu, "SECTIONS", {"First": (lambda place, limit_s: found.append(place) or gpu.Found(), 1)})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: used)
@@ -185,7 +185,7 @@ def test_where_an_import_has_used_the_gpu_ranks_are_spawned(used, gpu, main, tmp
 @pytest.mark.parametrize("args, said", [
     (["--nnodes", "2", "--sections", "Memory"], "--sections Memory are of one node; with --nnodes name some of Step"),
     (["--nnodes", "2", "--node-rank", "2"], "--node-rank must be from 0 to --nnodes - 1, got 2")])
-def test_what_several_nodes_cannot_do_is_refused(args, said, main, tmp_path, capsys):
+def test_sections_that_several_nodes_cannot_run_are_refused(args, said, main, tmp_path, capsys):
     assert main("--out", tmp_path / "report.md", *args) == 2
     assert said in capsys.readouterr().err
 
@@ -210,7 +210,7 @@ def test_all_sections_share_one_deadline(gpu, place, monkeypatch):
     assert gpu.TOTAL_S + gpu.ENDING_S < 590
 
 
-def test_what_is_skipped_fails(gpu):
+def test_a_failed_or_skipped_test_is_a_problem(gpu):
     found = gpu.read_report('<testsuites><testsuite><testcase name="a"/><testcase name="b"><failure message="x is 1">'
                             '</failure></testcase><testcase name="c"><error message="y"/></testcase><testcase name="d">'
                             '<skipped message="no device"/></testcase></testsuite></testsuites>')
@@ -219,14 +219,14 @@ def test_what_is_skipped_fails(gpu):
     assert gpu.read_report("<testsuites/>").problems == ["there was no test"]
 
 
-def test_what_was_chosen_and_is_not_there_is_named(gpu):
+def test_chosen_tests_that_did_not_run_are_named(gpu):
     found = gpu.read_report('<testsuites><testsuite><testcase name="a[1]"/><testcase name="c"/>'
                             '<testcase time="1"/></testsuite></testsuites>', ["c", "b", "a[1]", "a[2]", "c"])
     assert found.lines == ["2 passed, 0 failed, 0 skipped."]
     assert found.problems == ["3 not run to the end: a[2], b, c"]
 
 
-def test_what_failed_in_a_race_is_no_other_bits(gpu):
+def test_a_failed_race_is_not_called_other_bits(gpu):
     of_rank = {"stage 1": "a", "fp16": "ValueError: no such thing"}
     found = gpu.compare({"overlapped": [of_rank], "again": [of_rank]})
     assert found.problems == [f"{name}: failed, ValueError: no such thing at fp16" for name in ("overlapped", "again")]
@@ -296,7 +296,7 @@ def test_memory_is_what_is_held_and_on_one_rank_what_a_step_takes(gpu, place, mo
 
 @pytest.mark.parametrize("few, said", [([1], "a bucket has 1 matrix."), ([2], "a bucket has 2 matrices."),
                                        ([1, 8], "a bucket has 1 or 8 matrices.")])
-def test_how_many_matrices_a_bucket_has_is_what_there_was(gpu, place, monkeypatch, few, said):
+def test_the_report_says_how_many_matrices_a_bucket_has(gpu, place, monkeypatch, few, said):
     monkeypatch.setattr(gpu, "on_ranks", lambda *args, **kwargs: [
         {"ms": {"one by one": 2.0, "one bucket": 1.0}, "numel": 10**9, "in_a_bucket": few}])
     assert said in gpu.batches(place, 30).lines[0]
@@ -318,7 +318,7 @@ def what_is_late(place):
 
 
 def pending_in_digests(place):
-    """What a race found, and the number of gathers under way whenever it took something into a digest."""
+    """The result of a race, and the number of gathers under way whenever it took something into a digest."""
     ranks = importlib.import_module("gpu_ranks")
     engines, pending, make = [], [], ranks.ds_layerwise.initialize
 

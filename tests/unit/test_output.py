@@ -1,4 +1,4 @@
-"""What is printed reaches any stream, and never stops anything."""
+"""Printed text reaches any stream, and never stops anything."""
 
 import io
 import os
@@ -34,7 +34,7 @@ def written(to):
     ("ascii", "surrogateescape", "+-+-+\n|a|b|\n+-+-+\n|1|2|\n+-+-+ 2 x 3~ ??"),
     ("latin-1", "strict", "+-+-+\n|a|b|\n+-+-+\n|1|2|\n+-+-+ 2 x 3~ ?é"),
 ])
-def test_what_the_encoding_lacks_is_replaced(encoding, errors, expected):
+def test_a_character_that_the_encoding_lacks_is_replaced(encoding, errors, expected):
     to = stream(encoding, errors)
     assert say(TABLE, to) and written(to) == expected + "\n"
 
@@ -58,7 +58,7 @@ class Full(io.StringIO):
         raise OSError(28, "No space left on device")
 
 
-def test_who_is_not_there_gets_nothing(monkeypatch):
+def test_a_stream_that_is_gone_gets_nothing(monkeypatch):
     closed = stream("utf-8")
     closed.close()
     assert not say("text", closed) and not say("text", Gone())
@@ -69,7 +69,7 @@ def test_who_is_not_there_gets_nothing(monkeypatch):
 
 
 @pytest.mark.parametrize("stdout", [None, Gone(), Full()])
-def test_what_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
+def test_text_that_stdout_does_not_take_goes_to_stderr(stdout, monkeypatch):
     stderr = io.StringIO()
     monkeypatch.setattr(sys, "stdout", stdout)
     monkeypatch.setattr(sys, "stderr", stderr)
@@ -87,7 +87,7 @@ class WithoutMethods:
 
 
 def drawn_on(to, monkeypatch, **options):
-    """What a bar of two steps has written, after each of them."""
+    """The text that a bar of two steps has written, after each of them."""
     monkeypatch.setattr(sys, "stderr", to)
     found = []
     with progress("write", 3_000_000, **options) as done:

@@ -35,7 +35,7 @@ def test_a_run_that_was_resumed_is_one_line(plot_csv, tmp_path):
         assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_is_one_picture(plot_csv):
+def test_metrics_of_one_kind_share_a_picture(plot_csv):
     titles = {"lr": "learning rates", "adam_lr": "learning rates", "grad_norm_late": "grad_norm",
               "update_rms_muon": "update_rms", "loss": "loss"}
     assert {label: plot_csv.title(label) for label in titles} == titles

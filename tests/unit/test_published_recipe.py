@@ -101,7 +101,7 @@ def test_another_rate_of_theirs_is_told(tmp_path):
 @pytest.mark.parametrize("text, message", [
     (None, "there is no records/track_3_optimization/train_gpt_simple.py in it"),
     ("for _ in range(1):\n    pass\n", r"sets up no training with set_hparams\(\) in a loop")])
-def test_what_is_no_checkout_is_told(tmp_path, monkeypatch, text, message):
+def test_a_folder_that_is_no_checkout_is_refused(tmp_path, monkeypatch, text, message):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module("published_recipe")
     with pytest.raises(SystemExit, match=message):

@@ -27,7 +27,7 @@ def test_the_version_stands_once():
 
 @pytest.mark.parametrize("version, section, of_minor", [
     ("0.2.0.dev0", "Next", "0.2"), ("0.2.0", "0.2.0", "0.2"), ("1.10.3", "1.10.3", "1.10")])
-def test_what_a_version_asks_for(version, section, of_minor):
+def test_a_version_has_its_section_and_its_minor(version, section, of_minor):
     assert (release.section_of(version), release.minor(version)) == (section, of_minor)
 
 
@@ -72,14 +72,14 @@ def find(name):
 @pytest.mark.parametrize("requirements, names", [
     (["torch>=2.6"], {"torch", "sympy"}), (["peft"], {"peft"}), (["peft[net]"], {"peft", "hub"}),
     (["hub>=0.9", 'peft; extra == "hf"'], {"hub"})])
-def test_what_requirements_need(requirements, names):
+def test_requirements_need_these_distributions(requirements, names):
     assert release.needed(requirements, find) == {name: INSTALLED[name] for name in names}
 
 
 @pytest.mark.parametrize("requirement, message", [
     ("numpy", "numpy is not installed here"), ("sympy[test]", 'tests-of-sympy; extra == "test" is not installed here'),
     ("torch<2.13", r"torch<2.13 is 2.13.0\+cpu here")])
-def test_what_is_not_there(requirement, message):
+def test_a_missing_requirement_is_named(requirement, message):
     with pytest.raises(Failed, match=message):
         release.needed([requirement], find)
 

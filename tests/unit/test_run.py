@@ -149,7 +149,7 @@ main()
 
 @pytest.mark.parametrize("ending", ["", "import atexit; gc.unfreeze(); atexit.register(gc.collect)",
                                     "from ds_layerwise.run import leave; leave()"])
-def test_what_a_script_wrote_to_files_that_it_left_open_is_there(ending, tmp_path):
+def test_text_in_files_that_a_script_left_open_is_written(ending, tmp_path):
     (tmp_path / "script.py").write_text(WRITES + ending)
     done = run(str(tmp_path / "script.py"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What is claimed of versions: setup.cfg, README.md, docs/, the contract and the workflow, against what was run."""
+"""Claims about versions in setup.cfg, README.md, docs/, the contract and the workflow, against what was run."""
 
 import re
 import tempfile
@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 pytestmark = rooms("outside")
 
 
-def test_what_failed_has_a_reason():
+def test_a_failed_run_has_a_reason():
     assert matrix.read().keys() <= {each.name for each in ENVIRONMENTS}
     assert not matrix.unknown(matrix.read())
 
@@ -54,7 +54,7 @@ def told(test, outcome, error=""):
     return {"test": test, "outcome": outcome, "error": error}
 
 
-def test_what_a_run_tells_is_counted_by_file():
+def test_results_of_a_run_are_counted_by_file():
     lines = [{"started": "a.py::one"}, told("a.py::one", "passed"), told("a.py::two[x]", "skipped"),
              told("b.py::A::three", "passed"), told("b.py::A::three", "failed", "at the end"),
              told("c.py", "failed", "cannot be imported")]
@@ -76,7 +76,7 @@ def test_the_line_that_says_what_is_wrong(text, error):
     assert matrix.error_of(text) == error
 
 
-def test_what_is_not_known(monkeypatch):
+def test_unknown_failures_and_files_that_were_not_run_are_told(monkeypatch):
     one, other = (each.name for each in ENVIRONMENTS[:2])
     monkeypatch.setattr(matrix, "ENVIRONMENTS", ENVIRONMENTS[:2])
     monkeypatch.setattr(matrix, "REASONS", ((re.escape(one), "t: known", "Why."),))

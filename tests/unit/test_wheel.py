@@ -1,4 +1,4 @@
-"""What pip installs: the wheel, built and put into a folder of its own, away from the checkout."""
+"""The wheel that pip installs, built and put into a folder of its own, away from the checkout."""
 
 import json
 import sys
@@ -39,7 +39,7 @@ def test_everything_that_is_no_code_is_in_it(installed):
     assert carried == others(ROOT / "ds_layerwise") >= {"py.typed", "plan/models/gpt2-124m.yaml"}
 
 
-def test_its_version_is_that_of_the_package(installed):
+def test_the_wheel_has_the_version_of_the_package(installed):
     assert [path.name for path in installed.glob("*.dist-info")] == [f"ds_layerwise-{__version__}.dist-info"]
 
 

@@ -119,7 +119,7 @@ def test_defaults_may_be_written_out(key):
     assert LayerWiseConfig.from_section({key: said}) == LayerWiseConfig()
 
 
-def test_what_to_do_at_a_load():
+def test_options_of_a_load_are_parsed():
     c = LayerWiseConfig.from_section({"on_missing_state": "error", "on_optimizer_change": "keep_shared",
                                       "save_universal": True, "rename": {"h.*": "layers.*"}})
     assert (c.on_missing_state, c.on_optimizer_change, c.save_universal) == ("error", "keep_shared", True)
@@ -193,7 +193,7 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
      "layerwise.max_waiting_buckets bounds gradients that wait at ZeRO stage 2"),
     ({"checkpoint": {"use_node_local_storage": True}, "layerwise": {"save_universal": True}}, "needs a disk that all"),
 ])
-def test_what_cannot_be_honoured_is_refused(change, message):
+def test_a_key_that_cannot_be_honoured_is_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         refuse_unsupported({"zero_optimization": {"stage": 1}, **change})
 
@@ -212,7 +212,7 @@ def test_another_name_is_somebody_elses(other):
 
 @pytest.mark.parametrize("path, value", [
     ("layerwise.overlap_param_gather", True), ("tensor_parallel.autotp_size", 2)])
-def test_what_stage_3_does_not_do_yet_is_refused_there_alone(path, value):
+def test_keys_that_stage_3_lacks_are_refused_there_alone(path, value):
     for stage in (2, 3):
         given = {"zero_optimization": {"stage": stage}}
         *sections, key = path.split(".")
@@ -272,7 +272,7 @@ def test_switches_of_numpy_are_switches(yes):
 
 
 @pytest.mark.parametrize("ratio, host_ratio", [({}, 1.0), ({"ratio": "auto"}, 1.0), ({"ratio": 0.25}, 0.25)])
-def test_how_much_is_offloaded(ratio, host_ratio):
+def test_the_offloaded_share_is_the_ratio(ratio, host_ratio):
     assert run_config(zero={"offload_optimizer": {"device": "cpu", **ratio}}).host_ratio == host_ratio
 
 

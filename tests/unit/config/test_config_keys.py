@@ -80,7 +80,7 @@ def in_table(section, *releases):
 
 
 def parse(row, **changes):
-    """What the engine's first check does with a config that has the row's value."""
+    """Parse a config that has the row's value as the engine's first check does."""
     config = {**config_with(row.path, changes.pop("value", row.value), BASE), **changes}
     OptimizerConfig.from_section(config["optimizer"])
     refuse_unsupported(config)
@@ -154,13 +154,13 @@ def test_accepted_means_accepted(row):
 
 
 @rows("same", "not ours")
-def test_what_changes_nothing_is_in_the_start_up_table(row):
+def test_keys_without_effect_are_in_the_start_up_table(row):
     named = row.path.removeprefix("zero_optimization.") + (".names" if row.key == "leaf_module" else "")
     assert without_effect(config_with(row.path, row.value, BASE)) == (named, )
     assert without_effect(config_with(row.path, None, BASE)) == without_effect(BASE) == ()
 
 
-def test_what_happens_anyway_is_not():
+def test_keys_that_ask_for_what_happens_anyway_are_not_in_it():
     zero = {"stage": 2, "contiguous_gradients": True, "reduce_scatter": True, "allgather_partitions": True,
             "overlap_comm": True, "reduce_bucket_size": 5e8, "round_robin_gradients": False, "cpu_offload": False,
             "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
@@ -198,7 +198,7 @@ def test_a_section_or_a_key_that_stands_elsewhere_is_not_ignored(path, message):
     ("LayerWise_Muon", "LayerWiseMuon"), ("layer_wise_muon", "LayerWiseMuon"), ("LayerWise-Muon", "LayerWiseMuon"),
     ("LayerwizeMuon", "LayerWiseMuon"), ("layer_wise", "LayerWise"), ("Layerwis", "LayerWise"), ("Muon", None),
     ("AdamW", None), ("OneBitAdam", None), ("Lamb", None)])
-def test_which_type_somebody_meant(written, meant):
+def test_the_error_suggests_the_optimizer_type(written, meant):
     assert type_meant(written) == meant
 
 
@@ -215,7 +215,7 @@ def test_the_test_is_there(path):
 @pytest.mark.parametrize("path", [
     "gradient_clipping", "managed_gradient_accumulation", "bf16.enabled", "bfloat16.enabled", "fp16.enabled",
     "data_types.grad_accum_dtype", "data_types.param_dtype", "data_types.buffer_dtype", "gradient_predivide_factor"])
-def test_what_nobody_filled_in_is_named(path):
+def test_a_value_that_nobody_filled_in_is_named(path):
     with pytest.raises(ConfigError, match=f"{re.escape(path)} .*'auto'"):
         refuse_unsupported(config_with(path, "auto", BASE))
 
@@ -272,7 +272,7 @@ def test_a_ratio_is_a_number_from_0_to_1(registered, ratio):
         zero_config(ratio)
 
 
-def test_who_replaced_the_reading_of_the_config_undoes_it_first(registered, monkeypatch):
+def test_a_replaced_reading_of_the_config_must_be_undone_first(registered, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(config_module, "get_zero_config", lambda given: None)
         with pytest.raises(ConfigError, match="get_zero_config was replaced after ds_layerwise.register"):
@@ -290,7 +290,7 @@ def test_who_replaced_the_reading_of_the_config_undoes_it_first(registered, monk
     ({"fp16": {"enabled": True}}, "torch_autocast.enabled and fp16.enabled are both true"),
     ({"communication_data_type": "bf16"}, "communication_data_type is 'bf16', but torch_autocast decides"),
 ])
-def test_what_does_not_go_with_autocast(changes, message):
+def test_settings_that_do_not_go_with_autocast_are_refused(changes, message):
     section = {"enabled": True, "dtype": "bfloat16"}
     section.update({key: changes.pop(key) for key in list(changes) if key == "lower_precision_safe_modules"})
     with pytest.raises(ConfigError, match=message):

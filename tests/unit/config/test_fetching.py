@@ -1,4 +1,4 @@
-"""What ZeRO stage 3 has whole at a time: against a plain walk over parameters, as DeepSpeed marks them."""
+"""Parameters that ZeRO stage 3 has whole at a time, against a plain walk over them, as DeepSpeed marks them."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,7 +15,7 @@ def test_keys_have_either_name_and_auto_is_the_default():
     assert Fetching.of({"param_persistence_threshold": 1e3}).param_persistence_threshold == 1000
 
 
-def test_what_stays_whole_and_what_may_be():
+def test_small_parameters_stay_whole_and_others_may_be():
     fetching = Fetching.of({"stage3_max_live_parameters": 60, "stage3_param_persistence_threshold": 10})
     assert fetching.whole([(10, 20), (11, 22), (100, 200)]) == Whole(20, 200)
     assert fetching.whole([(10, 20), (11, 22), (11, 22)]) == Whole(20, 64)

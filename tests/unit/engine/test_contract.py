@@ -64,7 +64,7 @@ AT_HAND = {
 
 
 def imported(tree):
-    """By the name that a file has for it, what of DeepSpeed it imports."""
+    """The imports from DeepSpeed, by the name that a file has for them."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "deepspeed":
@@ -111,7 +111,7 @@ def test_every_import_is_on_the_list_and_no_other():
 
 
 @pytest.mark.parametrize("path", TREES, ids=[str(path.relative_to(ROOT)) for path in TREES])
-def test_what_is_read_is_on_the_list(path):
+def test_every_name_that_is_read_is_on_the_list(path):
     tree = TREES[path]
     floor = path.relative_to(ROOT).parts[1]
     objects = imported(tree) | (AT_HAND if floor in ("engine", "zero", "parallel") else {})
@@ -123,8 +123,8 @@ def test_what_is_read_is_on_the_list(path):
     assert {name for name in read if not ours.fullmatch(name)} <= KNOWN
 
 
-def test_what_is_inherited_is_on_the_list():
-    """What the class that takes the place of DeepSpeed's own asks of itself, and has from there."""
+def test_every_inherited_name_is_on_the_list():
+    """The class that takes the place of DeepSpeed's own asks these of itself, and has them from there."""
     bases = [base for base in LayerWiseZeroOptimizer.__mro__ if base.__module__.startswith("ds_layerwise.")]
     asked = {"self": set(), "super()": set()}
     for tree in (TREES[ROOT / f"{base.__module__.replace('.', '/')}.py"] for base in bases):
@@ -138,7 +138,7 @@ def test_what_is_inherited_is_on_the_list():
     assert {f"{BASE}.{name}" for name in found} <= KNOWN
 
 
-def test_what_is_read_is_seen():
+def test_the_walk_sees_names_that_are_read():
     code = ast.parse("def f(engine):\n  config, b = engine._config, 1\n  zero = config.zero_config\n  zero.a\n  b.c\n"
                      "def g(engine):\n  zero.d\n  engine.e\n  engine._config.h")
     read = {name.split(".")[-1] for scope in code.body for name in read_of(scope, AT_HAND)}
@@ -231,7 +231,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
 
 
 @pytest.mark.skipif(deepspeed.__version__ != contract.NEWEST, reason="releases ask for different names")
-def test_what_is_imported_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
+def test_the_walk_names_what_this_deepspeed_lacks(monkeypatch):
     def allreduce_gradients(self, bucket_size=0):
         """It asks an optimizer for nothing."""
 
@@ -255,7 +255,7 @@ def test_what_is_imported_read_or_asked_for_is_missed_by_the_walk(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CONTRACT, ids=lambda name: name.key)
-def test_one_missing_name_leaves_the_others_alone(unregistered, monkeypatch, name):
+def test_a_missing_name_leaves_the_others_alone(unregistered, monkeypatch, name):
     monkeypatch.delattr(*name.place())
     before = snapshot()
     with pytest.raises(ConfigError, match=f"(?s)\n  {re.escape(name.path)} is not there\n.*nothing was patched"):
@@ -295,7 +295,7 @@ class TestASecondCall:
         register()
         assert not changed(before, snapshot())
 
-    def test_what_was_put_back_is_wrapped_again(self, unregistered, monkeypatch):
+    def test_a_function_that_was_put_back_is_wrapped_again(self, unregistered, monkeypatch):
         original = DeepSpeedEngine.save_checkpoint
         register()
         before = snapshot()
@@ -309,7 +309,7 @@ class TestASecondCall:
         unregister()
         assert DeepSpeedEngine.save_checkpoint is original
 
-    def test_who_shows_what_is_wrapped_may_stay_and_is_not_dropped(self, unregistered, monkeypatch):
+    def test_a_wrapper_of_another_package_that_shows_ours_may_stay(self, unregistered, monkeypatch):
         register()
         ours = DeepSpeedEngine.save_checkpoint
 
@@ -325,7 +325,7 @@ class TestASecondCall:
                 unregister()
             assert DeepSpeedEngine.save_checkpoint is logged and patches.is_registered()
 
-    def test_who_replaced_something_is_told(self, unregistered, monkeypatch):
+    def test_a_replaced_function_is_named(self, unregistered, monkeypatch):
         register()
         with monkeypatch.context() as patch:
             patch.setattr(DeepSpeedEngine, "_configure_zero_optimizer", lambda self, optimizer: None)
@@ -372,7 +372,7 @@ class TestSeveralAtOnce:
         unregister()
         assert not changed(before, snapshot())
 
-    def test_one_that_unregisters_waits_for_one_that_registers(self, unregistered, monkeypatch):
+    def test_a_thread_that_unregisters_waits_for_one_that_registers(self, unregistered, monkeypatch):
         before, wrapped, under_way = snapshot(), patches._wrapped, threading.Event()
 
         def slowly(*args, **kwargs):
@@ -461,7 +461,7 @@ def test_releases_are_those_of_the_change():
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-def test_what_is_wrapped_under_a_new_name_is_found_in_releases_of_before_and_after(unregistered, monkeypatch, renamed):
+def test_a_function_with_a_new_name_is_found_in_releases_of_before_and_after(unregistered, monkeypatch, renamed):
     old, new = f"{ENGINE}._configure_zero_optimizer", f"{ENGINE}._renamed"
     monkeypatch.setattr(contract, "CONTRACT", tuple(replace(name, path=new, was=old) if name.path == old else name
                                                     for name in CONTRACT))
@@ -489,11 +489,11 @@ def test_what_is_wrapped_under_a_new_name_is_found_in_releases_of_before_and_aft
     (lambda *args: None, True),
     (7, True),
 ])
-def test_what_a_signature_may_be(function, differs):
+def test_a_signature_differs_unless_it_takes_the_same_arguments(function, differs):
     assert (contract.difference(function, ("self", "a")) is not None) is differs
 
 
-def test_what_only_instances_have_is_found_in_the_code_that_sets_it():
+def test_an_attribute_of_instances_is_found_in_the_code_that_sets_it():
     def hidden(function):
         return lambda *args: function(*args)
 

@@ -36,7 +36,7 @@ WAITS = ("DeepSpeed still compiles an_operator, or waits for another process to 
 
 
 class Slow(Unfit):
-    """One whose start takes longer than anybody's patience."""
+    """An operator whose start takes longer than anybody's patience."""
 
     def is_compatible(self, verbose=False):
         if self.after < 1:
@@ -47,7 +47,7 @@ class Slow(Unfit):
 @pytest.mark.parametrize("kind", [Unfit, Slow])
 @pytest.mark.parametrize("files, rank", [((), "0"), ((), "1"), (("an_operator.so", ), "0"), (("lock", ), "0"),
                                          (("an_operator.so", "lock"), "0")], ids=str)
-def test_one_rank_says_what_is_compiled_and_later_what_it_waits_for(kind, files, rank, tmp_path, monkeypatch, capsys):
+def test_a_single_rank_says_that_it_compiles_and_then_waits(kind, files, rank, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("LOCAL_RANK", rank)
     monkeypatch.setattr(operator_build, "_PATIENCE", 0.1)

@@ -1,4 +1,4 @@
-"""What a process that writes beside the training is handed: values of its own, of each tensor once."""
+"""The snapshot for a process that writes beside the training: values of its own, of each tensor once."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_a_view_that_reads_other_values_out_of_the_same_memory(values, view):
     assert torch.equal(copied[0], values) and torch.equal(copied[1], view(values))
 
 
-def test_what_has_no_values():
+def test_tensors_without_values_keep_their_shapes():
     copied = snapshot({"meta": torch.ones(2, 3, device="meta", dtype=torch.bfloat16), "none": torch.ones(0, 4)})
     assert copied["meta"].is_meta and copied["meta"].shape == (2, 3) and copied["meta"].dtype == torch.bfloat16
     assert copied["none"].shape == (0, 4)

@@ -1,4 +1,4 @@
-"""Which state of a learning rate scheduler another one goes on from, and what is said where it cannot."""
+"""States of learning rate schedulers: another one goes on from its own kind, and an error says why it cannot."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_each_goes_on_from_its_own_kind_alone(now):
     ("longer sequence", "sequence", "has _schedulers[2].T_max, _schedulers[2].base_lrs, "),
     ("chain", "chain of a sequence", "lacks _schedulers[1]._schedulers[0].base_lrs, "),
 ])
-def test_what_is_said(before, now, told):
+def test_the_error_says_what_differs(before, now, told):
     with pytest.raises(LayerWiseError) as error:
         check_scheduler(made(now), made(before).state_dict())
     assert told in str(error.value)
@@ -113,7 +113,7 @@ def test_what_is_said(before, now, told):
     # One attribute of a script's class may come when something happens.
     ("of a script", [], ["since_the_warm_up"]), ("strict", [], ["of_its_own"]),
 ])
-def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, more):
+def test_other_names_of_versions_and_options_are_no_difference(kind, less, more):
     state = made(kind).state_dict()
     state = {key: value for key, value in state.items() if key not in less} | dict.fromkeys(more)
     scheduler = made(kind)
@@ -126,7 +126,7 @@ def test_what_versions_and_options_name_otherwise_is_no_difference(kind, less, m
     ("of a script", ["rest"], [], "lacks rest"), ("exponential", [], ["older"], "has older"),
     ("of a script", ["base_lrs"], [], "lacks base_lrs"),
 ])
-def test_what_would_be_lost_or_missed_is_refused(kind, less, more, told):
+def test_a_state_with_keys_too_many_or_too_few_is_refused(kind, less, more, told):
     state = made(kind).state_dict()
     with pytest.raises(LayerWiseError, match=f"its state {told}"):
         check_scheduler(made(kind), {key: value for key, value in state.items() if key not in less}

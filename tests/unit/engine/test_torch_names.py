@@ -70,7 +70,7 @@ def test_the_installed_torch_has_it(path):
     assert there
 
 
-def test_what_is_replaced_is_on_both_lists():
+def test_replaced_names_are_on_both_lists():
     of_torch = {name.path for name in CONTRACT if name.path.startswith("torch.")}
     assert of_torch == set(REPLACED)
 

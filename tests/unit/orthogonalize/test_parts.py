@@ -27,7 +27,7 @@ pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "routes")
 
 
 @pytest.mark.parametrize("is_cut, meaning", [(False, 'parts q 2, k 1 (1 heads) x 5 along "in"'), (True, "")])
-def test_what_states_mean_is_where_the_parts_lie(is_cut, meaning):
+def test_the_meaning_of_states_is_where_the_parts_lie(is_cut, meaning):
     """Tensor parallelism leaves other numbers of rows of the same parts."""
     parts = Parts(-1, (("q", Part(size=2)), ("k", Part(size=1, heads=1))), 5)
     for recipe, wanted in ((NorMuon(), meaning), (Muon(), "")):
@@ -85,7 +85,7 @@ def test_any_parts_are_those_that_single_lines_make_and_go_back_where_they_were(
     ((12, 5), Parts(-2, (("q", Part(size=2)), ("k", Part(size=1))), 4), "k"),
     ((12, 5), Parts(-2, (("q", Part(size=2, heads=1)), ("k", Part(size=1, heads=1))), 4), "qk"),
 ])
-def test_what_needs_no_copy(shape, parts, views_of):
+def test_some_parts_need_no_copy(shape, parts, views_of):
     assert "".join(name for name, place in parts.places(shape).items() if place.is_view) == views_of
     copied = [math.prod(place.shape) for place in parts.places(shape).values() if not place.is_view]
     # The parameter, its gradient and its momentum.
@@ -93,7 +93,7 @@ def test_what_needs_no_copy(shape, parts, views_of):
 
 
 class Preconditioned(Recipe):
-    """One state like the parameter, one of each side, and a count."""
+    """A recipe with a state like the parameter, states of each side, and a count."""
 
     rule, whole, family = "preconditioned", True, "preconditioned"
 
@@ -180,7 +180,7 @@ def test_a_rule_updates_parts_as_the_same_matrices_apart(parts, shape, scale_mod
 
 
 class Layer(nn.Module):
-    """One fused projection; marked as tensor parallelism marks it, where that has cut it."""
+    """A fused projection; marked as tensor parallelism marks it, if that has cut it."""
 
     def __init__(self, shape=(16, 6), **marks):
         super().__init__()
@@ -231,12 +231,12 @@ def test_the_outputs_of_a_transposed_layer_are_its_columns():
     ({"split": QKV, "split_groups": 2}, r"v 4 \(2 heads\) x 2, which is 32 in all, and it has 16 rows"),
     ({"split": QKV, "optimizer": "scalar"}, "which does not see it as a matrix; narrow the pattern"),
 ])
-def test_parts_that_do_not_fit(entry, message):
+def test_parts_that_do_not_fit_are_refused(entry, message):
     with pytest.raises(RoutingError, match=message):
         route(Layer(), entry)
 
 
-def test_overrides_that_contradict_each_other():
+def test_overrides_that_contradict_each_other_are_refused():
     with pytest.raises(RoutingError, match=r"overrides\[0\] sets split to q 8, k 8 and .*\[1\] to k 8, q 8; narrow"):
         route(Layer(), {"split": {"q": 8, "k": 8}}, {"split": {"k": 8, "q": 8}})
     with pytest.raises(RoutingError, match="sets split to q 8, k 8 and num_heads to 2; count the heads of each part"):
@@ -254,7 +254,7 @@ def test_overrides_that_contradict_each_other():
     ({"split": {"q": 3}, "split_axis": "rows"}, r"split_axis must be one of 'out', 'in', got 'rows'"),
     ({"split": {"q": 3}, "num_heads": 3}, r"has split and num_heads; count the heads of each part"),
 ])
-def test_what_no_config_can_say(entry, message):
+def test_bad_splits_in_a_config_are_refused(entry, message):
     with pytest.raises(ConfigError, match=message):
         route(Layer(), entry)
 

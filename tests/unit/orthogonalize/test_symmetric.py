@@ -35,7 +35,7 @@ def test_small_matrices_are_not_cut(dtype, side, strips):
 @pytest.mark.parametrize("one_by_one", [False, True])
 @pytest.mark.parametrize("strips", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("side", [16, 48, 144])
-def test_by_half_is_in_full(side, strips, one_by_one, monkeypatch):
+def test_a_product_by_half_is_the_product_in_full(side, strips, one_by_one, monkeypatch):
     force(monkeypatch, strips, one_by_one=one_by_one)
     x = noise(3, side, 40).double()
     gram = symmetric.gram(x)
@@ -91,7 +91,7 @@ def test_a_batch_gives_the_bits_of_each_matrix_alone(shape, method, dtype):
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (256, 320), (320, 256)])
-def test_what_goes_in_is_left_alone(shape):
+def test_the_input_is_left_alone(shape):
     matrix = noise(*shape)
     before = matrix.clone()
     for method in ("standard", "gram"):

@@ -23,7 +23,7 @@ WIDTH, BASE, LR, EPS = 24, 8, 0.5, 0.25
 
 
 class Model(nn.Module):
-    """One of everything, some of it for the scalar optimizer by override."""
+    """A model of all kinds of parameters, some of them for the scalar optimizer by override."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ ROUTER = {"name": "router.weight", "optimizer": "scalar"}
 
 
 def hyper(scalar="adamw", overrides=(ROUTER,), layerwise=None, **params):
-    """By parameter, rate and eps of the next step, as multiples of what they are without a width."""
+    """Rate and eps of the next step by parameter, as multiples of those without a width."""
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "lr": LR, "muon_lr": LR, "eps": EPS, "scalar_optimizer": scalar, **params}})
     sections = LayerWiseConfig.from_section({**(MUP if layerwise is None else layerwise),
@@ -75,7 +75,7 @@ def assert_table(found, hidden, others, matrices=(1.0, 1.0)):
     ("adamw", (1 / 3, 1 / 3), (1, 1)), ("adam", (1 / 3, 1 / 3), (1, 1)), ("laprop", (1 / 3, 1 / 3), (1, 1)),
     ("ademamix", (1 / 3, 1 / 3), (1, 1)), ("lion", (1 / 3, 1), (1, 1)), ("signum", (1 / 3, 1), (1, 1)),
     ("sgd", (1, 1), (3, 1))])
-def test_the_table(scalar, hidden, others):
+def test_rates_are_those_of_the_published_table(scalar, hidden, others):
     assert_table(hyper(scalar), hidden, others)
     assert_table(hyper(scalar, layerwise={}), (1, 1), (1, 1))
     assert_table(hyper(scalar, layerwise={"mup": {"base_width": 7, "width": 7}}), (1, 1), (1, 1))
@@ -85,7 +85,7 @@ def test_a_narrower_model_has_larger_rates():
     assert hyper(layerwise={"mup": {"base_width": 48, "width": 24}})["router.weight"] == pytest.approx((2.0, 2.0))
 
 
-def test_what_an_override_gives_stays_and_what_it_multiplies_is_multiplied():
+def test_a_rate_of_an_override_stays_and_a_scale_multiplies():
     found = hyper(overrides=[{**ROUTER, "lr": 0.125, "eps": 0.0625}, {"name": "mix.weight", "lr_scale": 6}])
     assert found["router.weight"] == (0.25, 0.25) and found["mix.weight"] == pytest.approx((2.0, 1 / 3))
     half = hyper(overrides=[{**ROUTER, "lr": 0.125}])
@@ -96,7 +96,7 @@ def test_what_an_override_gives_stays_and_what_it_multiplies_is_multiplied():
 @pytest.mark.parametrize("shape, hidden", [
     ((), False), ((5,), False), ((5, 7), True), ((1, 7), False), ((7, 1), False), ((8, 1, 3), False), ((8, 8, 3), True),
     ((1, 7, 8), False), ((4, 8, 8), True), ((8, 1, 3, 3), False), ((8, 3, 3, 3), True)])
-def test_two_axes_that_grow(shape, hidden):
+def test_a_matrix_that_grows_in_two_axes_is_hidden(shape, hidden):
     assert is_hidden(shape) is hidden
 
 
@@ -120,14 +120,14 @@ def test_matrices_keep_their_rate(params):
     ({"hyperball": 2.0}, "how the rate of muon with hyperball depends on the width"),
     ({"scalar": "torch.optim:NAdam"}, "how the rate of torch.optim:NAdam depends on the width"),
 ])
-def test_what_has_no_rule_or_counts_the_width_itself(params, message):
+def test_optimizers_without_a_rule_or_with_their_own_are_refused(params, message):
     with pytest.raises(RoutingError, match=message):
         hyper(**params)
 
 
 @pytest.mark.parametrize("mode, grows", [("unit_rms_norm", 0.0), ("original", 0.0), ("spectral", 0.5),
                                          ("match_rms_adamw", 0.5)])
-def test_why(mode, grows):
+def test_spectral_norms_of_updates_grow_with_this_power_of_the_width(mode, grows):
     """The spectral norm of an update, over the root of rows over columns, grows with this power of the width."""
     sizes = [scale_factor(mode, rows * m, cols * m) / (rows / cols) ** 0.5
              for rows, cols in ((8, 8), (32, 8), (8, 32)) for m in (1, 16)]
@@ -141,7 +141,7 @@ def test_why(mode, grows):
     ({"base_width": 0, "width": 8}, "layerwise.mup.base_width must be a whole number of at least 1, got 0"),
     ({"base_width": 8, "width": 8, "depth": 3}, "layerwise.mup.depth is not an option"),
 ])
-def test_what_a_config_may_say(section, message):
+def test_a_bad_section_is_refused(section, message):
     with pytest.raises(ConfigError, match=message):
         LayerWiseConfig.from_section({"mup": section})
 

@@ -122,7 +122,7 @@ def test_every_condition_of_several_counts():
     ({"name": "a", "key": 1}, "entry.key is not an option"),
     ({"name": "a", "settings": []}, "entry.settings is not an option"),
 ])
-def test_an_entry_that_cannot_be(entry, message):
+def test_a_bad_entry_is_refused(entry, message):
     with pytest.raises(ConfigError, match=message):
         Override.from_entry("entry", entry)
 
@@ -223,7 +223,7 @@ def test_keys_and_predicates_are_known_by_name():
     (lambda: ds_layerwise.register(overrides=3), "overrides must be a mapping of ParamKey"),
     (lambda: ds_layerwise.initialize(overrides=3), "overrides must be a mapping of ParamKey"),
 ])
-def test_what_cannot_be_said_in_python(make, message):
+def test_mistakes_in_python_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -275,7 +275,7 @@ def test_two_rules_that_set_one_field_to_two_values_are_both_named():
     (entries({"ndim": [4, 5], "name": "*", "lr": 0.1}), r"\(name '\*', ndim \[4, 5\]\) matches no trainable"),
     (overrides_of({ParamKey(attr="nothing"): {"lr": 0.1}}), r"overrides\[ParamKey\(attr='nothing'\)\] matches no"),
 ])
-def test_a_rule_that_matches_nothing(overrides, told):
+def test_a_rule_that_matches_nothing_is_refused(overrides, told):
     with pytest.raises(RoutingError, match=told):
         route(overrides)
     route([override.model_copy(update={"optional": True}) for override in overrides])
@@ -283,7 +283,7 @@ def test_a_rule_that_matches_nothing(overrides, told):
     assert overrides_by_name({}, overrides, elsewhere=[0]) == {}
 
 
-def test_what_a_run_goes_by_is_set_for_the_parameter():
+def test_numbers_and_settings_of_an_override_reach_the_parameter():
     routes = route(entries({"module": "Linear", "ndim": 2, "shape": [4, 8], "lr": 0.125, "min_lr": 0.0625,
                             "momentum": 0.5, "nesterov": False, "weight_decay": 0.25}))
     out, group = routes["out.weight"], {"lr": 0.5, "configured_lr": 1.0, "matrix_lr_ratio": 20.0, "scalar_lr_ratio": 1,

@@ -113,7 +113,7 @@ def test_a_launch_without_memory_begins_again_as_if_it_had_not_begun(monkeypatch
     (["a (4,)", "b (5,)", "b (6,)"], ["a (4,)", "b (5,)"], r"only rank 0 has b \(6,\)"),
 ])
 def test_an_entry_more_at_the_end_is_of_one_rank_only_whatever_it_is_called(first, other, told, monkeypatch):
-    """Its name may be that of an entry which both have."""
+    """The name of the entry may be that of an entry which both have."""
     barrier, said = threading.Barrier(2), [None, None]
 
     def gather(value, *, group):

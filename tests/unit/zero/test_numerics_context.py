@@ -1,4 +1,4 @@
-"""What is set aside while a step runs, and that it is put back."""
+"""Settings of numerics are set aside while a step runs, and put back."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_products_are_exact_inside_and_as_before_afterwards(way):
     assert {inside["cuda", "matmul"], inside["mkldnn", "matmul"]} <= {"none", "ieee"}
 
 
-def test_what_follows_a_setting_for_everything_still_follows_it(request):
+def test_a_setting_that_follows_another_still_follows_it(request):
     request.addfinalizer(by_backend("generic", "all", "none"))
     by_backend("generic", "all", "tf32")()
     with set_aside(CPU):

@@ -27,7 +27,7 @@ pytestmark = rooms("attention", "attention_hook", "max_logits", "qk_clip_setting
 
 
 class Head(nn.Module):
-    """What a mask asks of a module."""
+    """The attributes of a module that a mask asks for."""
 
     is_causal = True
 
@@ -125,7 +125,7 @@ def test_products_are_made_in_the_dtype_of_queries_outside_of_autocast():
 
 @pytest.mark.parametrize("implementation, mask", [("flex_attention", None), ("ulysses", None), ("paged|eager", None),
                                                   ("sdpa", object()), ("flash_attention_2", torch.ones(1, 1, 7, 7))])
-def test_what_cannot_be_measured_is_refused(implementation, mask):
+def test_attention_that_cannot_be_measured_is_refused(implementation, mask):
     with pytest.raises(StepError, match=r"the attention logits of Head cannot be measured in implementation .*hook to "
                                         "false and give them to engine.optimizer.note_attention_logits"):
         counts_for(implementation, Head(), *qkm(), mask, {})
@@ -138,8 +138,8 @@ def names_of(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_every_kind(kind):
-    """By output, the head's number and the power, as the plain clip has them."""
+def test_rows_of_every_kind_are_scaled_as_the_plain_clip_scales_them(kind):
+    """The plain clip gives the head's number and the power, by output."""
     model, clip = model_of(kind), QkClip(alpha=0.25)
     found = attentions_of(model, clip, trained=names_of(model))
     assert [each.name for each in found] == list(attention_modules(model))
@@ -175,7 +175,7 @@ def test_a_piece_may_be_cut_anywhere(axis):
     assert bias.tolist() == [3.0, 5.0, 7.0]
 
 
-def test_what_stays_stays_bit_for_bit():
+def test_a_power_of_zero_is_a_factor_of_exactly_1():
     units = torch.tensor([0.3, 1.0])
     # The clip relies on a power of 0 being a factor of exactly 1.
     found = units[torch.tensor([0, 0, 1, 0])] ** torch.tensor([1.0, 0.5, 0.7, 0.0])
@@ -222,7 +222,7 @@ def test_norms_over_queries_and_keys_undo_it():
     assert len(attentions_of(model, None, trained=())) == 1
 
 
-def test_what_is_not_understood_is_named():
+def test_a_layer_that_is_not_understood_is_named():
     refused(from_config("jetmoe"), r"does not understand model\.layers\.0\.self_attention, JetMoeAttention: what "
                                    "gives its queries and keys is not known; it has kv_proj; say where")
 
@@ -308,7 +308,7 @@ def test_two_entries_for_one_module_and_one_weight_of_two():
     ({"attention": [{"name": "a", "heads": 3, "qkv": "q", "values": 2}]}, "values is for q and k"),
     ({"attention": [{"name": "a", "heads": 3, "kv_heads": 2, "qkv": "q"}]}, "kv_heads is 2, which does not divide"),
 ])
-def test_what_a_config_may_say(section, message):
+def test_a_bad_section_is_refused(section, message):
     with pytest.raises(ConfigError, match=message):
         LayerWiseConfig.from_section({"qk_clip": section})
 
@@ -346,7 +346,7 @@ def test_the_hook_is_there_while_somebody_watches_and_only_for_training():
     assert AttentionInterface.get_interface is before
 
 
-def test_who_takes_note_may_go():
+def test_an_observer_may_go():
     before, notes, model = AttentionInterface.get_interface, Notes(), model_of("separate")
     modules = list(attention_modules(model).values())
     attention_hook.watch(modules, notes.note)
