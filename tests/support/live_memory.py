@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -43,3 +44,17 @@ class LiveMemory(TorchDispatchMode):
 def bytes_of(tensors):
     """Return the bytes of the storages behind ``tensors``, each counted once."""
     return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def most_beside(rule, shapes, hyper, updates=1):
+    """The most bytes that an update takes beside parameters of ``shapes``, their gradients and states, all on meta."""
+    params, grads = ([torch.empty(shape, device="meta") for shape in shapes] for _ in range(2))
+    states = [rule.init_state(param) for param in params]
+    most = 0
+    for _ in range(updates):
+        with LiveMemory([*params, *grads, *(value for state in states for value in state.values())]) as memory:
+            held = memory.now()
+            rule.update_(params, grads, states, hyper)
+        most = max(most, memory.peak - held)
+        assert memory.now() == held
+    return most

@@ -141,6 +141,11 @@ class TestFoldersThatSavesNeed:
                 assert do is not atomic.begin
             assert (own / "thesis.tex").read_text() == "mine" and not folder.exists()
 
+    def test_a_file_of_the_users_is_called_a_file(self, ending, tmp_path):
+        (tmp_path / f"tag{ending}").write_text("mine")
+        with pytest.raises(LayerWiseError, match="is a file, and a save of tag needs that name; move it away"):
+            atomic.begin(tmp_path / "tag")
+
     def test_a_link_of_the_users_is_not_followed(self, ending, tmp_path):
         (tmp_path / "precious").mkdir()
         (tmp_path / "precious" / "mp_rank_00_model_states.pt").write_text("mine")

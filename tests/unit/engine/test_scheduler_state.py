@@ -133,13 +133,16 @@ def test_a_state_with_keys_too_many_or_too_few_is_refused(kind, less, more, told
                         | dict.fromkeys(more))
 
 
-def test_a_state_that_is_no_dict():
+def test_a_state_that_is_no_dict_must_be_of_the_same_kind():
     class Counts:
         def __init__(self, state):
             self.state_dict = lambda: state
 
-    check_scheduler(Counts((1, 2)), (3, 4))
+    assert check_scheduler(Counts((1, 2)), (3, 4)) == check_scheduler(Counts(4), 5) == []
     check_scheduler(object(), {"anything": 1})
+    for now, saved, told in (((1, 2), {"last_epoch": 3}, "a dict, not a tuple"), (7, [7], "a list, not a int")):
+        with pytest.raises(LayerWiseError, match=f"this run's Counts: its state is {told}; use .* or load with"):
+            check_scheduler(Counts(now), saved)
     with pytest.raises(LayerWiseError, match="its state lacks a; "):
         check_scheduler(Counts({"a": 1}), (3, 4))
     with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler"):

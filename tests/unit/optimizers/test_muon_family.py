@@ -20,7 +20,7 @@ from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.routes.routes import Route, with_changes
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from tests.support.family import train
-from tests.support.live_memory import LiveMemory
+from tests.support.live_memory import most_beside
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
@@ -401,26 +401,16 @@ def test_parts_cannot_tell_which_side_is_longer():
 @pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (72, 100), (6, 64, 256), (4096, 16),
                                    (16, 4096)])
 def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name, settings):
-    params, grads = ([torch.randn(shape, device="meta") for _ in range(2)] for _ in range(2))
-    rule = rule_of(recipe(name, ns_method=method, **settings))
-    states = [rule.init_state(param) for param in params]
-    with LiveMemory([*params, *grads, *(value for state in states for value in state.values())]) as memory:
-        held = memory.now()
-        rule.update_(params, grads, states, hyper(settings))
-    *batch, rows, cols = shape
-    assert 0.9 < (memory.peak - held) / rule.recipe.workspace((2 * math.prod(batch), rows, cols)) <= 1
+    rule, (*batch, rows, cols) = rule_of(recipe(name, ns_method=method, **settings)), shape
+    said = rule.recipe.workspace((2 * math.prod(batch), rows, cols))
+    assert 0.9 < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (128, 192), (128, 256), (128, 384), (384, 128), (128, 512), (512, 128),
                                    (100, 130), (130, 100)])
 def test_a_clip_of_several_takes_no_more_memory_than_its_recipe_says(shape):
     rule = rule_of(recipe("muon", spectral_clip=1.0))
-    params, grads = [[torch.randn(shape, device="meta") for _ in range(4)] for _ in range(2)]
-    states = [rule.init_state(param) for param in params]
-    with LiveMemory([*params, *grads, *(state["momentum_buffer"] for state in states)]) as memory:
-        held = memory.now()
-        rule.update_(params, grads, states, hyper({}))
-    assert 0.9 < (memory.peak - held) / rule.recipe.workspace((4, *shape)) <= 1
+    assert 0.9 < most_beside(rule, [shape] * 4, hyper({})) / rule.recipe.workspace((4, *shape)) <= 1
 
 
 def test_work_is_muons_but_for_the_clip():

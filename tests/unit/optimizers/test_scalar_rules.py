@@ -15,6 +15,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import REGISTRY
 from ds_layerwise.recipes.rules import adafactor_recipe as sizes
 from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
@@ -26,7 +27,7 @@ pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 STEPS = 20
 
-#: Settings that each optimizer is tried at.
+#: By optimizer, the settings that it is tried at; every field of its recipe is in one of them.
 TRIED = {
     "adamw": [{}], "adam": [{}], "lion": [{}], "sgd": [{}],
     "signum": [{}, {"nesterov": True}, {"nesterov": True, "correct_bias": False}],
@@ -53,6 +54,18 @@ def trained(name, settings, shape, hyper=HYPER, steps=STEPS):
     for step in range(1, steps + 1):
         rule.update_([value], [gradients(shape, step)], [state], hyper)
     return value
+
+
+def test_every_setting_is_tried():
+    for name, entry in REGISTRY.items():
+        if not entry.recipe.whole or name in TRIED:
+            # A rule does not see in what its states are kept.
+            fields = set(entry.recipe.keys()) - set(Recipe.keys()) - {"stochastic_rounding"} - set(
+                getattr(entry.recipe, "kept_by", {}).values())
+            assert set().union(*TRIED.get(name, [{None}])) == fields, f"add what {name!r} is tried at to TRIED"
+            for field in fields:
+                default = entry.recipe.model_fields[field].default
+                assert any(settings.get(field, default) != default for settings in TRIED[name]), (name, field)
 
 
 def theirs_trained(make, shape):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
 from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
@@ -79,7 +80,10 @@ def test_every_table_and_number_of_steps(table, method, steps):
                          ids=str)
 @pytest.mark.parametrize("kind", ["noise", "low rank", "ill-conditioned"])
 @pytest.mark.parametrize("table, steps", [("simple", 10), ("quintic", 10), ("polar_express", 8), ("deepseekv4", 10)])
-def test_gram_stays_stable_beyond_five_steps(table, steps, kind, dtype, overshoot):
+@pytest.mark.parametrize("strips", [1, 4])
+def test_gram_stays_stable_beyond_five_steps(table, steps, kind, dtype, overshoot, strips, monkeypatch):
+    monkeypatch.setattr(symmetric, "num_strips", lambda side, dtype, device: strips)
+    monkeypatch.setattr(symmetric, "one_by_one", lambda side, device: strips > 1)
     # Rounding makes small eigenvalues of a Gram matrix negative, and every step multiplies those by about a squared.
     g = torch.Generator().manual_seed(5)
     matrices = {"noise": torch.randn(8, 64, 160, generator=g),
@@ -142,7 +146,8 @@ def test_a_zero_matrix_stays_zero_and_disturbs_no_other(method):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("method", ["standard", "gram"])
-@pytest.mark.parametrize("shape", [(5, 48, 64), (3, 64, 16), (4, 32, 32), (2, 7, 13)])
+@pytest.mark.parametrize("shape", [(5, 48, 64), (3, 64, 16), (4, 32, 32), (2, 7, 13), (3, 256, 272),
+                                   (2, 530, 512), (2, 768, 768)])
 def test_a_batch_gives_the_bits_of_each_matrix_alone(shape, method, dtype):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(4))
     # Squares of the last two leave float32.
@@ -154,11 +159,12 @@ def test_a_batch_gives_the_bits_of_each_matrix_alone(shape, method, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8)])
-def test_the_input_is_left_alone(shape, dtype):
+@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize("shape", [(8, 8), (8, 12), (12, 8), (256, 256), (256, 320), (320, 256)])
+def test_the_input_is_left_alone(shape, method, dtype):
     matrix = torch.randn(shape).to(dtype)
     before = matrix.clone()
-    value = newton_schulz(matrix, SIMPLE5, method="gram", dtype=dtype)
+    value = newton_schulz(matrix, SIMPLE5, method=method, dtype=dtype)
     assert torch.equal(matrix, before) and value.dtype == dtype and value.shape == matrix.shape
     assert value.data_ptr() != matrix.data_ptr()
 

@@ -1,12 +1,10 @@
 """Matrices that tensor parallelism has cut, against the same matrices whole."""
 
-import math
-
 import pytest
 import torch
 
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rules.muon_family import Muon, scale_factor
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
 from ds_layerwise.plan.routes.routes import whole_shape
@@ -154,29 +152,3 @@ def test_an_update_of_parts_is_the_part_of_the_update(kwargs, axis, tp_mode):
     if tp_mode == "duplicated":
         # Three batches of equal shape a step: (12, 40) four times, (40, 12) and (12, 12).
         assert [kind for kind, _ in calls] == ["gather"] * 9 and max(shape[0] for _, shape in calls) == 4
-
-
-@pytest.mark.parametrize("axis", [-2, -1])
-def test_blockwise_takes_a_part_for_a_matrix(axis):
-    done, calls = train_cut("blockwise", 2, axis, [(12, 40)])
-    assert not calls
-    for rank, value in enumerate(done[0].chunk(2, axis)):
-        def part(whole):
-            return whole.chunk(2, axis)[rank].clone()
-
-        expected, buffer = part(noise(12, 40, seed=100)), 0.0
-        for step in range(3):
-            grad = part(noise(12, 40, seed=10 * step))
-            buffer = 0.9 * buffer + 0.1 * grad
-            update = newton_schulz(0.1 * grad + 0.9 * buffer, SIMPLE5, method="gram", dtype=torch.float32)
-            rows, cols = update.shape
-            expected = expected * (1 - 0.1 * 0.2) - 0.1 * math.sqrt(max(1, rows / cols)) * update
-        torch.testing.assert_close(value, expected)
-
-
-def test_the_scale_is_that_of_the_whole_matrix():
-    # A part of (20, 12) would be scaled by the square root of 20 / 12.
-    done, _ = train_cut("distributed", 2, -2, [(40, 12)], nesterov=False)
-    start, rule = noise(40, 12, seed=100), Muon.of(recipes.Muon(ns_dtype="fp32", nesterov=False))
-    assert scale_factor("original", 40, 12) != scale_factor("original", 20, 12)
-    torch.testing.assert_close(done[0], train(rule, [start])[0], rtol=1e-5, atol=1e-6)
