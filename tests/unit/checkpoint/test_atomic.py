@@ -126,6 +126,14 @@ def test_the_old_is_back_where_the_second_of_two_renames_fails(tmp_path, monkeyp
     assert holds(tmp_path / "tag") == "new"
 
 
+def test_a_death_between_two_renames_leaves_the_old(tmp_path):
+    commit(tmp_path / "tag", "old")
+    (tmp_path / "tag").rename(tmp_path / "tag.replaced")
+    for _ in range(2):
+        atomic.recover(tmp_path / "tag")
+        assert holds(tmp_path / "tag") == "old" and [path.name for path in tmp_path.iterdir()] == ["tag"]
+
+
 def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_error(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(atomic.logger, "warning", said.append)

@@ -168,6 +168,13 @@ def test_blocks_of_columns_are_a_stack(name, settings):
     assert not found.is_contiguous() and relative_error(found, stack) < 1e-5
 
 
+def test_second_moments_have_these_shapes():
+    for per, wide, tall in (("row", (12, 1), (40, 1)), ("column", (1, 40), (1, 12)), ("longer_side", (1, 40), (40, 1))):
+        for shape, expected in (((12, 40), wide), ((40, 12), tall), ((3, 12, 40), (3, *wide))):
+            assert recipe("normuon", moment2_per=per).states(shape)["moment2_buffer"].shape == expected
+    assert recipe("namo").states((3, 12, 40))["moment2_buffer"].shape == (3, 1, 1)
+
+
 # --- where references differ ------------------------------------------------------------------------------------------
 
 
