@@ -111,7 +111,7 @@ class TestAccelerate(DistributedTest):
                 optimizer.zero_grad()
         return rows
 
-    def test_what_it_cannot_fill_in_is_refused(self):
+    def test_auto_that_cannot_be_filled_in_is_refused(self):
         accelerator, model = make_accelerator(params={"betas": [0.9, 0.95], "eps": "auto"}), gpt2()
         loader = DataLoader(Tokens(8), batch_size=2)
         # Accelerate's own.

@@ -42,7 +42,7 @@ def alone(batches, lr):
 class TestAccelerate(DistributedTest):
     init_distributed = False
 
-    def test_its_optimizer_and_schedule_arrive(self):
+    def test_the_optimizer_and_schedule_of_the_client_arrive(self):
         ds_layerwise.register()
         backend = InitProcessGroupKwargs(backend=get_accelerator().communication_backend_name())
         accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=without_optimizer()),

@@ -48,7 +48,7 @@ class TestKeysWithoutEffect(DistributedTest):
 
 class TestNumbers(DistributedTest):
     @pytest.mark.parametrize("number", [np.float32, np.float64, torch.tensor])
-    def test_those_of_numpy_are_as_good_as_pythons(self, number):
+    def test_numbers_of_numpy_are_as_good_as_pythons(self, number):
         results = []
         for of_kind, whole, betas in ((float, int, list), (number, np.int64, np.array)):
             engine = start(Net(), ds_config(
@@ -65,7 +65,7 @@ class TestNumbers(DistributedTest):
 class TestSwitches(DistributedTest):
     world_size = 1
 
-    def test_those_of_numpy_are_as_good_as_pythons(self):
+    def test_switches_of_numpy_are_as_good_as_pythons(self):
         engine = start(Net(), ds_config(bf16={"enabled": np.bool_(True)}))
         assert next(engine.module.parameters()).dtype == torch.bfloat16
         train_engine(engine, 1)
@@ -79,7 +79,7 @@ class TestSwitches(DistributedTest):
 class TestReadme(DistributedTest):
     world_size = 1
 
-    def test_its_first_config_trains_a_model_without_biases(self):
+    def test_the_first_config_trains_a_model_without_biases(self):
         config = json.loads(README.read_text().partition("```json\n")[2].partition("```")[0])
         results = []
         for sections in (config, {key: value for key, value in config.items() if key != "layerwise"}):

@@ -48,7 +48,7 @@ def batches(count=3):
 
 
 def first_config():
-    """That of the README."""
+    """Return the config of the README."""
     return next(as_config(block)[0] for block in blocks("json") if block.page == "README.md")
 
 
@@ -111,7 +111,7 @@ class TestConfigs(DistributedTest):
             engine.destroy()
 
     @pytest.mark.world_size(2)
-    def test_those_of_two_ranks(self):
+    def test_configs_of_two_ranks_train(self):
         found = [config for config, _ in map(as_config, blocks("json")) if "tensor_parallel" in config]
         assert len(found) == 1 and found[0]["tensor_parallel"] == {"autotp_size": 2}
         module = llama()
@@ -125,7 +125,7 @@ class TestConfigs(DistributedTest):
 class TestNames(DistributedTest):
     world_size = 1
 
-    def test_what_the_pages_say_of_an_engine_it_has(self):
+    def test_an_engine_has_the_attributes_that_the_pages_name(self):
         engine = started(first_config())
         engine.optimizer.fresh_states  # not before a load
         found = set()
@@ -144,7 +144,7 @@ class TestNames(DistributedTest):
             assert hasattr(route, name), name
 
 
-def test_what_the_pages_say_of_the_package_it_has():
+def test_the_package_has_the_names_of_the_pages():
     for path in PAGES:
         for name in re.findall(r"\bds_layerwise\.(\w+)\(", prose_of(path)):
             assert name in ds_layerwise.__all__, name

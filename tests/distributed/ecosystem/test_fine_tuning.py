@@ -38,7 +38,7 @@ BLOCK = "inner.base_model.model.transformer.h.0."
 
 
 class Lora(nn.Module):
-    """One block of GPT-2 with adapters of rank 4 at its attention and its embedding, and its last norm trained."""
+    """A block of GPT-2 with adapters of rank 4 at its attention and its embedding, and its last norm trained."""
 
     adapters = {"target_modules": ["c_attn", "wte"], "modules_to_save": ["ln_f"]}
 
@@ -85,7 +85,7 @@ def train_on_tokens(engine, num_steps, *, first=0):
 
 
 class TestLora(DistributedTest):
-    def test_as_the_oracle(self, stage):
+    def test_training_is_as_the_oracle(self, stage):
         to_adam = {"overrides": [{"name": "*.lora_embedding_*", "optimizer": "scalar"}]}
         fewer = {name: view for name, view in FACTORS.items() if "lora_embedding" not in name}
         all_to_adam = {"overrides": [{"name": "*.lora_*", "optimizer": "scalar"}]}

@@ -69,7 +69,7 @@ class TestMadeOnce(DistributedTest):
         assert sorted(p.name for p in made.iterdir()) == ["rank 0 of 1", "rank 0 of 2", "rank 1 of 2"]
 
 
-def test_what_cannot_be_made_is_tried_once_and_fails_every_test_that_asks(tmp_path):
+def test_a_failed_fixture_is_tried_once_and_fails_every_test_that_asks(tmp_path):
     def make(folder):
         (folder / "tried").touch(exist_ok=False)
         raise ValueError("no space")

@@ -63,7 +63,7 @@ def masters(engine):
 class TestNumbers(DistributedTest):
     init_distributed = False
 
-    def test_what_it_fills_in_reaches_the_optimizer_and_the_steps_are_those_of_the_oracle(self, stage, tmp_path):
+    def test_auto_values_reach_the_optimizer_and_the_steps_are_those_of_the_oracle(self, stage, tmp_path):
         model, steps, warmup = gpt2(), 6, 2
         batches = Batches(model)
         overrides = [{"name": "*.bias", "weight_decay": 0.0}]
@@ -248,7 +248,7 @@ class TestSavedWeights(DistributedTest):
         with pytest.raises(StepError, match="another engine"):
             first.deepspeed.step()
 
-    def test_what_it_cannot_fill_in_is_refused(self, tmp_path):
+    def test_auto_that_cannot_be_filled_in_is_refused(self, tmp_path):
         # The message is Accelerate's own.
         with pytest.raises(ValueError, match="optimizer.params.muon_lr.*without `auto`"):
             make_trainer(tmp_path, config(params={"muon_lr": "auto"}), max_steps=2).train()
@@ -318,7 +318,7 @@ class TestStage3(DistributedTest):
         assert len(runs) == 5
 
     def run(self, folder, stage, adapter, resume):
-        """What the Trainer reports, and the weights that it saves."""
+        """Return what the Trainer reports, and the weights that it saves."""
         ds_config = config(stage=stage, params=EXACT)
         ds_config["zero_optimization"] |= {"stage3_gather_16bit_weights_on_model_save": True,
                                            "memory_efficient_linear": False,

@@ -91,7 +91,7 @@ class TestLinks(DistributedTest):
             assert plan.predictions[0].links == links and plan.predictions[0].total > 0
 
     @pytest.mark.world_size(4)
-    def test_what_is_measured_are_the_ranks_that_send(self, short, monkeypatch):
+    def test_the_ranks_that_send_are_measured(self, short, monkeypatch):
         """Each series is between the ranks that it says, and those that it does not name are silent."""
         sent, now, all_to_all, timing = set(), [], comm._all_to_all, link_timing._timing
 
@@ -118,7 +118,7 @@ class TestLinks(DistributedTest):
         everyone = comm.gather_objects(times, group=None)
         assert everyone == [times] * 4, "all ranks have the same numbers"
 
-    def test_what_is_wrong_is_said_once_and_ends_all_ranks(self, class_tmpdir, short, monkeypatch):
+    def test_an_error_is_told_once_and_ends_all_ranks(self, class_tmpdir, short, monkeypatch):
         size = dist.get_world_size()
         folder = class_tmpdir / f"refused on {size}"
         if dist.get_rank() == 0:

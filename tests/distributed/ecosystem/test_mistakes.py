@@ -38,7 +38,7 @@ class TestMistakes(DistributedTest):
             assert f"at {mistakes.__file__}:" in told and len(told.splitlines()) <= mistakes.MOST_LINES
 
     def test_a_rank_that_is_missed_is_told_in_words_of_the_script(self, class_tmpdir, monkeypatch):
-        """As ``save-on-rank-0`` of the tool, where the other rank has come to its end."""
+        """Save on rank 0 as ``save-on-rank-0`` of the tool does, where the other rank has come to its end."""
         def closed(*_):
             raise RuntimeError("[pair.cc:553] Connection closed by peer\nat frame #0")
 
@@ -127,7 +127,7 @@ class TestHook:
         except type(error):
             sys.excepthook(*sys.exc_info())
 
-    def test_one_of_ours_is_framed_with_the_line_of_the_script(self, capsys):
+    def test_an_error_of_this_package_is_framed_with_the_line_of_the_script(self, capsys):
         self.raised(ConfigError("lr is wrong"))
         lines = capsys.readouterr().err.splitlines()
         assert lines[0] == lines[-1] == mistakes.BAR and lines[1] == "ds_layerwise: ConfigError: lr is wrong"

@@ -1,4 +1,4 @@
-"""What DeepSpeed's monitors write of a training on this backend, read back from their files: by value."""
+"""DeepSpeed's monitors write the right values of a training on this backend, read back from their files."""
 
 import csv
 from importlib.util import find_spec
@@ -18,7 +18,7 @@ STEPS, EVERY = 4, 2
 
 
 def expected_files():
-    """By label, the samples and the values of all that is reported of a training on two ranks, from the oracle."""
+    """Return the samples and values by label of all that is reported of a training on two ranks, by the oracle."""
     found = {}
     for step in range(STEPS):
         mean = averages(step, 2)

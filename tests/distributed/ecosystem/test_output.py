@@ -57,7 +57,7 @@ class TestStartUpTable(DistributedTest):
 
 class TestWhatIsSaidLater(DistributedTest):
     def test_no_stdout_ends_a_load_or_a_step(self, tmp_path, monkeypatch):
-        """What rank 0 alone has to say must not be an error of rank 0 alone, which the others would wait for."""
+        """A failure in what rank 0 alone says raises on no rank, as the others would wait for rank 0."""
         config = ds_config(bf16={"enabled": True})
         engine, resumed = start(Net(), config), start(Net(), config)
         engine.backward(engine((0, 0, engine.global_rank)))

@@ -91,7 +91,7 @@ class TestAgainstTheEngine(DistributedTest):
         assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.02)
 
     @pytest.mark.world_size(2)
-    def test_what_the_engine_leaves_at_its_default_is_the_plans_default(self):
+    def test_defaults_of_the_engine_are_those_of_the_plan(self):
         engine = start(tiny_gpt(), ds_config(bucket_numel="auto"))
         assert engine.optimizer.settings.bucket_numel == 500_000_000
 

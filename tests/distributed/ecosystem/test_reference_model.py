@@ -24,7 +24,7 @@ def small():
 
 
 def at_stage_0(given):
-    """As TRL's prepare_deepspeed does where the stage is not 3."""
+    """Prepare a config as TRL's prepare_deepspeed does where the stage is not 3."""
     given = copy.deepcopy(given)
     given["zero_optimization"]["stage"] = 0
     return given
@@ -61,7 +61,7 @@ class TestReferenceModel(DistributedTest):
         x = torch.linspace(-1, 1, 8).reshape(1, 8)
         assert optimizer is None and torch.equal(engine(x), small()(x))
 
-    def test_what_is_to_be_trained_is_refused(self):
+    def test_a_reference_model_to_be_trained_is_refused(self):
         module, given = small(), at_stage_0(ds_config())
         client = {key: value for key, value in given.items() if key != "optimizer"}
         for config, kwargs in ((given, {"model_parameters": module.parameters()}),

@@ -156,7 +156,7 @@ SHARED = {
 
 
 class TestBadModels(DistributedTest):
-    def test_what_no_rank_could_train(self):
+    def test_a_model_that_no_rank_could_train_is_refused(self):
         not_real = model()
         not_real.phase = nn.Parameter(torch.zeros(4, 4, dtype=torch.complex64))
         for module, groups, message in ((model(nn.LayerNorm(8)), None, "no parameter goes to the matrix optimizer"),
@@ -286,7 +286,7 @@ class TestConfigsThatDiffer(DistributedTest):
             with pytest.raises(LayoutError, match=f"the configuration differs between ranks: .*{message}"):
                 initialize(ds_config=config(**(changes if dist.get_rank() else {})))
 
-    def test_what_each_rank_may_say_for_itself(self):
+    def test_keys_that_each_rank_may_set_for_itself(self):
         """Reports, and the size of a micro-batch: an average over ranks does not ask how many samples each had."""
         alone = {"steps_per_print": 5, "wall_clock_breakdown": True, "train_micro_batch_size_per_gpu": 3}
         initialize(ds_config=config(**(alone if dist.get_rank() else {})))

@@ -159,7 +159,7 @@ SCHEDULERS = {
 
 
 def followed(kind, params, key, num_steps=STEPS):
-    """What a scheduler of DeepSpeed says on a plain torch optimizer, before each step."""
+    """Return what a scheduler of DeepSpeed says on a plain torch optimizer, before each step."""
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(1))], lr=0.003, betas=(0.9, 0.95))
     scheduler = getattr(lr_schedules, kind)(optimizer, **params)
     said = []
@@ -226,7 +226,7 @@ class TestBatchSizes(DistributedTest):
 
 
 class Reads(nn.Module):
-    """Its loss depends on which samples it gets."""
+    """A model whose loss depends on which samples it gets."""
 
     def __init__(self):
         super().__init__()
@@ -271,7 +271,7 @@ class TestCurriculum(DistributedTest):
         assert torch.equal(weights(plain.module), weights(engine.module))
 
     @pytest.mark.world_size(1)
-    def test_what_deepspeed_has_dropped_stops_the_engine(self):
+    def test_a_key_that_deepspeed_has_dropped_stops_the_engine(self):
         for key in ("curriculum_learning", "elasticity", "progressive_layer_drop", "eigenvalue", "compression_training",
                     "quantize_training"):
             if key not in getattr(deepspeed_config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {key: ""}):

@@ -1,4 +1,4 @@
-"""What is wrong with a config is told in the same words by ``ds-layerwise plan`` and by training."""
+"""Mistakes in a config are told in the same words by ``ds-layerwise plan`` and by training."""
 
 import copy
 import re
@@ -182,11 +182,11 @@ class TestAlike(DistributedTest):
             assert re.match(re.escape(message), planned), planned
             assert told(lambda: start(Net(), copy.deepcopy(given))) == planned
 
-    def test_what_deepspeed_finds_is_told_by_key_and_value(self):
+    def test_errors_of_deepspeed_are_told_by_key_and_value(self):
         for path, value, message in STOCKS:
             assert told(lambda: start(Net(), with_value(path, value))).startswith(message)
 
-    def test_what_is_matched_in_vain(self, tmp_path, monkeypatch):
+    def test_an_override_that_matches_nothing_is_told(self, tmp_path, monkeypatch):
         for overrides, message in UNMET:
             given = with_value("layerwise.overrides", overrides)
             monkeypatch.setattr("ds_layerwise.tools.dry_run.read_config", lambda path: given)

@@ -27,7 +27,7 @@ PAGE = Path(ds_layerwise.__file__).parents[1] / "docs/proposal_backend_hook.md"
 
 
 def answers():
-    """By the key of a name that this package wraps or extends, the answer that the page gives to where that goes."""
+    """Return the answer that the page gives to where a name goes that this package wraps or extends, by its key."""
     rows = re.findall(r"^\| `(\w+)` \| (first|second|stays) \|", PAGE.read_text(), re.MULTILINE)
     assert len(dict(rows)) == len(rows)
     return dict(rows)
@@ -85,7 +85,7 @@ class TestWithoutRegister(DistributedTest):
                 assert relative_error(whole(param), trainable(alone)[name].detach()) < 1e-5, name
             assert engine.get_lr() == [0.005]
 
-    def test_what_is_offloaded_has_no_optimizer_of_deepspeed(self):
+    def test_an_offloaded_engine_has_no_optimizer_of_deepspeed(self):
         config = ds_config()
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
         engine = train_engine(start(Net(), config), 3)

@@ -102,7 +102,7 @@ def test_experts_travel_among_the_ranks_that_hold_the_same_ones():
 
 
 def in_cuts():
-    """Of six ranks one owns the first bucket, and one most of the second; these two travel in cuts of 4 and of 2."""
+    """Return buckets of six ranks: one owns the first, one most of the second; these travel in cuts of 4 and of 2."""
     return Layout("balanced", 6, 1, (
         Bucket(0, "bfloat16", True, 0, (0, 0, 0, 24, 0, 0), (Slot("a", 0, 20),), way="cuts"),
         Bucket(1, "bfloat16", True, 24, (1, 0, 0, 0, 0, 11), (Slot("b", 24, 1), Slot("c", 25, 9)), way="cuts"),
@@ -182,7 +182,7 @@ def test_any_buckets_are_counted_rank_by_rank_and_element_by_element():
             assert traffic[rank].received == sum(received) + sum(added)
 
 
-def test_what_is_received_does_not_grow_with_the_ranks():
+def test_received_bytes_do_not_grow_with_the_ranks():
     def most(size, way):
         own = (0,) * (size - 1) + (1024,)
         bucket = Bucket(0, "bfloat16", True, 0, own, (Slot("a", 0, 1000),), way=way)
@@ -194,7 +194,7 @@ def test_what_is_received_does_not_grow_with_the_ranks():
     assert [most(size, "ragged") for size in (2, 8)] == [2 * 1024, 2 * 1024 * 8]
 
 
-def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
+def test_two_buckets_under_way_receive_at_once_and_sums_of_cuts_stay():
     buckets = tuple(Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), way=way)
                     for i, (name, way) in enumerate([("a", "cuts"), ("b", "cuts"), ("c", "cuts"), ("d", "ragged")]))
     found = traffic_bytes(Layout("balanced", 2, 1, buckets), stage=1, stored_as={"bfloat16": "bfloat16"},
@@ -210,7 +210,7 @@ def test_what_two_buckets_under_way_receive_and_where_sums_of_cuts_stay():
         assert grads == [whole + cuts, whole + apart + cuts]
 
 
-def test_what_a_node_adds_up_is_under_way_too():
+def test_sums_of_a_node_are_under_way_too():
     links = NVLINK_IB.model_copy(update={"ranks_per_node": 2})
     even = Bucket(0, "bfloat16", True, 0, (10,) * 4, tuple(Slot(name, 10 * i, 10) for i, name in enumerate("abcd")))
 
@@ -243,7 +243,7 @@ def test_what_a_node_adds_up_is_under_way_too():
     assert found(longer, **in_float32, links=slow) == RankTraffic(0, 0)
 
 
-def test_what_the_exchange_takes_by_hand():
+def test_the_exchange_takes_the_bytes_counted_by_hand():
     settings = {"stage": 1, "stored_as": {"bfloat16": "bfloat16"}, "wires": ["bfloat16"] * 3}
     # One round. The owner of the first bucket gets all of it in one piece, its own 4 included; the first rank sends 4
     # and 1, and the last 4, whose 2 of the second bucket stay. Sums are float32, and arrive where owners have them.
@@ -343,7 +343,7 @@ def test_memory_on_the_host_and_off_it():
         plain[0].params, plain[0].grads, 4 * 64, 4 * 64 + 8 * 64, host=8 * 60, staging=8 * 60)
 
 
-def test_of_any_layout_goes_what_is_asked_and_less_than_a_piece_more():
+def test_the_host_takes_the_ratio_of_any_layout_and_less_than_a_piece_more():
     random = Random(5)
     for _ in range(60):
         size, ratio = random.randint(1, 4), random.choice([0.0, 1.0, random.random(), random.random()])

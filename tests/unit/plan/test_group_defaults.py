@@ -47,7 +47,7 @@ SCALAR = {"embed.weight", "attention.row", "lm_head.weight"}
 
 
 def decays(params, layerwise=None, groups=None, model=None):
-    """By parameter, the weight decay that the next step takes."""
+    """Return the weight decay that the next step takes, by parameter."""
     model = model or Model()
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": params})
     sections = LayerWiseConfig.from_section(layerwise or {})
@@ -78,7 +78,7 @@ def expected(*, matrices=0.1, scalar=0.1, vectors=0.0, qk=None):
     ({}, {"apply_wd_to_qk_layernorm": True, "overrides": [{"name": "*.q_norm.*", "weight_decay": 0}]},
      {"qk": 0.1, "own": {"attention.q_norm.weight": 0, "attention.q_norm.bias": 0}}),
 ])
-def test_who_is_decayed(params, layerwise, kinds):
+def test_weight_decay_of_each_parameter(params, layerwise, kinds):
     own = kinds.pop("own", {})
     assert decays({"weight_decay": 0.1, **params}, layerwise) == {**expected(**kinds), **own}
 
@@ -164,7 +164,7 @@ def test_a_bound_above_the_rate_is_refused():
         optimizer.require_chosen_rates(route({"overrides": [{"name": "mlp.*", "min_lr": 1.5}]}, model))
 
 
-def test_what_a_rate_is_counted_from_stays_when_a_schedule_moves_it():
+def test_the_base_of_a_rate_stays_when_a_schedule_moves_the_rate():
     model, config = Model(), OptimizerConfig.from_section({"params": {"lr": 0.5, "muon_lr": 1.0}})
     optimizer = LayerWiseOptimizer([{"params": list(model.parameters()), "lr": 0.25, "muon_lr": 0.5}], config)
     optimizer.param_groups[0]["lr"] = 0.125
@@ -244,7 +244,7 @@ def test_presets_are_as_published():
     assert optimizer(preset=None) == optimizer()
 
 
-def test_what_the_config_says_itself_wins():
+def test_keys_of_the_config_win_over_the_preset():
     mine = optimizer(preset="kimi", weight_decay=0.3, ns_steps=6)
     assert (mine.weight_decay, mine.matrix.ns_steps, mine.matrix.scale_mode) == (0.3, 6, "match_rms_adamw")
     assert set(mine.from_preset) == PRESETS["kimi"].keys() - {"weight_decay", "ns_steps"}
@@ -271,7 +271,7 @@ def test_a_hook_that_says_how_large_updates_are_replaces_the_scale_of_a_preset(p
     ({"decay_vectors": 1}, "optimizer.params.decay_vectors must be true or false, got 1"),
     ({"scalar_weight_decay": -1}, r"optimizer.params.scalar_weight_decay must be in \[0, inf\), got -1"),
 ])
-def test_what_is_wrong_is_told(params, told):
+def test_a_wrong_preset_or_decay_is_refused(params, told):
     with pytest.raises(ConfigError, match=told):
         optimizer(**params)
 

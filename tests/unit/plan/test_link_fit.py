@@ -25,7 +25,7 @@ CLUSTERS = [(TWO_RAILS, 2), (TWO_RAILS, 3), (NVLINK_IB, 8), (TCP, 4),
 
 
 def times_on(links, num_nodes):
-    """What :mod:`.plan.network.links` says that collectives take on such nodes, in every way that they are measured."""
+    """Return the times that the model of links predicts on such nodes, in every way that they are measured."""
     per_node = links.ranks_per_node
     # A rank that sends alone has a rail, or its part of more rails than ranks, to itself.
     lonely = links.model_copy(update={"ranks_per_node": 1, "rails": max(1, links.rails // per_node)})
@@ -62,7 +62,7 @@ def test_links_come_back_from_the_times_that_they_predict(links, num_nodes):
     assert set(found.sources) == set(Links.keys())
 
 
-def test_what_all_of_a_node_reach_is_divided_among_its_rails():
+def test_the_rate_of_a_whole_node_is_divided_among_its_rails():
     # One rank reaches 8, four of them 4.9 each, 19.6 together: nearer to 2 rails than to 3.
     def times(where, gb_s):
         return [Timing("ring", where, 2, nbytes, nbytes / 2 / gb_s / 1e9) for nbytes in SIZES]
@@ -110,7 +110,7 @@ def test_times_that_do_not_grow_with_the_bytes_are_refused(seconds):
 
 @pytest.mark.parametrize("ranks_per_node, num_nodes, missing", [
     (4, 1, ("between_gb_s", "between_us", "rails")), (1, 4, ("inside_gb_s", "inside_us")), (2, 2, ())])
-def test_what_cannot_be_measured_is_named_and_taken_from_what_is_named_for_it(ranks_per_node, num_nodes, missing):
+def test_keys_that_cannot_be_measured_are_named_and_taken_from_the_links_of_like(ranks_per_node, num_nodes, missing):
     assert missing_keys(ranks_per_node, num_nodes) == missing
     if not missing:
         return

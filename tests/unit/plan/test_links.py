@@ -134,7 +134,7 @@ def load(*numels, stride=1, wire=2, params=2):
     return replace(Load.of_draft(draft), wire_bytes=wire, param_bytes=params)
 
 
-def test_one_bucket_is_added_up_inside_nodes_while_the_one_before_is_between_them():
+def test_sums_inside_nodes_overlap_with_those_of_the_bucket_before_between_nodes():
     even, alone = load(*8 * [125_000]), load(*4 * [100_000], stride=2)
     inside, between = ordered_levels(1_000_000, 2, Group(8, SMALL))
     assert inside < between
@@ -182,7 +182,7 @@ def test_rings_are_in_two_levels_where_one_takes_longer():
         2e6, longest=250_000, num_shards=8, spread=7)
 
 
-def test_which_buckets_the_backend_sends_in_two_levels():
+def test_the_backend_sends_in_two_levels_where_that_is_shorter():
     # Of two nodes that are near, what is shorter than 3 MB: one ring has 26 us of latency, two have 23, and take
     # 7/8 / 100 ns a byte, or 3/4 / 100 + 2 / 1000 + 1/8 / 500.
     near = SMALL.model_copy(update=NEAR)
@@ -218,7 +218,7 @@ def test_a_bucket_goes_straight_to_its_owners_or_in_cuts():
     assert gather_ns(skewed, "ragged", 800_000, group) == there
 
 
-def test_one_exchange_takes_what_the_busiest_owner_of_all_cuts_takes():
+def test_an_exchange_takes_as_long_as_the_busiest_owner_of_all_cuts():
     group = Group(4, SMALL)
     moved = exchange([load(0, 700, 0, 100), load(300, 0, 0, 100)], group)
     # Of 700 elements of rank 1, and of 300 of rank 0, 200 and 100 are in their own cuts, all 200 of rank 3 are.
@@ -302,7 +302,7 @@ def test_whatever_links_a_file_may_have_can_be_planned_for(key, tmp_path):
 # --- ways ------------------------------------------------------------------------------------------------------------
 
 def ways(loads, links, reduction, alignment=1):
-    """What is chosen, and what a step of it takes, with cuts padded as a plan pads them."""
+    """Return the ways that are chosen and the time of a step of them, with cuts padded as a plan pads them."""
     chosen = choose_ways(loads, links, reduction, alignment)
     return chosen, step_ns(loads, chosen, links, reduction, alignment)
 
@@ -385,7 +385,7 @@ def at_levels(reduction, holders, links):
     return reduction == "ordered" and 1 < links.ranks_per_node < holders
 
 
-def test_what_is_added_up_inside_nodes_first_is_never_ragged_so_that_the_way_changes_no_sum():
+def test_sums_made_inside_nodes_first_are_never_ragged_so_that_the_way_changes_no_sum():
     nodes = SMALL.model_copy(update={"ranks_per_node": 2})
     nearly = [load(11_000_000, 10_000_000, 10_000_000, 10_000_000)]
     assert ways(nearly, SMALL.model_copy(update={"ranks_per_node": 1}), "ordered")[0] == ["ragged"]
@@ -419,7 +419,7 @@ def test_no_other_ways_take_much_less(seed):
 
 
 def planned(model, ranks, *, bucket_numel=500_000_000, links=NVLINK_IB, reduction="ordered", policy="balanced"):
-    """How many buckets there are, and what all collectives take."""
+    """Return the number of buckets and the time of all collectives."""
     specs = [replace(spec, wire="bfloat16") for spec in load_model_specs(MODELS / f"{model}.yaml")]
     buckets = plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction,
                           policy=policy).buckets
@@ -428,7 +428,7 @@ def planned(model, ranks, *, bucket_numel=500_000_000, links=NVLINK_IB, reductio
 
 
 def felt(wire):
-    """What collectives take if half of what may hide behind the backward pass does."""
+    """Return the time of collectives if half of what may hide behind the backward pass does."""
     return wire.last + (wire.reduce - wire.last) / 2 + wire.sums + wire.params + wire.gather
 
 
@@ -550,7 +550,7 @@ def chosen_ways(layout):
     return {bucket.way for bucket in layout.buckets if bucket.whole}
 
 
-def test_one_node_takes_rows_and_many_take_cuts():
+def test_a_single_node_takes_rows_and_many_take_cuts():
     specs = real("llama-3-8b")
     node = plan_layout(specs, 8, bucket_numel=50_000_000, reduction="native")
     assert chosen_ways(node) == {"even"} and LayoutReport.of(node, specs).padding == 0
@@ -614,7 +614,7 @@ def test_native_sums_take_hardly_more_than_rings(ranks, links):
 @pytest.mark.parametrize("bucket_numel", [50_000_000, 500_000_000])
 @pytest.mark.parametrize("model", ["llama-2-7b", "llama-3-8b", "llama-3-70b", "llama-3-405b"])
 @pytest.mark.parametrize("reduction, bound", [("native", 1.1), ("ordered", 1.5)])
-def test_what_a_step_takes_over_rings_without_owners(model, bucket_numel, links, reduction, bound):
+def test_a_step_takes_little_more_than_rings_without_owners(model, bucket_numel, links, reduction, bound):
     """The bounds that the results of examples/benchmarks/links.py have for all models, and say where they do not."""
     for ranks in (8, 64, 512, 4096):
         num_buckets, found = planned(model, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
@@ -719,7 +719,7 @@ def test_the_best_size_is_one_that_fits():
     assert best((104, 1, -1), (104, 2, -1), (100, 9, -1)) is None
 
 
-def test_what_is_left_is_what_the_rank_lacks_that_needs_most():
+def test_the_memory_left_is_that_of_the_rank_that_needs_most():
     planned, predicted = small_prediction(memory_bytes=6000)
     # Four matrices of 64 elements in bf16, two a rank: parameters and gradients, sums of its own, masters; no states.
     assert [held.total for held in planned.memory] == [2 * 256 + 2 * 256 + 2 * 4 * 128] * 2

@@ -131,7 +131,7 @@ def test_bucket_sizes_are_compared_without_a_forecast_of_memory_that_nobody_aske
 
 
 def test_a_table_takes_betas_as_lists():
-    """As ``load_state_dict`` of a script, and JSON, leave them in groups."""
+    """Values in groups are as ``load_state_dict`` of a script, and JSON, leave them."""
     run = run_of()
     routes, specs = planned(run)
     group = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "betas": [0.5, 0.75], "eps": 1e-8, "matrix_lr_ratio": 1,
@@ -175,7 +175,7 @@ def test_a_config_without_foreign_numbers_stays_the_scripts_own():
 
 
 def test_a_model_is_built_where_the_hub_keeps_no_errors(tmp_path, monkeypatch):
-    """Its module is looked at for an error that is there alone."""
+    """The module is looked at for an error that is there alone."""
     config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
                          num_key_value_heads=1, vocab_size=16)
     config.save_pretrained(tmp_path)

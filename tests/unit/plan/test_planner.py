@@ -39,7 +39,7 @@ def owners(layout):
 
 
 def held(bucket):
-    """What each shard holds of parameters, without the padding of cuts, in elements."""
+    """Return the elements of parameters in each shard, without the padding of cuts."""
     return [sum(slot.numel for slot in bucket.slots if bucket.owner(slot) == rank) for rank in range(bucket.holders)]
 
 
@@ -370,7 +370,7 @@ def test_spreading_never_makes_the_longest_shards_longer():
 
 
 def spread_by_looking_at_all(buckets, owners, world_size):
-    """What :func:`spread` chooses before it compares, with all ranks looked at for each parameter's size."""
+    """Return the choice of :func:`spread` before it compares, with all ranks looked at for each parameter's size."""
     quota, left, chosen = Counter(), Counter(), {}
     for item in (item for bucket in buckets for item in bucket):
         quota[item.numel, owners[item.position]] += 1
@@ -393,7 +393,7 @@ def spread_by_looking_at_all(buckets, owners, world_size):
     return chosen
 
 
-def test_those_that_have_most_to_take_come_first():
+def test_ranks_that_have_most_to_take_come_first():
     rng, spread_out = random.Random(11), 0
     for _ in range(400):
         sizes, world_size = [64 * rng.randint(1, 4) for _ in range(3)], rng.randint(1, 12)
@@ -539,7 +539,7 @@ def test_experts_go_where_dense_matrices_leave_room():
 
 @pytest.mark.parametrize("dense, experts", [((9, 8, 4, 2), (5, 6, 3)), ((4, 6, 5), (2, 5, 2))])
 def test_ranks_that_share_experts_are_as_busy_as_the_busiest_of_them(dense, experts):
-    """Where the first of two that share is not: no placement of all that there are leaves the busiest with less."""
+    """No placement leaves the busiest with less, though the first of a pair that shares may not be the busiest."""
     specs = [ParamSpec(f"d{i}", (work,), "float32", True, work) for i, work in enumerate(dense)]
     specs += [ParamSpec(f"e{i}", (work,), "float32", True, work, 2) for i, work in enumerate(experts)]
     least = sum(dense) + sum(experts)

@@ -91,19 +91,19 @@ def test_bare_parameters_have_rows_of_their_own_with_all_names():
      "muon: momentum 0.95, nesterov, scale_mode original; laprop: betas [0.9, 0.95], eps 1e-10, without correction of "
      "bias"),
 ])
-def test_what_else_is_used(params, said):
+def test_recipes_are_told_with_their_settings(params, said):
     text = table(params, [group(params)] * 2)
     assert f" {said} layout " in " ".join(text.split())
 
 
-def test_one_class_may_be_both_optimizers():
+def test_a_class_may_be_both_optimizers():
     params = {"matrix_optimizer": "torch.optim:AdamW", "matrix_params": {"eps": 1e-6},
               "scalar_optimizer": "torch.optim:AdamW", "scalar_params": {"eps": 1e-7}}
     text = table(params, [group({})] * 2, kind="LayerWise")
     assert " torch.optim:AdamW: eps 1e-06; torch.optim:AdamW: eps 1e-07 layout " in " ".join(text.split())
 
 
-def test_what_changes_nothing_is_named():
+def test_keys_without_effect_are_named():
     text = table({}, [group({})] * 2, prescale_gradients=True, zero_optimization={
         "stage": 2, "round_robin_gradients": True, "reduce_scatter": False, "contiguous_gradients": True,
         "allgather_partitions": True, "overlap_comm": True, "allgather_bucket_size": 5e8})
@@ -201,7 +201,7 @@ def test_at_stage_3_times_and_what_passes_make_whole_are_foretold():
     assert times.params > 0 and times.gather > 1.5 * at_2.gather > 0
 
 
-def test_whether_a_plan_fits_is_asked_of_the_rank_that_needs_most():
+def test_a_plan_fits_if_the_rank_that_needs_most_has_room():
     plan = on_two_ranks()
     assert (plan.fullest, plan.needed) == (0, (13 * GIB, 15 * GIB))
     row = ["2", "1", "9,216.0 MiB", "2,048.0 MiB", "4,096.0 MiB", "10.0 GiB", "15.0 GiB"]

@@ -41,7 +41,7 @@ def test_a_peak_that_is_not_lr_is_refused_with_the_numbers(kind, key):
         check(kind, {key: "high"})
 
 
-def test_what_is_left_out_is_what_the_scheduler_takes():
+def test_defaults_are_those_of_the_scheduler():
     for kind in ("WarmupLR", "WarmupCosineLR", "OneCycle", "LambdaLR", "Misspelt"):
         check(kind, {"total_num_steps": 10})
     for kind in ("WarmupDecayLR", "LRRangeTest"):
@@ -51,7 +51,7 @@ def test_what_is_left_out_is_what_the_scheduler_takes():
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PEAKS if hasattr(lr_schedules, kind)])
-def test_what_is_left_out_is_what_the_installed_release_takes(kind):
+def test_defaults_are_those_of_the_installed_release(kind):
     key, omitted = PEAKS[kind]
     default = inspect.signature(getattr(lr_schedules, kind)).parameters[key].default
     assert omitted == (None if default is inspect.Parameter.empty else default)
@@ -66,7 +66,7 @@ def test_each_group_has_its_own_peak():
         check("WarmupLR", {"warmup_max_lr": 3e-4}, groups=groups)
 
 
-def test_one_rate_as_adamws_is_the_peak():
+def test_a_single_rate_as_adamws_is_the_peak():
     check("WarmupLR", {"warmup_max_lr": 5e-5}, optimizer={"lr": 3e-4, "scale_mode": "match_rms_adamw"})
     with pytest.raises(ConfigError, match="muon_lr would become 0.00333"):
         check("WarmupLR", {"warmup_max_lr": 5e-5},

@@ -46,7 +46,7 @@ def test_runs_that_are_none(runs):
 
 
 @pytest.mark.parametrize("numels", EVERY, ids=str)
-def test_what_follows_from_them(numels):
+def test_starts_lengths_and_sums_follow_from_the_numels(numels):
     shards, filled = Shards.of(Numels.of(numels), 1000), [i for i, numel in enumerate(numels) if numel]
     assert list(shards.filled) == filled and list(shards.lengths) == [numels[i] for i in filled]
     assert list(shards.starts) == [1000 + sum(numels[:i]) for i in filled]
@@ -54,7 +54,7 @@ def test_what_follows_from_them(numels):
     assert shards.shortest == min(filter(None, numels), default=0)
 
 
-def test_what_stays_in_the_own_cut_of_its_holder():
+def test_elements_in_the_own_cut_of_their_holder_are_counted():
     for cuts in (1, 32, 64, 100):
         found = in_own_cuts([Shards.of(Numels.of(numels), 1000) for numels in EVERY], [cuts] * len(EVERY))
         expected = []

@@ -1,4 +1,4 @@
-"""How a whole model is cut for a plan of tensor parallelism, by hand, and what is refused; engines' own numbers are in
+"""A whole model is cut for a plan of tensor parallelism, by hand, or refused; engines' own numbers are in
 tests/distributed/parallel/test_tensor_plans.py."""
 
 import json
@@ -80,7 +80,7 @@ def test_parts_of_fused_matrices_are_refused():
         cut(shapes, routes, 2, "megatron")
 
 
-def test_one_rank_has_it_all():
+def test_a_single_rank_has_it_all():
     shapes, routes = whole("deepseek-v3")
     assert cut(shapes, routes, 1, "megatron") == (shapes, routes)
 
@@ -89,7 +89,7 @@ def test_one_rank_has_it_all():
     ("gpt2-124m", "megatron", r"cuts axis 0 of transformer.wte.weight \(50257, 768\), which they cannot share evenly"),
     ("gpt2-124m", "autotp", r"c_attn.weight \(768, 2304\): shapes of a whole model do not say"),
     ("deepseek-v3", "megatron", r"q_a_proj.weight \(1536, 7168\): shapes of a whole model do not say how .* rank has")])
-def test_what_is_not_known_is_refused_by_name(model, cutter, message):
+def test_shapes_that_cannot_be_cut_are_refused_by_name(model, cutter, message):
     shapes, routes = whole(model)
     if cutter == "autotp":
         shapes[0] = ("transformer.wte.weight", (50304, 768))

@@ -1,4 +1,4 @@
-"""What the exchange between cuts and owners is predicted to move, against elements counted one by one."""
+"""The bytes that the exchange between cuts and owners moves, against elements counted one by one."""
 
 import random
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Which matrices of several buckets are updated together, beside a plain search of all that may be."""
+"""Matrices of several buckets are updated together, beside a plain search of all that may be."""
 
 import random
 
@@ -31,7 +31,7 @@ def test_only_shapes_that_are_there_are_taken_along():
     assert names(buckets) == [[], ["1b 0b"], ["2a 0a"]]
 
 
-def test_what_has_parts_of_several_shapes_goes_where_all_of_them_have_room():
+def test_matrices_of_several_shapes_go_where_all_of_them_have_room():
     both = ((A, 32), (B, 16))
     buckets = [[matrices("0", *both)], [matrices("1", (A, 32))], [matrices("2", *both)]]
     assert names(buckets) == [[], [], ["2 1 0"]]
@@ -40,7 +40,7 @@ def test_what_has_parts_of_several_shapes_goes_where_all_of_them_have_room():
                   ]) == [["0"], [], ["2 1"]]
 
 
-def test_what_is_not_alike_is_apart():
+def test_matrices_that_are_not_alike_are_apart():
     buckets = [[matrices("0", (A, 32), alike="other lr")], [matrices("1", (A, 32))], [matrices("2", (A, 32))]]
     assert names(buckets) == [["0"], [], ["2 1"]]
 
@@ -51,7 +51,7 @@ def test_a_bucket_of_its_own_neither_takes_along_nor_is_taken():
     assert names([buckets[0], buckets[2], buckets[1]]) == [[], ["2 0"], ["1"]]
 
 
-def test_what_fills_a_batch_by_itself_and_more_stays_whole():
+def test_a_matrix_that_overfills_a_batch_stays_whole():
     buckets = [[matrices("0", (A, 320))], [matrices("1", (A, 32))], [matrices("2", (A, 320)), matrices("2b", (A, 32))]]
     assert names(buckets) == [["0"], ["1"], ["2 2b"]]
 
@@ -96,7 +96,7 @@ def fits(each, update, index, bucket_of):
 
 @pytest.mark.parametrize("count, numel, most, expected", [
     (10, 4, 16, 4), (3, 4, 16, 3), (10, 4, 19, 4), (10, 40, 16, 1), (10, 4, 0, 1)])
-def test_how_many_that_makes(count, numel, most, expected):
+def test_the_largest_batch_has_as_many_as_fit(count, numel, most, expected):
     assert most_together(count, numel, most) == expected
     updates = together([[matrices(str(index), (A, numel), most=most)] for index in range(count)])
     assert max(len(update) for of_bucket in updates for update in of_bucket) == expected

@@ -1,4 +1,4 @@
-"""How ranks that differ find out where, and what they send for it; and how what they send is added up."""
+"""Ranks that differ find out where, and send little for it; sums of many ranks are made in levels."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Ranks:
         return everyone
 
     def run(self, function):
-        """What ``function(rank)`` returns or raises on each rank."""
+        """Return what ``function(rank)`` returns or raises on each rank."""
         results = [None] * self.size
 
         def be(rank):
@@ -79,7 +79,7 @@ def test_only_what_differs_is_sent(monkeypatch, of_rank_2, told):
     assert max(len(str(each)) for each in ranks.sent) < 100 and len(ranks.sent) <= 4 * 18
 
 
-def test_who_is_alike_sends_a_digest(monkeypatch):
+def test_ranks_that_are_alike_send_a_digest(monkeypatch):
     ranks = Ranks(monkeypatch, 3)
     assert ranks.run(lambda rank: comm.same_on_all_ranks("the model", "ours", MANY, group=None)) == [None] * 3
     assert ranks.sent == ["ours"] * 3
@@ -116,7 +116,7 @@ class Group(NamedTuple):
 @pytest.mark.parametrize("size, per_node, way, partial", [
     (512, 1, "even", 32 + 2), (512, 8, "cuts", 4), (512, 64, "even", 8 * 4), (4096, 64, "cuts", 64 * 4),
     (16, 1, "even", 0), (17, 1, "ragged", 2), (512, 1, "ragged", 32 + 2), (2, 1, "even", 0), (32, 32, "even", 2)])
-def test_what_a_device_adds_up_in_takes_what_is_said(size, per_node, way, partial, wire, monkeypatch):
+def test_sums_of_a_device_take_the_memory_that_is_said(size, per_node, way, partial, wire, monkeypatch):
     monkeypatch.setattr(comm, "size_of", lambda group: group.size)
     monkeypatch.setattr(comm, "rank_of", lambda group: group.rank)
     monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
@@ -145,7 +145,7 @@ def test_the_kernels_of_a_sum_on_a_device_grow_with_the_logarithm_of_its_rows(ro
 
 
 def test_work_that_does_not_say_when_it_is_over_is_waited_for():
-    """As DeepSpeed's over host memory, of a device without a backend of its own."""
+    """A collective like DeepSpeed's over host memory, of a device without a backend of its own."""
     waited = []
     pending = comm.Pending([SimpleNamespace(wait=lambda: waited.append(1))], lambda: waited.append(2))
     assert not pending.advance() and not waited

@@ -139,7 +139,7 @@ def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
                 assert torch.equal(shards.tensors[bucket.index][start:start + piece.numel], values[piece.name])
 
 
-def test_what_somebody_writes_is_noticed(monkeypatch):
+def test_a_write_from_outside_is_noticed(monkeypatch):
     layout = plan_layout(some_specs(1), 2, bucket_numel=60, alignment=4, stage=3)
     ranks = Ranks(layout, monkeypatch)
     sync, cut = ranks.syncs[1], ranks.cuts[1].of(next(iter(whole_values(layout))))
@@ -153,7 +153,7 @@ def test_what_somebody_writes_is_noticed(monkeypatch):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
-def test_what_is_sent_and_held_is_what_the_plan_says(world_size, monkeypatch):
+def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
     specs = some_specs(3)
     layout = plan_layout(specs, world_size, bucket_numel=60, alignment=4, stage=3)
     monkeypatch.setattr("ds_layerwise.plan.network.exchange_rounds.MAX_PENDING", 1)

@@ -1,4 +1,4 @@
-"""What ranks send each other between cuts and owners, played without ranks."""
+"""Ranks exchange sums and parameters between cuts and owners, played without ranks."""
 
 import random
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ class Ranks:
 
 
 def memory_of(layout, rank, shared):
-    """Of each bucket, this rank's shard and cut, poisoned: memory of their own, or the places in that of the bucket."""
+    """Return this rank's shards and cuts, poisoned: memory of their own, or the places in that of the bucket."""
     shards, cuts = [], {}
     for bucket in layout.buckets:
         (start, stop), holder = bucket.shard(rank), rank // bucket.ep_size
@@ -129,7 +129,7 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
             assert torch.equal(back[rank][1][bucket.index], cut(bucket, rank))
 
 
-def test_what_stays_is_left_out_unless_it_parts_what_arrives():
+def test_elements_that_stay_are_left_out_unless_they_part_those_that_arrive():
     slots = (Slot("a", 0, 20), Slot("b", 20, 4), Slot("c", 24, 12))
     bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (20, 4, 12), slots),))).buckets
     # Cuts of 12: rank 0 has 12 of its 20, the others all of theirs.
@@ -163,13 +163,13 @@ def test_ranks_agree_on_rounds(seed):
         assert len(set(owned)) == len(owned)
 
 
-def test_what_does_not_travel_in_cuts_takes_no_part():
+def test_a_bucket_that_is_not_in_cuts_takes_no_part():
     layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (4, 8), (Slot("a", 0, 4), Slot("b", 4, 8))),))
     assert rounds_of(layout.buckets, 0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
+def test_ranks_send_the_predicted_bytes(seed, monkeypatch):
     layout, told = a_layout(seed), []
     monkeypatch.setattr(Group, "all_to_all", lambda group, most, mean: told.append((most, mean)) or 0)
     for ep_size in {bucket.ep_size for bucket in layout.buckets if bucket.way == "cuts"}:
@@ -191,7 +191,7 @@ def test_what_is_predicted_to_move_is_what_ranks_send(seed, monkeypatch):
 
 @pytest.mark.parametrize("sums", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(20))
-def test_what_it_holds_is_known_to_the_byte(seed, sums, monkeypatch):
+def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch):
     layout = a_layout(seed)
     # Nothing arrives: what counts is who has memory when.
     monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))

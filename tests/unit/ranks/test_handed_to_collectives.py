@@ -1,4 +1,4 @@
-"""What ranks hand to collectives at sizes that no machine at hand has: whether it fits together, and suits NCCL."""
+"""Collectives of ranks fit together and suit NCCL, at sizes that no machine at hand has."""
 
 import random
 from dataclasses import replace
@@ -59,7 +59,7 @@ def ragged(layout):
 
 
 def syncs(layout, rank, stage, wires):
-    """What reduces gradients, and what sends parameters, of one rank; and its parameters."""
+    """Return the reduction of gradients and the sync of parameters of one rank, and its parameters."""
     params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=DTYPES[bucket.dtype], device=META))
               for bucket in layout.buckets for slot in bucket.slots}
     reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META) for start, stop in (
@@ -96,7 +96,7 @@ def train(grad_sync, param_sync, params, rank, *, stage, steps):
 
 
 def groups_of(layout, rank):
-    """By ep_size, the ranks that share buckets; made on all ranks in one order, as DeepSpeed does."""
+    """Groups by ep_size of the ranks that share buckets; made on all ranks in one order, as DeepSpeed does."""
     groups = {1: distributed.group.WORLD}
     for ep_size in sorted({bucket.ep_size for bucket in layout.buckets} - {1}):
         made = [distributed.new_group(list(range(first, layout.world_size, ep_size))) for first in range(ep_size)]
@@ -105,7 +105,7 @@ def groups_of(layout, rank):
 
 
 def play(layout, ranks, monkeypatch, *, native, on_device, per_node, stage, steps=1):
-    """By rank, the collectives of these steps; they must fit together."""
+    """Return the collectives of these steps by rank; they must fit together."""
     player = Player(layout.world_size, on_device=on_device, monkeypatch=monkeypatch)
     if on_device:
         accelerator = played_streams.Device()
@@ -161,7 +161,7 @@ def test_over_gloo_whatever_arrives_when(size, per_node, kind, stage, monkeypatc
     assert kinds(calls) <= {SENT, GATHERED}
 
 
-def test_what_leaves_a_node_was_added_up_inside_it(monkeypatch):
+def test_sums_are_made_inside_a_node_before_they_leave_it(monkeypatch):
     size, per_node = 48, 8
     layout = layout_of("even", size, reduction="ordered", per_node=per_node)
     calls = play(layout, range(size), monkeypatch, native=False, on_device=True, per_node=per_node, stage=1)

@@ -84,7 +84,7 @@ def accelerator(monkeypatch):
 
 
 def tensors():
-    """Of buckets 0, 2, 3, 4 and 6; the others have nothing on the host."""
+    """States of buckets 0, 2, 3, 4 and 6; the others have nothing on the host."""
     return {index: {(f"{index}", key): torch.full(shape, float(index)) for key, shape in
                     (("fp32", (index + 1, 3)), ("momentum", (index + 1, 3)), ("exp_avg", (2, )))}
             for index in (0, 2, 3, 4, 6)}
@@ -126,7 +126,7 @@ def test_whole_cache_lines_start_at_one():
         memory.send_back(0)
 
 
-def test_what_is_taken_for_a_step_may_be_in_use_until_then(accelerator):
+def test_memory_taken_for_a_step_may_be_in_use_until_then(accelerator):
     memory = HostMemory(torch.device("cpu"), pin_memory=False)
     memory.put(0, tensors()[0])
     accelerator.compute.add(lambda: accelerator.order.append("before"))

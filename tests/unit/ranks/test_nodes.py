@@ -1,4 +1,4 @@
-"""Which ranks share a node, from the names of hosts and local ranks alone."""
+"""Ranks that share a node are found from the names of hosts and local ranks alone."""
 
 from types import SimpleNamespace
 
@@ -35,7 +35,7 @@ def test_nodes_are_rows_of_ranks_and_several_of_one_host_are_told(places, found,
 @pytest.mark.parametrize("ranks, where, per_node, counts", [
     (range(4), [0, 0, 1, 1], 2, (2, 2)), (range(3), [0, 0, 1], 1, (2, 1)), ([0, 2], [0, 0, 1, 1], 1, (1, 1)),
     ([0, 2, 1, 3], [0, 0, 1, 1], 1, (2, 2)), (range(2), [0, 0, 1], 2, (2,))])
-def test_how_many_of_a_group_are_on_each(ranks, where, per_node, counts):
+def test_ranks_of_a_group_are_counted_by_node(ranks, where, per_node, counts):
     assert nodes.ranks_per_node(ranks, where) == per_node
     assert nodes.counts_on_nodes(ranks, where) == counts
 

@@ -57,7 +57,7 @@ class TestOneOf512(DistributedTest):
             engine.destroy()
         assert "reduce_scatter" in {kind for kind, *_ in network.begun}
 
-    def test_what_a_step_does_in_python_does_not_grow_with_ranks(self, monkeypatch):
+    def test_python_work_of_a_step_does_not_grow_with_ranks(self, monkeypatch):
         as_on_a_device(monkeypatch)
         found = {}
         for size in (PER_NODE, 512):

@@ -23,7 +23,7 @@ def test_the_same_memory_again_and_more_where_that_is_too_small():
     assert turn.empty("weights", 1, torch.float32).untyped_storage().nbytes() == 4
 
 
-def test_who_was_let_go_of_comes_back_as_large_as_it_was():
+def test_released_memory_comes_back_as_large_as_it_was():
     turn = Turn(CPU)
     for numel in (3, 7, 5):
         turn.empty("sent", numel, torch.float32)
@@ -33,7 +33,7 @@ def test_who_was_let_go_of_comes_back_as_large_as_it_was():
     assert turn.empty("sent", 7, torch.float32).data_ptr() == first.data_ptr()
 
 
-def test_what_is_handed_out_after_it_grew_is_the_new_memory():
+def test_memory_that_grew_is_handed_out_from_then_on():
     turn = Turn(CPU)
     old = turn.empty("sent", 2, torch.float32)
     grown = turn.empty("sent", 5, torch.float32)

@@ -1,4 +1,4 @@
-"""What a step asks of a device, operation by operation: nothing that waits for it, leaves it, or that it cannot do.
+"""A step asks nothing of a device, operation by operation, that waits for it, leaves it, or that it cannot do.
 
 The model is on torch's meta device, which has no numbers: whoever asks for one is refused.
 """
@@ -183,7 +183,7 @@ def test_the_norm_of_a_large_piece_takes_no_copy_of_it():
 
 @pytest.mark.parametrize("factor", [1.0, 1e30, 1e-30])
 def test_the_norm_in_parts_is_the_norm(factor):
-    """Of whole numbers, over the ends of several parts."""
+    """The values are whole numbers, over the ends of several parts."""
     values = torch.arange(-5, 6, dtype=torch.float32, device="cpu").repeat(2**20) * factor
     expected = 2**20 * 110 * float(torch.tensor(factor, dtype=torch.float32)) ** 2
     assert float(sum_of_squares([values], values.device)) == pytest.approx(expected, rel=1e-6)

@@ -165,7 +165,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
             param_sync.finish()
 
 
-def test_one_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(machine, monkeypatch):
+def test_a_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(machine, monkeypatch):
     begun, waits_for = [], []
     collective = machine.collective
 
@@ -244,7 +244,7 @@ def test_gradients_wait_up_to_a_bound(machine, most, how, monkeypatch):
             computing.wait_stream(ending)
 
 
-def test_what_buckets_had_is_there_for_the_exchange(machine, monkeypatch):
+def test_memory_of_buckets_is_there_for_the_exchange(machine, monkeypatch):
     with machine, torch.no_grad():
         sync, _, params, _ = make_syncs(1, "cuts", "ordered")
         to_owners, held = sync._exchange.to_owners, []
@@ -298,7 +298,7 @@ def test_memory_that_another_stream_still_reads_is_not_free(how):
             torch.ones(2)
 
 
-def test_what_a_collective_reads_and_writes_waits_for_it():
+def test_memory_that_a_collective_reads_or_writes_waits_for_it():
     machine = Machine()
     with machine:
         sent, out = torch.ones(4), torch.empty(4)

@@ -1,4 +1,4 @@
-"""How long reductions leave the network idle, and how much memory waits for them, by clocks on streams."""
+"""Idle time of the network in reductions, and memory that waits for them, by clocks on streams."""
 
 from typing import NamedTuple
 
@@ -64,7 +64,7 @@ def run(monkeypatch, stage, *, backward, collective, copy, most=None):
 
 
 def expected(*, backward, collective, copy, most=None):
-    """What stage 2 takes where a bucket is copied when the one before the last has left: idle time of the network, and
+    """Return idle time of the network at stage 2 where a bucket is copied when the one before the last has left, and
     bytes of gradients, of which one is there until it has been copied."""
     # A sum of a share of the bucket is copied from 2 bytes an element to 4, and a gradient from 2 to 2.
     out_of_wire = copy * 6 / 4 / RANKS

@@ -1,4 +1,4 @@
-"""Who gets which parameter of the models that people train: transformers' types, and others' of special structure."""
+"""Parameters go where they belong in models that people train: transformers' types, and others of special structure."""
 
 import json
 from pathlib import Path
@@ -90,7 +90,7 @@ def linears(count=2, width=3):
 
 
 class Head(nn.Module):
-    """Of attention that is built of a list of heads."""
+    """Attention that is built of a list of heads."""
 
     def __init__(self):
         super().__init__()
@@ -98,7 +98,7 @@ class Head(nn.Module):
 
 
 class MultiheadAttentionPoolingHead(nn.Module):
-    """As SigLIP has one."""
+    """A pooling head like SigLIP's."""
 
     def __init__(self):
         super().__init__()
@@ -161,7 +161,7 @@ class LinearNorm(nn.Linear):
 
 
 class PosEmbedRel(nn.Module):
-    """As timm's HaloNet has one."""
+    """A table like that of timm's HaloNet."""
 
     def __init__(self):
         super().__init__()
@@ -190,7 +190,7 @@ def test_a_table_by_its_class():
     assert route_parameters(model, [{"params": list(model.parameters())}])["rel.height"].reason == "embedding"
 
 
-def test_what_the_user_says_of_a_vector_wins():
+def test_overrides_of_a_vector_win():
     model = nn.ModuleDict({"bare": Bare(("a_bias", "b_bias", "c_bias")), "body": nn.ModuleList([nn.Linear(4, 4)])})
     *rest, own = sorted(model.parameters(), key=lambda param: param is model["bare"].c_bias)
     groups = [{"params": [own]}, {"params": rest}]

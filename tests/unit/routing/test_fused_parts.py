@@ -97,7 +97,7 @@ def route(model, *overrides, **kwargs):
 
 
 def parts_of(routes):
-    """By the end of a parameter's name in its layer."""
+    """Return the parts of parameters by the end of their name in their layer."""
     return {name.rpartition(".0.")[2]: each.seen(0) for name, each in routes.items() if each.parts}
 
 
@@ -143,7 +143,7 @@ def test_encoders_that_give_keys_and_values_alone():
     assert parts_of(route(model))["crossattention.c_attn.weight"] == {"k": (16, 16), "v": (16, 16)}
 
 
-def test_what_the_user_says_wins():
+def test_splits_and_heads_of_the_user_win():
     model = build("phi3", MODELS["phi3"][0])
     overrides = [Override(name="*.qkv_proj.weight", split={}), Override(name="*.gate_up_proj.weight", num_heads=3)]
     routes = route(model, *overrides)
@@ -152,7 +152,7 @@ def test_what_the_user_says_wins():
     assert (shapes["self_attn.qkv_proj.weight"], shapes["mlp.gate_up_proj.weight"]) == ((32, 16), (3, 16, 16))
 
 
-def test_what_has_the_name_and_another_size_stays_whole():
+def test_a_known_name_with_another_size_stays_whole():
     model = build("phi3", MODELS["phi3"][0])
     attention = model.model.layers[0].self_attn
     attention.qkv_proj = torch.nn.Linear(16, 31, bias=False, device="meta")
@@ -188,7 +188,7 @@ def set_(views, value):
 
 
 def inputs_of(model, leaf):
-    """What goes into the module called ``leaf`` in a forward pass."""
+    """Return the input of the module called ``leaf`` in a forward pass."""
     seen = []
     module, = [each for path, each in model.named_modules() if f".{path}".endswith(f".{leaf}") and ".0." in path]
     hook = module.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach().clone()))
@@ -328,7 +328,7 @@ def test_heads_of_a_tower_are_its_own():
     assert blip.matrix_shape == (12, 4, 16)
 
 
-def test_what_has_the_name_and_is_not_known_says_so():
+def test_a_fused_name_of_an_unknown_module_is_told_in_the_reason():
     model = nn.ModuleDict({"qkv": nn.Linear(8, 24), "mlp": nn.Linear(8, 8)})
     model["in_proj"], model["conv1d"] = nn.Linear(8, 8), nn.Conv1d(8, 8, 3)
     for options, reason in (({}, "matrix, fused, not split"), ({"auto_split": False}, "matrix")):

@@ -89,7 +89,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("config", [None, SimpleNamespace(num_heads=[2, 4]), SimpleNamespace(num_attention_heads=4)])
-def test_what_the_error_of_per_head_muon_advises_works(config):
+def test_the_advice_in_the_error_of_per_head_muon_works(config):
     model = Attention()
     if config is not None:
         model.config = config
@@ -109,7 +109,7 @@ def test_the_same_advice_for_a_model_file():
     assert routes["model.layers.0.self_attn.q_proj.weight"].matrix_shape == (32, 128, 4096)
 
 
-def test_what_the_user_counts_wins_over_the_config():
+def test_num_heads_of_the_user_wins_over_the_config():
     model = build("llama", **SIZES)
     routes = route(model, Override(name="*.q_proj.weight", num_heads=1), per_head=True)
     name = "model.layers.0.self_attn.{}_proj.weight"

@@ -1,4 +1,4 @@
-"""Which linear layers are output heads: in the models of transformers, in wrapped and adapted ones, and in others."""
+"""Output heads are found in the models of transformers, in wrapped and adapted ones, and in others."""
 
 from collections import OrderedDict
 
@@ -85,7 +85,7 @@ def test_families_of_transformers(cls, kind, sizes, expected):
 
 
 class ResNet(nn.Module):
-    """As torchvision's ends."""
+    """A model that ends like those of torchvision."""
 
     def __init__(self):
         super().__init__()
@@ -95,7 +95,7 @@ class ResNet(nn.Module):
 
 
 class Vgg(nn.Module):
-    """As torchvision's ends."""
+    """A model that ends like those of torchvision."""
 
     def __init__(self):
         super().__init__()
@@ -141,7 +141,7 @@ class Regressor(nn.Module):
 
 
 class Loose(nn.Module):
-    """Whether the bare matrix comes before or after the last layer, nobody can see."""
+    """Nobody can see whether the bare matrix comes before or after the last layer."""
 
     def __init__(self):
         super().__init__()
@@ -225,7 +225,7 @@ def body():
 
 
 class Attention(nn.Module):
-    """As one of a diffusion model's blocks has it."""
+    """Attention like that of a diffusion model's block."""
 
     def __init__(self):
         super().__init__()
@@ -302,6 +302,6 @@ def check_last_kernel(model, is_head):
         (False, "output head (last convolution)") if is_head else (True, "convolution")]
 
 
-def test_one_convolution_alone_is_no_head():
+def test_a_single_convolution_is_no_head():
     model = nn.Sequential(nn.Conv2d(3, 3, 3))
     assert route_parameters(model, [{"params": list(model.parameters())}])["0.weight"].whole

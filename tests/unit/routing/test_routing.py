@@ -1,4 +1,4 @@
-"""Which parameter goes where, and why."""
+"""Parameters go to the matrix or the scalar optimizer, each for a reason."""
 
 
 import pytest
@@ -149,7 +149,7 @@ def test_a_groups_mark_wins_over_every_rule_but_those_of_a_parameter():
 
 
 @pytest.mark.parametrize("how", ["override", "parameters", "group"])
-def test_who_sends_everything_to_the_scalar_optimizer_may(how):
+def test_everything_may_be_sent_to_the_scalar_optimizer(how):
     model = Model()
     for param in model.parameters():
         if how == "parameters" and param.dim() > 1:

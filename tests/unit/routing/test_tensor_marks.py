@@ -1,4 +1,4 @@
-"""Which parameters tensor parallelism has cut, and what becomes of them."""
+"""Parameters that tensor parallelism has cut are found by their marks, and routed."""
 
 import pytest
 import torch
@@ -97,7 +97,7 @@ def test_autotps_marks_say_it_by_the_shape_before():
     (autotp(8, 6, before=(8, 6)), r"AutoTP cut \(8, 6\) into \(8, 6\)"),
     (autotp(4, 6, before=(8, 6), reason="heads interleave"), r"over 2 ranks \(heads interleave\), but only parts"),
 ])
-def test_what_is_not_clear_is_refused(param, message):
+def test_unclear_marks_are_refused(param, message):
     with pytest.raises(RoutingError, match=message):
         route(Model(w=param))
     # The element-wise optimizer does not ask.
