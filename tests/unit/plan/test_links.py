@@ -572,16 +572,7 @@ def test_rows_do_not_change_who_works_how_much():
             sorted(getattr(LayoutReport.of(without, specs), key))
 
 
-def test_cuts_pad_the_last_shard_that_is_not_empty():
-    specs = [ParamSpec(name, (numel,), "bfloat16", True, numel) for name, numel in (("a", 10**7), ("b", 64))]
-    links = SMALL.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 0.0})
-    (bucket,) = plan_layout(specs, 4, bucket_numel=10**9, links=links).buckets
-    # 10,000,064 elements and 64 more are a multiple of 4 x 64.
-    assert bucket.way == "cuts" and bucket.shard_numels == (10_000_000, 64 + 64, 0, 0)
-    assert bucket.cut_numel == 2_500_032
-
-
-def test_the_padding_of_cuts_counts_where_plans_are_compared(monkeypatch):
+def test_cuts_pad_the_last_shard_that_is_not_empty_and_that_counts_where_plans_are_compared(monkeypatch):
     compared = []
 
     def counted(loads, ways, *rest):
@@ -592,7 +583,9 @@ def test_the_padding_of_cuts_counts_where_plans_are_compared(monkeypatch):
     specs = [ParamSpec(name, (numel,), "bfloat16", True, numel) for name, numel in (("a", 10**7), ("b", 64))]
     links = SMALL.model_copy(update={"inside_us": 0.0, "between_us": 0.0, "peer_us": 0.0})
     (bucket,) = plan_layout(specs, 4, bucket_numel=10**9, links=links).buckets
-    assert {*compared} == {(bucket.numel, bucket.numel)} and bucket.numel == 4 * 2_500_032
+    # 10,000,064 elements and 64 more are a multiple of 4 x 64.
+    assert bucket.way == "cuts" and bucket.shard_numels == (10_000_000, 64 + 64, 0, 0)
+    assert bucket.cut_numel == 2_500_032 and {*compared} == {(bucket.numel, bucket.numel)}
 
 
 @pytest.mark.parametrize("links", [NVLINK_IB, PCIE_ETHERNET], ids=["nvlink-ib", "pcie-ethernet"])
