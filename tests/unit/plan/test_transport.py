@@ -40,7 +40,3 @@ def test_every_element_that_is_not_with_its_owner_moves(size, seed):
     assert exchange([load(*each) for each in zip(buckets, widths, strict=True)], group) == (
         Exchange(1, 2) if expected[0][0] else Exchange(0, 0))
     assert asked == (expected if expected[0][0] else [])
-
-
-def test_nothing_moves_where_nothing_is():
-    assert exchange([], SimpleNamespace(size=4)) == Exchange(0, 0)
