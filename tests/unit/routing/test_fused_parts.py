@@ -122,20 +122,13 @@ def test_parts_of_a_layer_that_tensor_parallelism_has_cut_are_those_of_the_whole
     assert parts_of(route(model, tp_size=2))["mlp.gate_up_proj.weight"] == {"gate_or_up": (24, 16)}
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "gpt_neox", "phi3"])
-def test_heads_of_one_width_are_cut_as_before(kind):
-    sizes, expected = MODELS[kind]
-    routes = route(build(kind, sizes), per_head=True)
-    assert parts_of(routes) == {name: parts for name, parts in expected.items() if "gate" in parts}
-    stacks = [each.matrix_shape for each in routes.values() if each.matrix_shape and len(each.matrix_shape) == 3]
-    assert stacks == [{"gpt2": (12, 16, 4), "gpt_neox": (12, 4, 16), "phi3": (8, 4, 16)}[kind]]
-
-
 def test_heads_of_latent_attention_are_cut_into_their_parts():
     parts = parts_of(route(build("deepseek_v3", MODELS["deepseek_v3"][0]), per_head=True))
     assert parts["self_attn.q_b_proj.weight"] == {"nope": (4, 4, 6), "rope": (4, 2, 6)}
     assert parts["self_attn.kv_b_proj.weight"] == {"k": (4, 4, 10), "v": (4, 5, 10)}
-    assert parts["self_attn.kv_a_proj_with_mqa.weight"] == {"latent": (10, 16), "rope": (2, 16)}
+    # Parts of what has no heads stay.
+    for name in ("self_attn.kv_a_proj_with_mqa.weight", "mlp.experts.gate_up_proj"):
+        assert parts[name] == LATENT[name]
 
 
 def test_encoders_that_give_keys_and_values_alone():
@@ -268,6 +261,8 @@ def test_attention_of_towers_has_heads_of_its_own(kind, leaf, sizes):
     model = tower(kind)
     assert [rows for rows, _ in next(iter(parts_of(route(model)).values())).values()] == [*sizes]
     check_queries_keys_and_values(model, leaf, model.output)
+    if kind == "blip":
+        assert route(model, per_head=True)["inner.qkv.weight"].matrix_shape == (12, 4, 16)
 
 
 def experts(kind):
@@ -321,11 +316,6 @@ def test_a_gate_follows_the_queries_of_each_head():
     assert not inputs_of(model, "o_proj").any()
     per_head = route(model, per_head=True)["model.layers.0.self_attn.q_proj.weight"]
     assert per_head.seen(0) == {"q": (4, 4, 16), "gate": (4, 4, 16)}
-
-
-def test_heads_of_a_tower_are_its_own():
-    blip = route(tower("blip"), per_head=True)["inner.qkv.weight"]
-    assert blip.matrix_shape == (12, 4, 16)
 
 
 def test_a_fused_name_of_an_unknown_module_is_told_in_the_reason():

@@ -44,7 +44,7 @@ def test_per_head_muon_in_transformers(kind, sizes, expected):
     routes = route(build(kind, **sizes), per_head=True)
     cut = {name: r.matrix_shape for name, r in routes.items() if r.matrix_shape and len(r.matrix_shape) == 3}
     assert {".".join(name.split(".")[-3:-1]): shape for name, shape in cut.items()} == expected
-    assert all(routes[name].by_columns is (kind == "gpt2") for name in cut)
+    assert all(routes[name].by_columns is (kind == "gpt2") and routes[name].parts is None for name in cut)
 
 
 def test_per_head_muon_of_fused_rows():
