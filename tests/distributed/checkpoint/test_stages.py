@@ -113,16 +113,21 @@ class TestWeightsAlone(DistributedTest):
             engine.load_checkpoint(str(saved), tag="nothing")
 
 
-class TestNotWhole(DistributedTest):
+class TestPartsOfACheckpoint(DistributedTest):
     world_size = 2
 
     @pytest.fixture
     def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [2], save)
+        return made_once(class_tmpdir / "saved", [2], save, frozen=True)
+
+    @staticmethod
+    def load(src, dst):
+        with deepspeed.zero.GatheredParameters(list(dst.parameters()), modifier_rank=0):
+            dst.load_state_dict(src)
 
     @pytest.mark.parametrize("stage", [2, 3])
-    def test_what_one_rank_finds_wrong_leaves_all_as_they_were(self, saved, stage, monkeypatch):
-        engine = train_engine(start(make(), config_of(3)), 1)
+    def test_an_error_on_one_rank_leaves_all_as_they_were(self, saved, stage, monkeypatch):
+        engine = train_engine(start(make(True), config_of(3)), 1)
         states, values = whole_states(engine), values_of(engine.module)
 
         def wrong(*_, **__):
@@ -136,8 +141,8 @@ class TestNotWhole(DistributedTest):
         assert_equal_states(values_of(engine.module), values)
 
     @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
-    def test_what_is_not_in_it_keeps_its_weights(self, saved, stage, into):
-        net = make()
+    def test_a_layer_that_is_not_in_it_keeps_its_weights(self, saved, stage, into):
+        net = make(True)
         net.more = torch.nn.Linear(12, 12)
         engine = start(net, config_of(into))
         before = values_of(engine.module)
@@ -147,20 +152,7 @@ class TestNotWhole(DistributedTest):
         assert before["more.weight"].any()
         assert_equal_states(values_of(engine.module), expected)
 
-
-class TestCustomLoads(DistributedTest):
-    world_size = 2
-
-    @pytest.fixture
-    def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [2], save, frozen=True)
-
-    @staticmethod
-    def load(src, dst):
-        with deepspeed.zero.GatheredParameters(list(dst.parameters()), modifier_rank=0):
-            dst.load_state_dict(src)
-
-    def test_of_stage_2_at_stage_3(self, saved):
+    def test_a_custom_load_of_stage_2_at_stage_3(self, saved):
         _, values = torch.load(saved / "stage2-bf16-2ranks.pt", weights_only=True)
         engine = start(make(True), config_of(3))
         engine.load_checkpoint(str(saved), tag="stage2-bf16-2ranks", custom_load_fn=self.load)
@@ -168,14 +160,14 @@ class TestCustomLoads(DistributedTest):
         train_engine(engine, 1, first=2)
 
     @pytest.mark.parametrize("into", [2, 3])
-    def test_of_stage_3_are_refused(self, saved, into):
+    def test_a_custom_load_of_stage_3_is_refused(self, saved, into):
         engine = start(make(True), config_of(into))
         with pytest.raises(LayerWiseError, match="was saved at ZeRO stage 3, where trained weights are only"):
             engine.load_checkpoint(str(saved), tag="stage3-bf16-2ranks", custom_load_fn=self.load)
 
 
 class OwnStateDict(Net):
-    """What a module may make of its state."""
+    """A module that makes something else of its state."""
 
     def __init__(self, kind):
         super().__init__(frozen=True)
@@ -203,7 +195,7 @@ class TestStateDictsOfModels(DistributedTest):
 
     @pytest.mark.parametrize("kind, message", [
         ("renamed copies", "gives x.experts without elements"), ("raises on rank 0", "of rank 0 alone")])
-    def test_what_cannot_be_saved(self, kind, message, tmp_path):
+    def test_a_state_that_cannot_be_saved(self, kind, message, tmp_path):
         engine = train_engine(start(OwnStateDict("as it is"), config_of(3)), 1)
         engine.module.kind = kind
         with pytest.raises((LayerWiseError, ValueError), match=message):
@@ -238,7 +230,7 @@ class TestOtherModels(DistributedTest):
     @pytest.mark.parametrize("stage, into, options", [
         (3, 3, {}), (3, 2, {}), (2, 3, {}), (3, 2, {"load_module_only": True}), (3, 3, {"load_module_strict": False})],
         ids=str)
-    def test_what_was_trained_is_frozen_and_the_reverse(self, saved, stage, into, options):
+    def test_trained_parameters_are_frozen_and_the_reverse(self, saved, stage, into, options):
         _, values = torch.load(saved / f"stage{stage}-bf16-3ranks.pt", weights_only=True)
         net = make()
         net.square.weight.requires_grad = net.embed.weight.requires_grad = False
@@ -320,7 +312,7 @@ class TestUniversal(DistributedTest):
 
 
 class TestFilesOfWholeParameters(DistributedTest):
-    """Of each stage, each loaded at each, also on another number of ranks."""
+    """Checkpoints of each stage are loaded at each, also on another number of ranks."""
 
     @staticmethod
     def save(folder):
@@ -388,7 +380,7 @@ class TestDeepSpeedsScripts(DistributedTest):
 
 
 def deepspeed_weights(folder):
-    """What ``zero_to_fp32.py`` wrote as safetensors."""
+    """The weights that ``zero_to_fp32.py`` wrote as safetensors."""
     from safetensors.torch import load_file
 
     found = {}
