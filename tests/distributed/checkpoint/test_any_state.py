@@ -47,7 +47,7 @@ class Recipe_(Recipe):
 
 
 class Rule:
-    """Its update, in plain torch."""
+    """A rule whose update is in plain torch."""
 
     def __init__(self, recipe):
         self.recipe = recipe
@@ -90,7 +90,7 @@ def engine_of(monkeypatch, **changes):
 
 
 def bytes_of_states(engine):
-    """What they take on the device, by the tensors themselves."""
+    """The bytes that the states take on the device, by the tensors themselves."""
     return sum(value.nbytes for state in internals.states(engine).values() for key, value in state.items()
                if key != "step")
 
@@ -131,7 +131,7 @@ class TestAnyState(DistributedTest):
         assert engine.optimizer.step_count == 0
 
     @pytest.mark.world_size([1, 3])
-    def test_what_is_planned_is_what_it_takes(self, monkeypatch):
+    def test_the_states_take_the_bytes_that_the_plan_says(self, monkeypatch):
         engine = engine_of(monkeypatch)
         planned = engine.optimizer.forecast()
         assert as_json(planned)["memory_bytes"][engine.global_rank]["states"] == bytes_of_states(engine)

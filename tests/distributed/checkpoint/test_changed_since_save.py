@@ -1,4 +1,4 @@
-"""What may change between a save and a resume, in the model and in how it is trained, in every form of checkpoint."""
+"""Changes between a save and a resume, of the model and of how it is trained, in every form of checkpoint."""
 
 import deepspeed.comm as dist
 import pytest
@@ -94,12 +94,12 @@ def loaded(engine, folder, **options):
 
 
 def of(states, names):
-    """Those of ``states`` that are of ``names``."""
+    """The ``states`` that are of ``names``."""
     return {key: value for key, value in states.items() if key[0] in names}
 
 
 def without(states, names):
-    """Those of ``states`` that are not."""
+    """The ``states`` that are not."""
     return {key: value for key, value in states.items() if key[0] not in names}
 
 
@@ -262,7 +262,7 @@ class TestScalarOptimizers(DistributedTest):
     @pytest.mark.parametrize("before, now, policy, kept", [
         ("adamw", "lion", "reset", False), ("adamw", "lion", "keep_shared", True),
         ("lion", "adamw", "keep_shared", False), ("sgd", "lion", "keep_shared", False)])
-    def test_what_it_keeps_of_the_one_before(self, before, now, policy, kept, tmp_path):
+    def test_states_that_another_optimizer_keeps(self, before, now, policy, kept, tmp_path):
         saved = save(Net(), tmp_path, params={"scalar_optimizer": before})
         expected = whole_states(saved)
         engine = start(Net(), ds_config(params={"scalar_optimizer": now}, layerwise={"on_optimizer_change": policy}))

@@ -29,7 +29,7 @@ def test_random_events(seed, events, seconds, tmp_path):
 
 
 def reports_of(twin, step):
-    """What two ranks would say that are where ``twin`` is after so many steps."""
+    """The reports of two ranks that are where ``twin`` is after so many steps."""
     there = twin.at(step)
     pieces = {}
     for (name, key), value in there["states"].items():
@@ -44,7 +44,7 @@ def reports_of(twin, step):
              "weights": {name: value.copy() for name, value in there["weights"].items()}} for half in halves]
 
 
-def test_what_is_otherwise_is_noticed():
+def test_a_difference_is_noticed():
     twin = Twin({"frozen": True}, "fp32", 1.0)
     assert twin.at(6)["skipped"] == 1 and twin.at(6)["updates"] == 5
     assert not twin.differences(reports_of(twin, 8), 8)

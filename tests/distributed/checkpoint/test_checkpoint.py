@@ -92,7 +92,7 @@ class TestDeepSpeedsTools(DistributedTest):
                 assert torch.equal(found[name].float(), master.view(value.shape)), name
 
     def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
-        """What the script makes of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
+        """The script makes it of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
         stock = start_adamw(Net(frozen=True))
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path)
@@ -115,7 +115,7 @@ class TestRefusedLoads(DistributedTest):
         assert torch.equal(weights(engine.module), before)
         train_engine(engine, 1)
 
-    def test_what_one_rank_finds_wrong_all_refuse(self, tmp_path, monkeypatch):
+    def test_all_ranks_refuse_what_one_finds_wrong(self, tmp_path, monkeypatch):
         self.saved(tmp_path)
         if dist.get_rank() == 1:
             def broken(path):
@@ -162,7 +162,7 @@ class TestWhatIsLoaded(DistributedTest):
         names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)]
         assert sorted(opened) == (names if changed else [names[dist.get_rank()]])
 
-    def test_what_is_saved_shares_the_memory_of_what_is_trained(self):
+    def test_the_saved_dict_shares_the_memory_of_what_is_trained(self):
         """A copy of all masters and states would not fit beside them."""
         engine = train_engine(start(Net(), ds_config(bf16={"enabled": True})), 1)
         saved = engine.optimizer.state_dict()

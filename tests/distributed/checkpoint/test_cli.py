@@ -91,7 +91,7 @@ class TestToUniversal(DistributedTest):
         assert_equal_states(resumed.module.state_dict(), engine.module.state_dict())
 
     @pytest.mark.world_size(1)
-    def test_what_it_refuses(self, tmp_path, monkeypatch):
+    def test_wrong_sources_and_targets_are_refused(self, tmp_path, monkeypatch):
         saved(tmp_path)
         source, out = tmp_path / "saved", tmp_path / "out"
         model_file = (source / MODEL_FILE).read_bytes()

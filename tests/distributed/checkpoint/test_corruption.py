@@ -61,7 +61,7 @@ REGIONS = ["header", "padding", "record", "directory", "anywhere"]
 
 @dataclass(frozen=True)
 class Case:
-    """One damage: ``do`` is the name of a function below, applied to ``file``, with what else it needs."""
+    """A damage: ``do`` is the name of a function below, applied to ``file``, with what else it needs."""
 
     format: str
     world_size: int
@@ -123,7 +123,7 @@ CASES = [*cases("regular", 1, 20), *cases("regular", 2, 30), *cases("universal",
 
 
 def offset(path, region, rng):
-    """Of a byte of ``path`` in a part of the archive that it is; of any byte, if it is none."""
+    """The offset of a byte of ``path`` in a part of the archive that it is; of any byte, if it is none."""
     size = path.stat().st_size
     if path.suffix != ".pt" or region == "anywhere":
         return rng.randrange(size)
@@ -304,7 +304,7 @@ class TestCorruption(DistributedTest):
 
     @pytest.fixture
     def good(self, class_tmpdir):
-        """What is damaged, and what else belongs to it but of which one file does not."""
+        """The files that are damaged, and what else belongs to them but of which one file does not."""
         return made_once(class_tmpdir / "good", [2, 3], self.save)
 
     def save(self, folder):

@@ -29,13 +29,13 @@ pytestmark = rooms("universal", "regular", "reshard")
 
 
 def names_in(states):
-    """Of the parameters that ``states`` are of."""
+    """The names of the parameters that ``states`` are of."""
     return {name for name, _ in states}
 
 
 @contextlib.contextmanager
 def debug_lines():
-    """What DeepSpeed's logger gets to say at its lowest level."""
+    """The lines that DeepSpeed's logger gets to say at its lowest level."""
     lines = []
 
     class Collect(logging.Handler):
@@ -55,7 +55,7 @@ class TestStockIntoOurs(DistributedTest):
 
     @pytest.fixture
     def stages(self, class_tmpdir):
-        """Where checkpoints of the stages 1, 2 and 3 lie in folders that are called so."""
+        """A folder with checkpoints of the stages 1, 2 and 3, in folders that are called so."""
         for stage in (1, 2, 3):
             made_once(class_tmpdir / str(stage), [2], self.save, stage=stage)
         return class_tmpdir
@@ -182,7 +182,7 @@ class TestOursIntoStock(DistributedTest):
         self.check(stock, torch.load(run_of_3 / "expected.pt"))
 
     @pytest.mark.world_size(2)
-    def test_of_the_converters_files_stage_3_reads_its_own_only(self, run_of_3, tmp_path):
+    def test_stage_3_reads_only_its_own_of_the_converters_files(self, run_of_3, tmp_path):
         own = start_stock(1)
         train_with_loss(own, 0, 1)
         own.save_checkpoint(tmp_path, tag="saved")

@@ -84,7 +84,7 @@ def wrapped_net():
 
 
 def step_with_fsdp(module, optimizer, step):
-    """One update with the gradients that an engine would have at that step."""
+    """Make an update with the gradients that an engine would have at that step."""
     for name, param in module.named_parameters():
         shape = param.shape
         whole = sum(whole_number_gradients(name, shape, step, 0, rank) for rank in range(dist.get_world_size()))
@@ -243,7 +243,7 @@ class TestWithFSDP2(DistributedTest):
             if not value.requires_grad:
                 assert torch.equal(dict(again.named_parameters())[name], value), name
 
-    def test_what_is_wrong_with_it_changes_nothing(self, tmp_path):
+    def test_a_checkpoint_that_does_not_fit_changes_nothing(self, tmp_path):
         engine = train_engine(start(Net(), ds_config()), 2)
         save(engine, tmp_path / "whole")
 
@@ -276,7 +276,7 @@ class TestWithFSDP2(DistributedTest):
         assert_equal_states(whole_states(engine), before)
         train_engine(engine, 1, first=10)
 
-    def test_what_is_not_trained_fits_or_changes_nothing(self, tmp_path):
+    def test_frozen_weights_fit_or_change_nothing(self, tmp_path):
         """Frozen weights of another shape, also of as many elements, and missing ones."""
         class Frozen(Net):
             def __init__(self, *shape):
@@ -339,7 +339,7 @@ class TestWhatIsTrained(DistributedTest):
     """Now, and where it was saved."""
 
     @pytest.mark.parametrize("changes", [{}, BF16], ids=["fp32", "bf16"])
-    def test_what_was_frozen_is_trained_and_frozen_again(self, changes, tmp_path):
+    def test_frozen_parameters_are_trained_and_frozen_again(self, changes, tmp_path):
         frozen = start(Net(frozen=True), ds_config(**changes))
         with torch.no_grad():
             for param in frozen.module.parameters():
@@ -401,7 +401,7 @@ class TestWhatIsTrained(DistributedTest):
         assert_equal_states(whole_states(other), {key: value for key, value in expected.items() if key[0] in (
             other.optimizer.routes)})
 
-    def test_how_many_steps_there_were_is_said_by_what_is_trained(self, tmp_path):
+    def test_the_number_of_steps_is_that_of_the_trained_parameters(self, tmp_path):
         model = dict(Net().named_parameters())
         state = {name: {"exp_avg": torch.ones_like(param), "exp_avg_sq": torch.ones_like(param),
                         "step": torch.tensor(2.0 if name == "conv.bias" else 5.0)} for name, param in model.items()}

@@ -1,4 +1,4 @@
-"""What users, Hugging Face and Accelerate put beside a checkpoint stays through saves and through our commands."""
+"""Files that users, Hugging Face and Accelerate put beside a checkpoint stay through saves and through our commands."""
 
 import json
 

@@ -196,7 +196,7 @@ class TestVerify(DistributedTest):
                           f"{folder / 'zero' / 'flat.bias' / 'exp_avg_sq.pt'} is missing")
         assert run("verify", folder, "--weights-only")[0] == 1
 
-    def test_what_is_not_finite_is_a_warning(self, runs, tmp_path):
+    def test_values_that_are_not_finite_are_a_warning(self, runs, tmp_path):
         folder = self.good(runs, "saved_universal", tmp_path)
         edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][3:4].fill_(float("nan")))
         code, out, _ = run("verify", folder)
@@ -204,7 +204,7 @@ class TestVerify(DistributedTest):
         assert code == 0 and lines == ["warning: tall.bias: exp_avg has values that are not finite", "ok"]
         assert "warning" not in run("verify", folder, "--weights-only")[1]
 
-    def test_what_deepspeeds_converter_wrote(self, runs, tmp_path):
+    def test_a_checkpoint_that_deepspeeds_converter_wrote(self, runs, tmp_path):
         convert(runs / "3" / "saved", tmp_path / "converted")
         code, out, err = run("verify", tmp_path / "converted", runs / "3" / "saved")
         assert code == 0 and f"\nwarning: {tmp_path / 'converted'} has no {FILE_NAME}" in out, (out, err)
@@ -262,7 +262,7 @@ class TestVerify(DistributedTest):
                 engine.load_checkpoint(tmp_path, tag=folder.name)
         assert_equal_states(whole_states(engine), expected)
 
-    def test_what_only_code_could_restore_is_named_and_not_advised(self, runs, tmp_path):
+    def test_an_object_that_only_code_could_restore_is_named_and_not_advised(self, runs, tmp_path):
         folder = self.good(runs, "saved_universal", tmp_path)
         path = folder / "zero" / "tall.bias" / "fp32.pt"
         edit(path, lambda content: content.update(more=Everything))
@@ -299,7 +299,7 @@ class TestCompare(DistributedTest):
     def save(self, folder):
         saved(folder, "by_3", save_universal=True)
 
-    def test_by_3_ranks_and_by_1(self, run_of_3, tmp_path):
+    def test_saves_of_3_ranks_and_of_1_are_equal(self, run_of_3, tmp_path):
         one = loaded(start(Everything(), ds_config(bucket_numel=1, **BF16)), run_of_3, tag="by_3")
         one.save_checkpoint(tmp_path, tag="by_1")
         for other in ("by_3", "by_3_universal"):
@@ -328,7 +328,7 @@ class TestCompare(DistributedTest):
         code, out, _ = run("verify", tmp_path / "in_fp32", run_of_3 / "by_3")
         assert code == 0 and out.endswith("\nequal bit for bit\n"), out
 
-    def test_what_differs(self, run_of_3, tmp_path):
+    def test_states_that_differ(self, run_of_3, tmp_path):
         one, other = run_of_3 / "by_3", shutil.copytree(run_of_3 / "by_3_universal", tmp_path / "other")
         edit(other / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][:3].add_(2))
         edit(other / "zero" / "flat.weight" / "exp_avg.pt", lambda content: content["param"][2, 5:7].add_(0.5))
@@ -350,7 +350,7 @@ class TestCompare(DistributedTest):
         assert code == 1 and out.splitlines()[-1] == (
             "exp_avg differs in 1 of 21 parameters, 0 elements, by at most 0: flat.bias")
 
-    def test_what_only_one_has(self, run_of_3, tmp_path):
+    def test_parameters_and_states_that_only_one_has(self, run_of_3, tmp_path):
         engine = start(Net(tied=True, odd=True), ds_config(params={"scalar_optimizer": "lion"}, **BF16))
         engine.save_checkpoint(tmp_path, tag="other")
         one, other = run_of_3 / "by_3", tmp_path / "other"

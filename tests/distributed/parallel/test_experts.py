@@ -136,7 +136,7 @@ class FakeLoss(nn.Module):
 
 
 def gradients_of_ranks(whole, step, gas, ep_size):
-    """What :class:`FakeLoss` gives: a rank has gradients of its own experts alone."""
+    """The gradients that :class:`FakeLoss` gives: a rank has gradients of its own experts alone."""
     params = trainable(whole)
 
     def held(name, rank):

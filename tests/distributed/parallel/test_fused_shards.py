@@ -28,7 +28,7 @@ OVERRIDES = [{"name": name, **entry} for name, (*_, entry) in FUSED.items()]
 
 
 def shard_of(whole, name, mpu):
-    """What this rank has: of each run, an equal piece."""
+    """The shard of this rank: an equal piece of each run."""
     _, dim, runs, _ = FUSED[name]
     if mpu is None:
         return whole

@@ -355,7 +355,7 @@ class TestRouting(DistributedTest):
         with pytest.raises(RoutingError, match=r"overrides\[0\] \('7.weight'\) matches no trainable parameter"):
             start(pipeline(2), config(layerwise={"overrides": [{"name": "7.weight", "lr_scale": 2.0}]}))
 
-    def test_what_stages_share_is_trained_alike(self):
+    def test_parameters_that_stages_share_are_trained_alike(self):
         module = pipeline(2)
         groups = [{"params": list(module.parameters()), "weight_decay": 0.1 * dist.get_rank()}]
         with pytest.raises(LayoutError, match="tied_modules.embed.weight is shared by stages 0 and 1 of the pipeline"):
@@ -412,7 +412,7 @@ def not_trained(engine):
 
 
 class TestCheckpoints(DistributedTest):
-    """What two pipelines of two stages have saved, read by others."""
+    """Two pipelines of two stages save; others read it."""
 
     @pytest.fixture
     def run_of_4(self, class_tmpdir):
@@ -490,7 +490,7 @@ class TestCheckpoints(DistributedTest):
             assert_equal_states(not_trained(engine), expected["others"])
 
     @pytest.mark.world_size(2)
-    def test_what_does_not_fit_is_refused_on_all_ranks(self, run_of_4, tmp_path):
+    def test_a_checkpoint_that_does_not_fit_is_refused_on_all_ranks(self, run_of_4, tmp_path):
         engine = start(with_frozen(2), config(bf16={"enabled": True}))
         before = whole_states(engine)
         for module, message in (

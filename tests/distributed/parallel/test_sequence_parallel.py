@@ -36,7 +36,7 @@ EPS = 1e-4
 
 
 def sequence_groups(how):
-    """What ``initialize`` takes to know the sequence groups; ``how`` is one of the ways that DeepSpeed has."""
+    """The arguments of ``initialize`` to know the sequence groups; ``how`` is one of the ways that DeepSpeed has."""
     shape = (dist.get_world_size() // SP, SP)
     if how == "mpu":
         if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None:
@@ -46,7 +46,7 @@ def sequence_groups(how):
 
 
 def keys(how):
-    """What the config says of them."""
+    """The keys of the config for them."""
     return {"data_parallel_size": dist.get_world_size() // SP, "sequence_parallel_size": SP} if how == "config" else {}
 
 
@@ -148,7 +148,7 @@ class TestTheScaleOfAGradient(DistributedTest):
 
 
 class OneWeight(nn.Module):
-    """Its gradient has more digits than bfloat16."""
+    """A weight whose gradient has more digits than bfloat16."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class OneWeight(nn.Module):
 
 
 class TestKeys(DistributedTest):
-    def test_what_gradients_travel_in(self):
+    def test_the_dtype_that_gradients_travel_in(self):
         with pytest.raises(ConfigError, match="sequence_parallel_size is 2, but the engine has sequence groups of 1; "
                                               "set data_parallel_size, too"):
             start(OneWeight(), ds_config(sequence_parallel_size=2))

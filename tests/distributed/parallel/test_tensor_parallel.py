@@ -146,7 +146,7 @@ class TestExactly(DistributedTest):
         for name, p in module.named_parameters():
             assert relative_error(p.detach(), expected.model_params[name]) < 1e-5, name
 
-    def test_what_one_part_finds_not_finite_all_skip(self):
+    def test_all_parts_skip_where_one_is_not_finite(self):
         mpu = Mpu(2)
         module = OnWholeNumbers(mpu)
         engine = start(module, ds_config(bf16={"enabled": True}), mpu=mpu)

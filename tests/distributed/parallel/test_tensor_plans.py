@@ -33,7 +33,7 @@ def qwen3(tied):
 
 
 def planned(module, config, folder, *more, through_file):
-    """What ``plan --json`` says of the whole ``module`` on two data-parallel ranks of one node."""
+    """The plan that ``plan --json`` gives of the whole ``module`` on two data-parallel ranks of one node."""
     folder.mkdir()
     (folder / "ds.json").write_text(json.dumps(config))
     if through_file:
