@@ -64,7 +64,7 @@ class TestOneFile(DistributedTest):
                 assert_equal_states(whole_states(engine), later)
 
     @pytest.mark.world_size(2)
-    def test_what_is_in_it(self, saved):
+    def test_every_master_and_state_is_in_it(self, saved):
         engine = start(Net(), ds_config())
         expected, _ = torch.load(saved / "3_fp32.expected")
         content = load_file(saved / "3_fp32")
@@ -94,7 +94,7 @@ class TestOneFile(DistributedTest):
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("name", ["fp32", "bf16"])
     @pytest.mark.parametrize("inside", [False, True])
-    def test_what_is_frozen_now_has_its_weights_too(self, saved, name, inside):
+    def test_a_parameter_that_is_frozen_now_has_its_weights_too(self, saved, name, inside):
         expected, _ = torch.load(saved / f"3_{name}.expected")
         module, rename = Net(frozen=True), {}
         with torch.no_grad():
@@ -116,7 +116,7 @@ class TestOneFile(DistributedTest):
                                    else wanted[of, key]), (of, key)
 
     @pytest.mark.world_size(2)
-    def test_what_was_frozen_is_not_in_it(self, tmp_path):
+    def test_a_frozen_parameter_is_not_in_it(self, tmp_path):
         engine = train_engine(start(Net(frozen=True), ds_config()), 1)
         engine.optimizer.save_state_dict_to_file(tmp_path / "file")
         module = Net(frozen=True)
@@ -130,7 +130,7 @@ class TestOneFile(DistributedTest):
             start(Net(), ds_config()).optimizer.load_state_dict_from_file(tmp_path / "file")
 
     @pytest.mark.world_size(2)
-    def test_what_is_frozen_now_and_has_another_shape_is_an_error(self, saved):
+    def test_a_parameter_that_is_frozen_now_and_has_another_shape_is_an_error(self, saved):
         module = Net()
         module.tall.weight = nn.Parameter(torch.ones(12, 40), requires_grad=False)
         engine = start(module, ds_config())
@@ -141,7 +141,7 @@ class TestOneFile(DistributedTest):
         assert torch.equal(module.tall.weight, torch.ones(12, 40))
 
     @pytest.mark.world_size(2)
-    def test_what_is_wrong_with_it_changes_nothing(self, saved, tmp_path):
+    def test_a_spoiled_file_changes_nothing(self, saved, tmp_path):
         engine = train_engine(start(Net(), ds_config()), 1, first=40)
         before, of_model = whole_states(engine), weights(engine).clone()
 
@@ -175,18 +175,7 @@ class TestOneFile(DistributedTest):
         assert torch.equal(weights(engine), of_model)
 
     @pytest.mark.world_size(2)
-    def test_what_cannot_be_written_is_said_on_all_ranks_and_the_file_before_stays(self, saved, tmp_path):
-        engine = train_engine(start(Net(), ds_config()), 1)
-        on_rank_0(lambda: (tmp_path / "there").write_bytes((saved / "1_fp32").read_bytes()))
-        on_rank_0(lambda: (tmp_path / "there.incomplete").mkdir())
-        with pytest.raises(LayerWiseError, match="there.incomplete is a folder or a link"):
-            engine.optimizer.save_state_dict_to_file(tmp_path / "there")
-        with safe_open(tmp_path / "there", framework="pt") as content:
-            assert content.keys()
-        train_engine(engine, 1, first=1)
-
-    @pytest.mark.world_size(2)
-    def test_no_room_is_an_error_on_all_ranks(self, tmp_path, monkeypatch):
+    def test_a_file_that_cannot_be_written_is_an_error_on_all_ranks(self, tmp_path, monkeypatch):
         engine = train_engine(start(Net(), ds_config()), 1)
 
         def full(*_):
@@ -202,6 +191,13 @@ class TestOneFile(DistributedTest):
         engine.optimizer.save_state_dict_to_file(tmp_path / "file")
         dist.barrier()
         assert [each.name for each in tmp_path.iterdir()] == ["file"]
+        on_rank_0((tmp_path / "file.incomplete").mkdir)
+        with pytest.raises(LayerWiseError, match="file.incomplete is a folder or a link"):
+            engine.optimizer.save_state_dict_to_file(tmp_path / "file")
+        # The file before stays.
+        with safe_open(tmp_path / "file", framework="pt") as content:
+            assert content.keys()
+        train_engine(engine, 1, first=1)
 
     @pytest.mark.world_size(2)
     def test_ranks_that_read_files_of_two_saves_are_told(self, tmp_path):
