@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from contextlib import nullcontext
 from dataclasses import replace
 
 import deepspeed.comm as dist
@@ -27,7 +28,7 @@ GAS = 4
 
 
 class Stop(Exception):
-    """What ends a run where a test wants it to."""
+    """Ends a run where a test wants it to."""
 
 
 def run(engine, until, *, at=None, gas=GAS):
@@ -63,8 +64,16 @@ def assert_as_far(one, other):
     assert one.optimizer.step_count == other.optimizer.step_count
 
 
+def assert_goes_on(resumed, folder, unbroken, *, gas=GAS, steps=1, tag=None):
+    """Load what was saved within a step, after ``steps`` of them; the run repeats that one and ends as ``unbroken``."""
+    resumed.load_checkpoint(folder, tag=tag)
+    assert resumed.global_steps == steps and resumed.micro_steps % gas == 0
+    run(resumed, unbroken.global_steps * gas, gas=gas)
+    assert_as_far(resumed, unbroken)
+
+
 class TestEveryPoint(DistributedTest):
-    def test_of_a_step_of_four_micro_batches(self, stage, tmp_path, capsys):
+    def test_a_step_of_four_micro_batches_is_repeated(self, stage, tmp_path, capsys):
         config = ds_config(stage=stage, gas=GAS)
         unbroken = start(Net(), config)
         run(unbroken, 3 * GAS)
@@ -121,12 +130,9 @@ class TestEveryPoint(DistributedTest):
         monkeypatch.setattr(regular, "to_state_dict", with_gradients)
         engine.save_checkpoint(tmp_path)
         capsys.readouterr()
-        resumed.load_checkpoint(tmp_path)
+        assert_goes_on(resumed, tmp_path, unbroken, gas=2)
         if dist.get_rank() == 0:
             assert "was saved within a step: no gradients are loaded" in capsys.readouterr().out
-        assert resumed.micro_steps % 2 == 0
-        run(resumed, 4, gas=2)
-        assert_as_far(resumed, unbroken)
 
     def test_inside_a_backward_pass_the_step_is_repeated(self, stage, tmp_path):
         """A signal handler runs between two hooks; the pass that it interrupts goes on."""
@@ -140,10 +146,7 @@ class TestEveryPoint(DistributedTest):
         handle.remove()
         run(engine, 6, gas=2)
         assert_as_far(engine, unbroken)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.global_steps == 1 and resumed.micro_steps % 2 == 0
-        run(resumed, 6, gas=2)
-        assert_as_far(resumed, unbroken)
+        assert_goes_on(resumed, tmp_path, unbroken, gas=2)
 
     def test_inside_a_backward_pass_before_its_first_gradient_is_within_a_step(self):
         engine, said = start(Net(), ds_config()), []
@@ -153,7 +156,7 @@ class TestEveryPoint(DistributedTest):
         assert said == ["within a step"]
 
     def test_after_a_backward_pass_that_an_exception_ended_the_step_is_repeated(self, stage, tmp_path):
-        """What an exception handler saves before it gives up."""
+        """An exception handler may save before it gives up."""
         config = ds_config(stage=stage, gas=2, overlap=False)
         unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
         run(unbroken, 6, gas=2)
@@ -162,10 +165,7 @@ class TestEveryPoint(DistributedTest):
         with pytest.raises(ZeroDivisionError):
             run(engine, 4, gas=2)
         engine.save_checkpoint(tmp_path)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.global_steps == 1 and resumed.micro_steps % 2 == 0
-        run(resumed, 6, gas=2)
-        assert_as_far(resumed, unbroken)
+        assert_goes_on(resumed, tmp_path, unbroken, gas=2)
 
     def test_inside_an_update_it_is_refused_on_every_rank(self, tmp_path):
         engine = train_engine(start(Net(), ds_config()), 1)
@@ -199,29 +199,12 @@ class TestEveryPoint(DistributedTest):
         run(unbroken, 2 * GAS)
         run(engine, GAS + 1 + dist.get_rank())
         engine.save_checkpoint(tmp_path)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.micro_steps % GAS == 0 and resumed.global_steps == 1
-        run(resumed, 2 * GAS)
-        assert_as_far(resumed, unbroken)
+        assert_goes_on(resumed, tmp_path, unbroken)
 
-    def test_a_rank_that_forgot_its_gradients_is_not_waited_for(self, tmp_path, monkeypatch):
-        """At stage 2 the sums of buckets in cuts take all ranks to be saved."""
+    def test_one_rank_alone_asks_for_its_state_or_forgets_its_gradients(self, tmp_path, monkeypatch):
+        """At stage 2 the sums of buckets in cuts take all ranks to be put together; no rank waits for another here."""
         plan_in_cuts(monkeypatch)
         unbroken, engine, resumed = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(3))
-        run(unbroken, 4, gas=2)
-        run(engine, 3, gas=2)
-        if dist.get_rank() == 1:
-            engine.optimizer.zero_grad()
-        engine.save_checkpoint(tmp_path)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.micro_steps % 2 == 0 and resumed.global_steps == 1
-        run(resumed, 4, gas=2)
-        assert_as_far(resumed, unbroken)
-
-    def test_one_rank_alone_asks_for_its_state(self, monkeypatch):
-        """No other has to answer, and its sums stay where they are."""
-        plan_in_cuts(monkeypatch)
-        unbroken, engine = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(2))
         run(unbroken, 4, gas=2)
         run(engine, 3, gas=2)
         if dist.get_rank() == 1:
@@ -230,6 +213,12 @@ class TestEveryPoint(DistributedTest):
         dist.barrier()
         run(engine, 4, gas=2)
         assert_as_far(engine, unbroken)
+        run(unbroken, 6, gas=2)
+        run(engine, 5, gas=2)
+        if dist.get_rank() == 1:
+            engine.optimizer.zero_grad()
+        engine.save_checkpoint(tmp_path)
+        assert_goes_on(resumed, tmp_path, unbroken, gas=2, steps=2)
 
     def test_ranks_at_different_steps_are_refused(self, tmp_path):
         engine = start(Net(), ds_config())
@@ -241,49 +230,45 @@ class TestEveryPoint(DistributedTest):
 
 
 class TestOtherWaysToAccumulate(DistributedTest):
+    def assert_repeated(self, config, passes, moments, folder):
+        """``passes(engine, save)`` makes a step and calls ``save(moment)`` in it, where one of ``moments`` saves.
+
+        Returns the last engine that saved, and the one that was resumed from that.
+        """
+        unbroken = start(Net(), config)
+        passes(unbroken, lambda moment: None)
+        for chosen in moments:
+            engine, resumed = start(Net(), config), start(Net(), config)
+            passes(engine, lambda moment: moment == chosen and engine.save_checkpoint(folder))
+            assert_as_far(engine, unbroken)
+            resumed.load_checkpoint(folder)
+            assert resumed.optimizer.progress.passes == resumed.micro_steps == 0
+            passes(resumed, lambda moment: None)
+            assert_as_far(resumed, unbroken)
+        return engine, resumed
+
     def test_no_sync(self, tmp_path):
         """Passes without communication, and one with, make a step; the engine counts none of them before ``step``."""
-        unbroken, engine, resumed = (start(Net(), ds_config()) for _ in range(3))
-
-        def passes(engine, first, last):
-            for number in range(first, last):
-                loss = engine((7, number, dist.get_rank()))
-                if number < 3:
-                    with engine.no_sync():
-                        engine.backward(loss)
-                        if number == 1 and engine is not unbroken:
-                            engine.save_checkpoint(tmp_path)
-                else:
-                    engine.backward(loss)
+        def passes(engine, save):
+            for number in range(4):
+                with engine.no_sync() if number < 3 else nullcontext():
+                    engine.backward(engine((7, number, dist.get_rank())))
+                    save(number)
             engine.step()
 
-        passes(unbroken, 0, 4)
-        passes(engine, 0, 4)
-        assert_as_far(engine, unbroken)
-        resumed.load_checkpoint(tmp_path)
-        passes(resumed, 0, 4)
-        assert_as_far(resumed, unbroken)
+        self.assert_repeated(ds_config(), passes, [1], tmp_path)
 
     def test_a_boundary_by_hand(self, stage, tmp_path, capsys):
         """Three backward passes, one ``step``; where four micro-batches would make a step."""
-        config = ds_config(gas=GAS, stage=stage, overlap=False)
-        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-
-        def passes(engine, save=None):
+        def passes(engine, save):
             for number in range(3):
                 engine.set_gradient_accumulation_boundary(number == 2)
                 engine.backward(engine((7, number, dist.get_rank())))
-                if number == save:
-                    engine.save_checkpoint(tmp_path)
+                save(number)
             engine.step()
 
-        passes(unbroken)
-        for saved_after in (1, 2):
-            engine, resumed = start(Net(), config), start(Net(), config)
-            passes(engine, save=saved_after)
-            resumed.load_checkpoint(tmp_path)
-            passes(resumed)
-            assert_as_far(resumed, unbroken)
+        config = ds_config(gas=GAS, stage=stage, overlap=False)
+        engine, resumed = self.assert_repeated(config, passes, [1, 2], tmp_path)
         # Between two steps no step has begun, whatever micro_steps counts.
         engine.save_checkpoint(tmp_path, tag="whole")
         capsys.readouterr()
@@ -291,65 +276,36 @@ class TestOtherWaysToAccumulate(DistributedTest):
         assert "within a step" not in capsys.readouterr().out
 
     def test_steps_that_the_script_ends(self, stage, tmp_path):
-        config = ds_config(gas=GAS, stage=stage, overlap=False, managed_gradient_accumulation=False)
-        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-
-        def passes(engine, save=None):
+        def passes(engine, save):
             for number in range(3):
                 engine.backward(engine((7, number, dist.get_rank())))
-                if number == save:
-                    engine.save_checkpoint(tmp_path)
+                save(number)
             engine.step()
 
-        passes(unbroken)
-        for saved_after in (0, 2):
-            engine, resumed = start(Net(), config), start(Net(), config)
-            passes(engine, save=saved_after)
-            resumed.load_checkpoint(tmp_path)
-            passes(resumed)
-            assert_as_far(resumed, unbroken)
+        config = ds_config(gas=GAS, stage=stage, overlap=False, managed_gradient_accumulation=False)
+        self.assert_repeated(config, passes, [0, 2], tmp_path)
 
     def test_a_block_of_coalesced_passes_is_repeated(self, stage, tmp_path):
-        unbroken, engine, resumed = (start(Net(), ds_config(stage=stage)) for _ in range(3))
-
-        def block(engine, save=None):
+        def passes(engine, save):
             with engine.coalesce_grad_reduction():
                 for number in range(2):
                     engine.backward(engine((7, number, dist.get_rank())))
-                    if number == save:
-                        engine.save_checkpoint(tmp_path)
-            if save == "after":
-                engine.save_checkpoint(tmp_path)
+                    save(number)
+            save("after")
             engine.step()
 
-        block(unbroken)
-        for save in (0, 1, "after"):
-            engine, resumed = (start(Net(), ds_config(stage=stage)) for _ in range(2))
-            block(engine, save)
-            resumed.load_checkpoint(tmp_path)
-            assert resumed.optimizer.progress.passes == 0
-            block(resumed)
-            assert_as_far(resumed, unbroken)
+        self.assert_repeated(ds_config(stage=stage), passes, [0, 1, "after"], tmp_path)
 
     def test_two_losses_a_micro_batch(self, stage, tmp_path):
         """Passes are not micro-batches where a script has several for one ``step``."""
-        config = ds_config(gas=GAS, stage=stage, overlap=False)
-        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-
-        def micro_batches(engine, first, last):
-            for number in range(first, last):
+        def passes(engine, save):
+            for number in range(GAS):
                 for loss in range(1 if number == GAS - 1 else 2):
                     engine.backward(engine((7, 2 * number + loss, dist.get_rank())))
-                if number == last - 1 and last < GAS:
-                    engine.save_checkpoint(tmp_path)
+                save(number)
                 engine.step()
 
-        micro_batches(unbroken, 0, GAS)
-        micro_batches(engine, 0, 2)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.micro_steps % GAS == 0
-        micro_batches(resumed, 0, GAS)
-        assert_as_far(resumed, unbroken)
+        self.assert_repeated(ds_config(gas=GAS, stage=stage, overlap=False), passes, [1], tmp_path)
 
     def test_a_step_whose_first_gradients_were_forgotten(self, tmp_path, capsys):
         """``zero_grad`` in the middle of a step takes no micro-batch off it, and the step is repeated."""
@@ -360,10 +316,8 @@ class TestOtherWaysToAccumulate(DistributedTest):
         engine.zero_grad()
         engine.save_checkpoint(tmp_path)
         capsys.readouterr()
-        resumed.load_checkpoint(tmp_path)
+        assert_goes_on(resumed, tmp_path, unbroken, steps=0)
         assert ("was saved within a step" in capsys.readouterr().out) == (dist.get_rank() == 0)
-        run(resumed, GAS)
-        assert_as_far(resumed, unbroken)
 
 
 class TestUniversal(DistributedTest):
@@ -374,8 +328,6 @@ class TestUniversal(DistributedTest):
         run(engine, GAS + 2)
         engine.save_checkpoint(tmp_path, tag="tag")
         capsys.readouterr()
-        resumed.load_checkpoint(tmp_path, tag="tag_universal")
+        assert_goes_on(resumed, tmp_path, unbroken, tag="tag_universal")
         if dist.get_rank() == 0:
             assert "was saved within a step: no gradients are loaded" in capsys.readouterr().out
-        run(resumed, 2 * GAS)
-        assert_as_far(resumed, unbroken)
