@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import deepspeed.comm as dist
 import pytest
@@ -38,7 +39,7 @@ VISIBLE = {"_exchange", "rename", "replace"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """What is saved when a rank dies. ``first`` is the tag of the save before."""
+    """A save during which a rank dies. ``first`` is the tag of the save before."""
 
     tag: str = "first"
     universal: bool = False
@@ -183,7 +184,7 @@ class TestKilledRanks(OwnDistributedTest):
             assert fork_ranks(1, load_what_is_left, Scenario(), [folder], (1,)) == [(0, "")]
 
 
-def test_what_was_set_aside_between_two_renames_is_back_before_the_next_save_begins(tmp_path):
+def test_a_folder_set_aside_between_two_renames_is_back_before_the_next_save_begins(tmp_path):
     folder = tmp_path / "tag"
     for name in ("tag.replaced", "tag.incomplete"):
         (tmp_path / name).mkdir()
@@ -203,10 +204,11 @@ class TestFullDisk(DistributedTest):
         return engine
 
     def assert_only_the_first_is_there(self, engine, folder, states, *, clean=True):
+        dist.barrier()
         assert (folder / "latest").read_text() == "first"
         assert (folder / universal.LATEST).read_text() == "first_universal"
+        assert not list(folder.glob(f"latest*{atomic.INCOMPLETE}"))
         if clean:
-            dist.barrier()
             assert {path.name for path in folder.iterdir() if path.is_dir()} == {"first", "first_universal"}
         before = whole_states(engine)
         for tag in ("first", "first_universal"):
@@ -224,6 +226,19 @@ class TestFullDisk(DistributedTest):
             assert_equal_states(whole_states(engine), states, tag)
         assert {path.name for path in folder.iterdir() if atomic.INCOMPLETE in path.name} == set()
 
+    def assert_nothing_is_lost(self, module, function, stands_in, folder, *, ranks=(0, 1), clean=True):
+        """A save fails in ``function`` of ``module``; on ``ranks``, ``stands_in(original, *args)`` is called for it."""
+        engine = self.started(folder)
+        states, original = whole_states(engine), getattr(module, function)
+        train_engine(engine, 1, first=1)
+        with pytest.MonkeyPatch.context() as now, no_larger_files(resource.getrlimit(resource.RLIMIT_FSIZE)[0]):
+            if dist.get_rank() in ranks:
+                now.setattr(module, function, partial(stands_in, original))
+            with pytest.raises((LayerWiseError, OSError)):
+                engine.save_checkpoint(folder, tag="second")
+        self.assert_only_the_first_is_there(engine, folder, states, clean=clean)
+        self.assert_the_next_save_works(engine, folder)
+
     @pytest.mark.parametrize("rank, module, function, limit", [
         (0, saving, "commit_decoupled", 4000),  # not even the model's file
         (0, saving, "commit_decoupled", 18000),  # the model's, but not the optimizer's
@@ -233,64 +248,29 @@ class TestFullDisk(DistributedTest):
         (0, universal, "write_common", 1000),
         (0, atomic, "seal", 10),
     ], ids=lambda value: getattr(value, "__name__", str(value)).split(".")[-1])
-    def test_one_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path, monkeypatch):
-        engine = self.started(tmp_path)
-        states = whole_states(engine)
-        train_engine(engine, 1, first=1)
-        if dist.get_rank() == rank:
-            original = getattr(module, function)
+    def test_one_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path):
+        def then_the_disk_is_full(original, *args):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+            return original(*args)
 
-            def then_the_disk_is_full(*args):
-                resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
-                return original(*args)
+        self.assert_nothing_is_lost(module, function, then_the_disk_is_full, tmp_path, ranks=[rank])
 
-            monkeypatch.setattr(module, function, then_the_disk_is_full)
-        with no_larger_files(resource.getrlimit(resource.RLIMIT_FSIZE)[0]):
-            with pytest.raises((LayerWiseError, OSError)):
-                engine.save_checkpoint(tmp_path, tag="second")
-        monkeypatch.undo()
-        self.assert_only_the_first_is_there(engine, tmp_path, states)
-        self.assert_the_next_save_works(engine, tmp_path)
-
-    def test_no_room_for_the_second_list(self, tmp_path, monkeypatch):
+    def test_no_room_for_the_second_list(self, tmp_path):
         """The universal one is whole by then, and would be the only one of its save."""
-        engine = self.started(tmp_path)
-        states, original = whole_states(engine), atomic.seal
-        train_engine(engine, 1, first=1)
-
-        def then_the_disk_is_full(folder, manifest):
+        def then_the_disk_is_full(original, folder, manifest):
             if folder.name == "second":
                 raise OSError(errno.ENOSPC, "No space left on device")
             original(folder, manifest)
 
-        monkeypatch.setattr(atomic, "seal", then_the_disk_is_full)
-        with pytest.raises((LayerWiseError, OSError)):
-            engine.save_checkpoint(tmp_path, tag="second")
-        monkeypatch.undo()
-        self.assert_only_the_first_is_there(engine, tmp_path, states)
-        self.assert_the_next_save_works(engine, tmp_path)
+        self.assert_nothing_is_lost(atomic, "seal", then_the_disk_is_full, tmp_path)
 
     def test_no_room_for_the_pointer(self, tmp_path):
-        engine = self.started(tmp_path)
-        states = whole_states(engine)
-        train_engine(engine, 1, first=1)
-        if dist.get_rank() == 0:
-            original = atomic.point
+        """The folders are whole already, and are not thrown away."""
+        def then_the_disk_is_full(original, *args):
+            with no_larger_files(0):
+                return original(*args)
 
-            def then_the_disk_is_full(*args):
-                with no_larger_files(0):
-                    return original(*args)
-
-            atomic.point = then_the_disk_is_full
-        with pytest.raises((LayerWiseError, OSError)):
-            engine.save_checkpoint(tmp_path, tag="second")
-        if dist.get_rank() == 0:
-            atomic.point = original
-        dist.barrier()
-        assert not list(tmp_path.glob(f"latest*{atomic.INCOMPLETE}"))
-        # What is whole already is not thrown away.
-        self.assert_only_the_first_is_there(engine, tmp_path, states, clean=False)
-        self.assert_the_next_save_works(engine, tmp_path)
+        self.assert_nothing_is_lost(atomic, "point", then_the_disk_is_full, tmp_path, ranks=[0], clean=False)
 
     @pytest.fixture
     def small_disk(self, tmp_path):
