@@ -1,4 +1,4 @@
-"""Who sees what a save writes: one disk for all ranks, one for every node, files that come late or never."""
+"""Disks of a save: one for all ranks, one for every node, files that come late or never."""
 
 import base64
 import errno
@@ -58,35 +58,49 @@ class TestOneDisk(DistributedTest):
         assert other.global_steps == 1
         assert_equal_states(states(other), first)
 
-    def test_a_rank_that_sees_another_folder(self, tmp_path, impatient):
+    def test_a_save_that_fails_leaves_the_one_before(self, tmp_path, impatient, monkeypatch):
         engine, first = self.saved(tmp_path)
-        mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
+        check, listed, rank = disks.check_arrived, saving._listed, dist.get_rank()
+
+        def spoiled(how):
+            def then_check(folder, *args):
+                path = atomic.incomplete_folder(folder) / ZERO_1
+                content = path.read_bytes()
+                {"gone": path.unlink, "cut": lambda: path.write_bytes(content[:1000]),
+                 "older": lambda: path.write_bytes(content[:-100] + bytes(100))}[how]()
+                check(folder, *args)
+
+            return lambda now: now.setattr(disks, "check_arrived", then_check)
+
+        def gone_early(now):
+            if rank == 1:
+                now.setattr(saving, "_listed", lambda engine, folder, names: (
+                    [(folder / name).unlink() for name in names], listed(engine, folder, names))[1])
+
+        def another_job(now):
+            now.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
+
+        def left_out(now):
+            now.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
+
+        does_not_see = "rank 0, which puts the checkpoint in place, does not see.* rank 1 .*{}.*; " \
+                       "what was saved before is still there; save to one"
+        for breaks, message in (
+                (spoiled("gone"), does_not_see.format(f"{ZERO_1} is missing")),
+                (spoiled("cut"), does_not_see.format(f"{ZERO_1} has 1000 bytes")),
+                (spoiled("older"), does_not_see.format(f"{ZERO_1} is damaged or of another save")),
+                (gone_early, f"{ZERO_1} is missing before this save is complete"),
+                (left_out, "no rank has written .*mp_rank_01_model_states.pt, which rank 0 need"),
+                (another_job, "was replaced during this save: another job saves to the")):
+            with monkeypatch.context() as now, pytest.raises(LayerWiseError, match=message):
+                breaks(now)
+                engine.save_checkpoint(tmp_path, tag="tag")
+            self.assert_the_first_is_there(tmp_path, first)
+        other_disk = tmp_path.with_name(f"{tmp_path.name} of 1")
         with pytest.raises(LayerWiseError, match="rank 1 finds nothing of this save in .* of 1 after 0.3 s.*save to "
                                                  "one folder .*use_node_local_storage"):
-            engine.save_checkpoint(mine, tag="tag")
-        assert dist.get_rank() == 0 or not mine.exists()
-        self.assert_the_first_is_there(tmp_path, first)
-
-    @pytest.mark.parametrize("how, message", [
-        ("gone", f"{ZERO_1} is missing"), ("cut", f"{ZERO_1} has 1000 bytes"),
-        ("older", f"{ZERO_1} is damaged or of another save")])
-    def test_a_file_that_does_not_arrive(self, how, message, tmp_path, impatient, monkeypatch):
-        engine, first = self.saved(tmp_path)
-        check = disks.check_arrived
-
-        def on_its_way(folder, *args):
-            path = atomic.incomplete_folder(folder) / ZERO_1
-            if how == "gone":
-                path.unlink()
-            else:
-                content = path.read_bytes()
-                path.write_bytes(content[:1000] if how == "cut" else content[:-100] + bytes(100))
-            check(folder, *args)
-
-        monkeypatch.setattr(disks, "check_arrived", on_its_way)
-        with pytest.raises(LayerWiseError, match=f"rank 0, which puts the checkpoint in place, does not see.* rank 1 .*"
-                                                 f"{message}.*; what was saved before is still there; save to one"):
-            engine.save_checkpoint(tmp_path, tag="tag")
+            engine.save_checkpoint(other_disk if rank else tmp_path, tag="tag")
+        assert not other_disk.exists()
         self.assert_the_first_is_there(tmp_path, first)
 
     def test_a_file_that_arrives_late(self, tmp_path, monkeypatch):
@@ -103,32 +117,6 @@ class TestOneDisk(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="tag")
         other = loaded(start(Net(), ds_config()), tmp_path)
         assert_equal_states(states(other), states(engine))
-
-    def test_a_file_that_is_gone_before_its_rank_is_done(self, tmp_path, monkeypatch):
-        engine, first = self.saved(tmp_path)
-        if dist.get_rank() == 1:
-            listed = saving._listed
-            monkeypatch.setattr(saving, "_listed", lambda engine, folder, names: (
-                [(folder / name).unlink() for name in names], listed(engine, folder, names))[1])
-        with pytest.raises(LayerWiseError, match=f"{ZERO_1} is missing before this save is complete"):
-            engine.save_checkpoint(tmp_path, tag="tag")
-        monkeypatch.undo()
-        self.assert_the_first_is_there(tmp_path, first)
-
-    def test_an_engine_that_leaves_out_a_file(self, tmp_path, monkeypatch):
-        engine, first = self.saved(tmp_path)
-        monkeypatch.setattr(saving, "_model_file", lambda engine: "mp_rank_01_model_states.pt")
-        with pytest.raises(LayerWiseError, match="no rank has written .*mp_rank_01_model_states.pt, which rank 0 need"):
-            engine.save_checkpoint(tmp_path, tag="tag")
-        self.assert_the_first_is_there(tmp_path, first)
-
-    def test_another_job_saves_to_the_same_place(self, tmp_path, monkeypatch):
-        engine, first = self.saved(tmp_path)
-        check = disks.check_arrived
-        monkeypatch.setattr(disks, "check_arrived", lambda folder, *args: (atomic.begin(folder), check(folder, *args)))
-        with pytest.raises(LayerWiseError, match="was replaced during this save: another job saves to the"):
-            engine.save_checkpoint(tmp_path, tag="tag")
-        self.assert_the_first_is_there(tmp_path, first)
 
     def test_a_link_and_a_relative_path_and_a_process_that_moves_on(self, tmp_path, monkeypatch):
         engine = train_engine(start(Net(), ds_config()), 1)
@@ -234,8 +222,7 @@ class TestDisksOfNodes(DistributedTest):
         assert (weights(other.module) == weights(engine.module)).all()
 
     def test_all_on_one_disk(self, tmp_path):
-        engine = self.started()
-        train_engine(engine, 1)
+        engine = train_engine(self.started(), 1)
         for _ in range(2):
             engine.save_checkpoint(tmp_path, tag="tag")
         assert names_in(tmp_path) == {"tag", "latest"}
@@ -268,44 +255,39 @@ class TestDisksOfNodes(DistributedTest):
     @pytest.mark.parametrize("victim", [0, 1])
     def test_a_save_that_is_in_place_on_one_of_them(self, victim, tmp_path, monkeypatch):
         mine = tmp_path / f"node {self.node}"
-        engine = self.started()
-        train_engine(engine, 1)
+        engine = train_engine(self.started(), 1)
         engine.save_checkpoint(mine, tag="tag")
         train_engine(engine, 1, first=1)
-
-        def fails(folder):
-            raise OSError("not now")
-
-        if self.node == victim:
-            monkeypatch.setattr(atomic, "publish", fails)
-        with pytest.raises((OSError, LayerWiseError), match="not now"):
+        with monkeypatch.context() as now, pytest.raises((OSError, LayerWiseError), match="not now"):
+            if self.node == victim:
+                now.setattr(atomic, "publish", not_now)
             engine.save_checkpoint(mine, tag="tag")
-        monkeypatch.undo()
-        other = self.started()
-        other.load_checkpoint(mine)
+        other = loaded(self.started(), mine)
         assert other.global_steps == 2
         assert_equal_states(states(other), states(engine))
         assert names_in(mine) == {"tag", "latest"}
 
-    def test_a_save_that_is_in_place_on_one_of_them_outlives_the_next_one_that_fails(self, tmp_path, monkeypatch):
+    @pytest.mark.parametrize("first_fails_in", [None, "publish"])
+    def test_a_save_outlives_the_next_one_that_is_whole_on_one_of_them(self, first_fails_in, tmp_path, monkeypatch):
+        """It is in place on both nodes, or on one of them."""
         mine = tmp_path / f"node {self.node}"
         engine = self.started()
-        for step, name in enumerate(("publish", "seal")):
+        for step, fails_in in enumerate((first_fails_in, "seal")):
             train_engine(engine, 1, first=step)
             if not step:
                 expected = states(engine)
-            with monkeypatch.context() as now, pytest.raises((OSError, LayerWiseError), match="not now"):
-                if self.node == 1:
-                    now.setattr(atomic, name, not_now)
+            with monkeypatch.context() as now, pytest.raises(
+                    (OSError, LayerWiseError), match="not now") if fails_in else nullcontext():
+                if fails_in and self.node == 1:
+                    now.setattr(atomic, fails_in, not_now)
                 engine.save_checkpoint(mine, tag="tag")
-        other = self.started()
-        other.load_checkpoint(mine, tag="tag")
+        other = loaded(self.started(), mine, tag="tag" if first_fails_in else None)
         assert other.global_steps == 1
         assert_equal_states(states(other), expected)
 
     @pytest.mark.parametrize("first", [True, False])
     def test_a_node_that_died_before_it_wrote_latest(self, first, tmp_path, monkeypatch, capsys):
-        """By then the save is in place everywhere; tags say nothing of which of two is the newer one."""
+        """The save is in place everywhere by then; tags say nothing of which of two is the newer one."""
         mine = tmp_path / f"node {self.node}"
         engine = self.started()
         for step, tag in enumerate(("a",) if first else ("b", "a")):
@@ -334,8 +316,7 @@ class TestDisksOfNodes(DistributedTest):
             shutil.rmtree(mine / "b")
             atomic.point(mine / "latest", "a")
         dist.barrier()
-        other = self.started()
-        other.load_checkpoint(mine)
+        other = loaded(self.started(), mine)
         assert other.global_steps == 1
         if dist.get_rank() == dist.get_world_size() - 1:
             shutil.rmtree(mine / "a")
@@ -346,34 +327,13 @@ class TestDisksOfNodes(DistributedTest):
     @pytest.mark.parametrize("where", ["a save", "a load"])
     def test_a_list_that_one_rank_cannot_read(self, where, tmp_path, monkeypatch):
         mine = tmp_path / f"node {self.node}"
-        engine = self.started()
-        train_engine(engine, 1)
+        engine = train_engine(self.started(), 1)
         engine.save_checkpoint(mine, tag="tag")
         with monkeypatch.context() as now, pytest.raises(LayerWiseError, match="tag is away"):
             if self.node == 1:
                 now.setattr(Manifest, "read", staticmethod(away))
             engine.save_checkpoint(mine, tag="tag") if where == "a save" else engine.load_checkpoint(mine, tag="tag")
         engine.load_checkpoint(mine, tag="tag")
-
-    def test_a_save_that_is_whole_on_one_of_them(self, tmp_path, monkeypatch):
-        mine = tmp_path / f"node {self.node}"
-        engine = self.started()
-        train_engine(engine, 1)
-        engine.save_checkpoint(mine, tag="tag")
-        first = states(engine)
-        train_engine(engine, 1, first=1)
-
-        def fails(folder, manifest):
-            raise OSError("no room")
-
-        if self.node == 1:
-            monkeypatch.setattr(atomic, "seal", fails)
-        with pytest.raises((OSError, LayerWiseError), match="no room"):
-            engine.save_checkpoint(mine, tag="tag")
-        other = self.started()
-        other.load_checkpoint(mine)
-        assert other.global_steps == 1
-        assert_equal_states(states(other), first)
 
 
 def not_now(*_):
