@@ -1,4 +1,4 @@
-"""What parameter groups say in a checkpoint: written so that it can be read, and what wins where the config changed."""
+"""Parameter groups in a checkpoint: written so that they can be read, and what wins where the config changed."""
 
 from __future__ import annotations
 
@@ -108,30 +108,37 @@ class TestWhatIsWritten(DistributedTest):
         for key, (_, expected) in VALUES.items():
             found = resumed.optimizer.param_groups[0][key]
             assert found == expected and type(found) is type(expected), key
-
-    def test_a_learning_rate_in_a_tensor_stays_in_it(self, tmp_path):
-        engine, resumed = start(Net(), ds_config()), start(Net(), ds_config())
+        # A rate in a tensor stays in it.
         engine.optimizer.param_groups[0]["lr"] = torch.tensor(0.25)
-        engine.save_checkpoint(tmp_path)
+        engine.save_checkpoint(tmp_path, tag="tag")
         held = resumed.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-        resumed.load_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path, tag="tag")
         assert resumed.optimizer.param_groups[0]["lr"] is held and held == 0.25
 
-    @pytest.mark.parametrize("value", [{"deep": [1, Thing()]}, np.array([Thing()])])
-    def test_what_cannot_be_read_is_refused_by_name_on_every_rank(self, value, tmp_path):
+    def test_a_save_that_cannot_be_read_is_refused_on_every_rank(self, tmp_path):
         engine = start(Net(), ds_config())
         engine.save_checkpoint(tmp_path, tag="before")
+        train_engine(engine, 1)
+        group, scaler = engine.optimizer.param_groups[0], engine.optimizer.loss_scaler
         dist.barrier()
         there = sorted(path.name for path in tmp_path.iterdir())
-        train_engine(engine, 1)
-        if dist.get_rank() == 1:
-            engine.optimizer.param_groups[0]["thing"] = value
-        with pytest.raises(LayerWiseError, match=r"param_groups\[0\]\.thing.* which a checkpoint cannot hold"):
-            engine.save_checkpoint(tmp_path, tag="after")
-        dist.barrier()
-        assert sorted(path.name for path in tmp_path.iterdir()) == there
-        dist.barrier()
-        engine.optimizer.param_groups[0].pop("thing", None)
+        no_value = r"param_groups\[0\]\.thing.* which a checkpoint cannot hold"
+        for spoil, message in (
+                (lambda: group.update(thing={"deep": [1, Thing()]}), no_value),
+                (lambda: group.update(thing=np.array([Thing()])), no_value),
+                (lambda: setattr(engine.optimizer, "loss_scaler", Thing()),
+                 "optim_states.pt cannot be read back: loss_scaler is an object")):
+            if dist.get_rank() == 1:
+                spoil()
+            with pytest.raises(LayerWiseError, match=message):
+                engine.save_checkpoint(tmp_path, tag="after")
+            dist.barrier()
+            assert sorted(path.name for path in tmp_path.iterdir()) == there
+            assert (tmp_path / "latest").read_text() == "before"
+            dist.barrier()
+            group.pop("thing", None)
+            engine.optimizer.loss_scaler = scaler
+        engine.load_checkpoint(tmp_path)
         engine.save_checkpoint(tmp_path, tag="after")
 
     def test_a_config_with_numbers_of_numpy(self, tmp_path):
@@ -143,21 +150,8 @@ class TestWhatIsWritten(DistributedTest):
         resumed.load_checkpoint(tmp_path)
         assert_equal_states(states(resumed), states(engine))
 
-    def test_a_save_that_one_rank_cannot_read_back_does_not_count(self, tmp_path):
-        engine = start(Net(), ds_config())
-        engine.save_checkpoint(tmp_path, tag="before")
-        scaler = engine.optimizer.loss_scaler
-        if dist.get_rank() == 1:
-            engine.optimizer.loss_scaler = Thing()
-        with pytest.raises(LayerWiseError, match="optim_states.pt cannot be read back: loss_scaler is an object"):
-            engine.save_checkpoint(tmp_path, tag="after")
-        dist.barrier()
-        assert (tmp_path / "latest").read_text() == "before" and not list(tmp_path.glob("after*"))
-        engine.optimizer.loss_scaler = scaler
-        engine.load_checkpoint(tmp_path)
-
     def test_a_checkpoint_of_version_0_1_loads(self, tmp_path, monkeypatch, capsys):
-        """That version wrote groups as they were, and nothing of what they had been given."""
+        """Version 0.1 wrote groups as they were, and nothing of what they had been given."""
         config = ds_config(layerwise={"save_universal": True})
         written = {key: value for key, (value, _) in VALUES.items() if key != "names"}
         with monkeypatch.context() as patch:
@@ -208,7 +202,7 @@ class Moded(torch.optim.Optimizer):
 
 
 class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
-    def test_what_is_of_a_class_stays_of_it(self, tmp_path, capsys):
+    def test_a_value_of_a_class_stays_of_it(self, tmp_path, capsys):
         """An enum is compared by ``is``; the resumed run goes on as the one that was not interrupted."""
         engine, resumed = with_object(Moded), with_object(Moded)
         train_engine(engine, 1)
@@ -222,7 +216,7 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert torch.equal(weights(resumed.module), weights(engine.module))
 
     @pytest.mark.parametrize("wins", ["checkpoint", "config"])
-    def test_what_the_run_says_otherwise(self, wins, tmp_path, capsys):
+    def test_a_value_that_the_run_says_otherwise(self, wins, tmp_path, capsys):
         """Whatever wins is of the class that this run has for it."""
         other = {"mode": Kind.SLOW, "pair": Pair(2, Kind.SLOW), "by": {Kind.FAST: 0.25}, "flags": Flags.B}
         engine = with_object(lambda params: Moded(params, **other))
@@ -238,7 +232,7 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert found == expected and {key: type(each) for key, each in found.items()} == {
             key: type(each) for key, each in expected.items()}
 
-    def test_what_names_and_routes_parameters_is_this_runs(self, tmp_path):
+    def test_names_and_routes_of_parameters_are_this_runs(self, tmp_path):
         class Wrapped(torch.nn.Module):
             def __init__(self):
                 super().__init__()
@@ -284,7 +278,7 @@ OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "be
 
 
 def effective(engine):
-    """What the next step will use."""
+    """The values that the next step will use."""
     group, = engine.optimizer.param_groups
     rates = {key: pytest.approx(group["lr"] * group[ratio], rel=1e-12)
              for key, ratio in (("muon_lr", "matrix_lr_ratio"), ("adam_lr", "scalar_lr_ratio"))}
@@ -314,6 +308,22 @@ AFRESH = {
         OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10),
         ExponentialLR(optimizer, 0.5)], [8]),
     "of DeepSpeed": None,
+}
+
+#: Schedules that go on; what a cosine comes down to is no part of the rate.
+ONWARD = {
+    "lambda": AFRESH["lambda"],
+    "step": AFRESH["step"],
+    "sequential": lambda optimizer: SequentialLR(optimizer, [
+        LambdaLR(optimizer, lambda step: (1 + step) / 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3]),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8,
+                                              cycle_momentum=False),
+    "cyclic": lambda optimizer: CyclicLR(optimizer, base_lr=optimizer.param_groups[0]["lr"] / 4,
+                                         max_lr=optimizer.param_groups[0]["lr"], step_size_up=4, cycle_momentum=False),
+    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002),
+    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 5, eta_min=0.002),
+    "sequential cosine": lambda optimizer: SequentialLR(optimizer, [
+        LambdaLR(optimizer, lambda step: (1 + step) / 2), CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)], [1]),
 }
 
 
@@ -355,33 +365,11 @@ class TestWhatWins(DistributedTest):
         if dist.get_rank() == 0:
             assert capsys.readouterr().out.count("param_groups[0].") == (0 if wins == "config" else 7)
 
-    @pytest.mark.parametrize("kind", ["lambda", "step", "sequential", "one cycle", "cyclic", "cosine",
-                                      "restarts", "sequential cosine"])
+    @pytest.mark.parametrize("kind", ONWARD)
     def test_a_schedule_of_torch_goes_on_from_the_new_rate(self, kind, tmp_path):
-        """As if the run had had that rate from the start."""
-        def schedule(optimizer):
-            lr = optimizer.param_groups[0]["lr"]
-            if kind == "one cycle":
-                return OneCycleLR(optimizer, max_lr=lr, total_steps=8, cycle_momentum=False)
-            if kind == "cyclic":
-                return CyclicLR(optimizer, base_lr=lr / 4, max_lr=lr, step_size_up=4, cycle_momentum=False)
-            if kind == "lambda":
-                return LambdaLR(optimizer, lambda step: 1 / (1 + step))
-            if kind == "step":
-                return StepLR(optimizer, 2, gamma=0.5)
-            # What these come down to is no part of the rate.
-            if kind == "cosine":
-                return CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)
-            if kind == "restarts":
-                return CosineAnnealingWarmRestarts(optimizer, 5, eta_min=0.002)
-            if kind == "sequential cosine":
-                return SequentialLR(optimizer, [LambdaLR(optimizer, lambda step: (1 + step) / 2),
-                                                CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)], [1])
-            return SequentialLR(optimizer, [LambdaLR(optimizer, lambda step: (1 + step) / 4),
-                                            LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3])
-
-        old, always = start(Net(), ds_config(), lr_scheduler=schedule), start(
-            Net(), ds_config(params=OTHER), lr_scheduler=schedule)
+        """The run goes on as if it had had that rate from the start."""
+        schedule = ONWARD[kind]
+        old, always = (start(Net(), ds_config(params=params), lr_scheduler=schedule) for params in ({}, OTHER))
         train_engine(old, 3)
         train_engine(always, 3)
         old.save_checkpoint(tmp_path, tag="tag")
@@ -470,7 +458,7 @@ class TestWhatWins(DistributedTest):
         *(pytest.param(*each, marks=pytest.mark.thorough)
           for each in (("a config", "exponential"), ("an object", "lambda"), ("an object", "cosine")))])
     def test_a_schedule_goes_on_where_the_values_of_a_group_do_not(self, before, kind, tmp_path):
-        """Of a run with another optimizer: at the same place, from the rate of this run."""
+        """The saved run had another optimizer: the schedule is at the same place, from the rate of this run."""
         def descends(lr, **layerwise):
             return with_object(lambda params: torch.optim.SGD(params, lr=lr), AFRESH[kind], **layerwise)
 
@@ -526,7 +514,7 @@ class TestWhatWins(DistributedTest):
         # 0.001 * 0.01 / 0.05, and 0.01
         assert torch.allclose(deltas[1], deltas[0] * 0.02, rtol=1e-3, atol=1e-7)
 
-    def test_what_has_not_changed_goes_on_as_it_was(self, tmp_path, capsys):
+    def test_values_that_have_not_changed_go_on_as_they_were(self, tmp_path, capsys):
         """A momentum that the script has moved is no change of the config."""
         old = start(Net(), ds_config())
         old.optimizer.param_groups[0].update(momentum=0.75, lr=0.001)
