@@ -1,4 +1,4 @@
-"""What ``save_checkpoint`` and ``load_checkpoint`` can be asked for, and DeepSpeed's ways to write files."""
+"""Options of ``save_checkpoint`` and ``load_checkpoint``, and DeepSpeed's ways to write files."""
 
 import errno
 import os
@@ -42,7 +42,7 @@ def folders(path):
 
 
 class Mine:
-    """What a script puts into a checkpoint, and only its own code can read."""
+    """An object that a script puts into a checkpoint, and only its own code can read."""
 
 
 class Still:
@@ -66,13 +66,13 @@ class Still:
 
 class TestSaving(DistributedTest):
     def test_tags(self, tmp_path):
-        for tag in (None, "mine", 7, "deep/er", "a[1]*?"):
-            engine = train_engine(start(Net(), ds_config()), 1)
+        engine, other = start(Net(), ds_config()), start(Net(), ds_config())
+        for step, tag in enumerate((None, "mine", 7, "deep/er", "a[1]*?"), start=1):
+            train_engine(engine, 1, first=step)
             assert engine.save_checkpoint(tmp_path, tag=tag)
             expected = "global_step1" if tag is None else str(tag)
             assert (tmp_path / "latest").read_text() == expected
             assert (tmp_path / expected / "mp_rank_00_model_states.pt").exists()
-            other = start(Net(), ds_config())
             path, _ = other.load_checkpoint(tmp_path)
             assert path == str(tmp_path / expected / "mp_rank_00_model_states.pt")
             assert_equal_states(states(other), states(engine))
@@ -89,14 +89,21 @@ class TestSaving(DistributedTest):
         assert other.global_steps == 2
         assert_equal_states(states(other), states(engine))
 
-    def test_what_one_rank_is_told_wrong_is_an_error_on_all_before_anything_is_written(self, tmp_path):
+    def test_a_wrong_argument_on_one_rank_raises_on_all_before_anything_is_written(self, tmp_path):
         engine = start(Net(), ds_config())
         for folder, tag in (("", "tag"), (tmp_path, ""), (tmp_path, "a/"), (tmp_path, "a\nb")):
             told = (folder, tag) if dist.get_rank() else (tmp_path, "tag")
             with pytest.raises((LayerWiseError, ValueError),
                                match="save_dir must be a non-empty string|the checkpoint's tag"):
                 engine.save_checkpoint(told[0], tag=told[1])
+        with pytest.raises(LayerWiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
+            engine.save_checkpoint(tmp_path, tag=dist.get_rank())
+        dist.barrier()
         assert not list(tmp_path.iterdir())
+        on_rank_0(lambda: (tmp_path / "file").write_text(""))
+        with pytest.raises(LayerWiseError, match="file is not a folder, but a save of tag needs"):
+            engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
+        train_engine(engine, 1)
 
     def test_no_regular_checkpoint_takes_the_place_of_a_universal_one(self, tmp_path):
         engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 1)
@@ -108,12 +115,6 @@ class TestSaving(DistributedTest):
         with pytest.raises(LayerWiseError, match="b_universal holds a regular checkpoint, and this save would put"):
             engine.save_checkpoint(tmp_path, tag="b")
         assert folders(tmp_path) == ["a", "a_universal", "b_universal"]
-
-    def test_another_tag_on_another_rank_is_refused(self, tmp_path):
-        engine = start(Net(), ds_config())
-        with pytest.raises(LayerWiseError, match="the checkpoint's tag differs between ranks: rank 0 has 0, rank 1 ha"):
-            engine.save_checkpoint(tmp_path, tag=dist.get_rank())
-        assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("fsync", [True, False])
     def test_every_file_on_the_disk_before_it_counts(self, fsync, tmp_path, monkeypatch):
@@ -165,13 +166,6 @@ class TestSaving(DistributedTest):
         assert found.keys() == expected.keys()
         assert all(found[name].dtype == torch.bfloat16 and torch.equal(found[name], expected[name]) for name in found)
 
-    def test_a_folder_that_may_not_be_written(self, tmp_path):
-        engine = start(Net(), ds_config())
-        on_rank_0(lambda: (tmp_path / "file").write_text(""))
-        with pytest.raises(LayerWiseError, match="file is not a folder, but a save of tag needs"):
-            engine.save_checkpoint(tmp_path / "file" / "below", tag="tag")
-        train_engine(engine, 1)
-
 
 class TestLoading(DistributedTest):
     def saved(self, folder, **config):
@@ -193,15 +187,17 @@ class TestLoading(DistributedTest):
         assert (other.global_steps, other.get_lr()) == (3, engine.get_lr())
         assert_equal_states(states(other), states(engine))
 
-    def test_a_scheduler_that_the_checkpoint_has_no_state_of(self, tmp_path):
-        engine = train_engine(start(Net(), ds_config()), 1)
-        engine.save_checkpoint(tmp_path)
+    @pytest.mark.parametrize("tag", ["tag", "tag_universal"])
+    def test_a_scheduler_that_the_checkpoint_has_no_state_of(self, tag, tmp_path):
+        engine = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 1)
+        engine.save_checkpoint(tmp_path, tag="tag")
         other = start(Net(), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
         with pytest.raises(LayerWiseError, match="no state of a learning rate scheduler.*load_lr_scheduler_states"):
-            other.load_checkpoint(tmp_path)
-        assert torch.equal(weights(other.module), before) and other.global_steps == 0
-        other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+            other.load_checkpoint(tmp_path, tag=tag)
+        assert torch.equal(weights(other.module), before)
+        assert other.optimizer.step_count == other.global_steps == 0
+        other.load_checkpoint(tmp_path, tag=tag, load_lr_scheduler_states=False)
         assert_equal_states(states(other), states(engine))
 
     @pytest.mark.parametrize("kind", ["regular", "universal", "with a client's object", "loaded by a function"])
@@ -224,6 +220,7 @@ class TestLoading(DistributedTest):
         assert (other.global_steps, other.optimizer.step_count) == (1, 1)
         other.load_checkpoint(tmp_path, tag=tag, load_lr_scheduler_states=False, **options)
         assert torch.equal(weights(other.module), weights(engine.module))
+        assert_equal_states(states(other), states(engine))
         assert other.lr_scheduler.state_dict() == schedule
         train_engine(other, 1, first=3)
 
@@ -246,20 +243,10 @@ class TestLoading(DistributedTest):
         assert not any(value.any() for value in states(other).values())
         assert other.global_steps == (0 if "load_module_only" in options else 3)
 
-    def test_a_function_of_the_users_own(self, tmp_path):
-        self.saved(tmp_path)
-        other = start(Net(), ds_config(scheduler=WARMUP))
-
-        def load(src, dst):
-            dst.load_state_dict({name: torch.full_like(value, 2) for name, value in src.items()})
-        other.load_checkpoint(tmp_path, custom_load_fn=load, load_optimizer_states=False)
-        assert bool((weights(other.module) == 2).all())
-        assert all(bool((value == 2).all()) for value in masters(other).values())
-
     @pytest.mark.parametrize("sections", [{}, BF16, {
         "bf16": {"enabled": True}, "layerwise": {"master_dtype": "bfloat16+remainder"}}])
     def test_weights_that_the_users_own_function_changes_are_trained_from(self, sections, tmp_path):
-        """With the states of the checkpoint, and on all ranks alike; what it leaves keeps the masters' precision."""
+        """The states are the checkpoint's, on all ranks alike; what it leaves keeps the masters' precision."""
         engine = self.saved(tmp_path, **sections)
         other = start(Net(), ds_config(scheduler=WARMUP, **sections))
 
@@ -276,6 +263,13 @@ class TestLoading(DistributedTest):
         assert_equal_states(states(other), states(engine))
         train_engine(other, 1, first=3)
         assert_same_on_all_ranks(other.module)
+
+        def fill_with_twos(src, dst):
+            dst.load_state_dict({name: torch.full_like(value, 2) for name, value in src.items()})
+
+        other.load_checkpoint(tmp_path, custom_load_fn=fill_with_twos, load_optimizer_states=False)
+        assert bool((weights(other.module) == 2).all())
+        assert all(bool((value == 2).all()) for value in masters(other).values())
 
     def test_a_function_of_the_users_own_is_refused_where_it_would_not_be_called(self, tmp_path):
         engine = self.saved(tmp_path, layerwise={"save_universal": True})
@@ -319,36 +313,28 @@ class TestLoading(DistributedTest):
     @pytest.mark.parametrize("how", ["universal", "one file"])
     def test_two_values_for_what_is_one_parameter_here_where_the_engine_loads_nothing(self, how, tmp_path):
         engine = start(Net(), ds_config(layerwise={"save_universal": True}))
-        other = start(Net(tied=True), ds_config(checkpoint={"load_universal": how == "universal"}))
+        other = start(Net(tied=True), ds_config(checkpoint={"load_universal": True}))
         before = weights(other.module).clone()
-
-        def save():
-            if how == "universal":
-                engine.save_checkpoint(tmp_path)
-            else:
-                engine.optimizer.save_state_dict_to_file(tmp_path / "file")
-
-        def load(strict=True):
-            if how == "universal":
-                other.load_checkpoint(tmp_path, load_module_strict=strict)
-            else:
-                other.optimizer.load_state_dict_from_file(tmp_path / "file", strict=strict)
-
-        save()
+        if how == "universal":
+            save, load, lenient = engine.save_checkpoint, other.load_checkpoint, {"load_module_strict": False}
+        else:
+            save, load = engine.optimizer.save_state_dict_to_file, other.optimizer.load_state_dict_from_file
+            lenient = {"strict": False}
+        save(tmp_path / "saved")
         with pytest.raises(LayerWiseError, match="embed.weight and head.weight are one parameter here, but differ"):
-            load()
+            load(tmp_path / "saved")
         assert torch.equal(weights(other.module), before)
-        load(strict=False)
+        load(tmp_path / "saved", **lenient)
         assert torch.equal(other.module.head.weight, engine.module.embed.weight)
         with torch.no_grad():
             engine.module.head.weight.copy_(engine.module.embed.weight)
         engine.optimizer.refresh_fp32_params()
-        save()
-        load()
+        save(tmp_path / "saved")
+        load(tmp_path / "saved")
         assert torch.equal(other.module.head.weight, engine.module.embed.weight)
 
-    def test_a_model_with_other_parameters(self, tmp_path):
-        self.saved(tmp_path)
+    def test_a_model_with_other_parameters_or_a_tag_that_is_not_there(self, tmp_path):
+        engine = self.saved(tmp_path)
         other = start(Net(odd=True), ds_config(scheduler=WARMUP))
         before = weights(other.module).clone()
         with pytest.raises(LayerWiseError, match="the checkpoint lacks empty, transposed, unused.bias, unused.weight"):
@@ -357,16 +343,11 @@ class TestLoading(DistributedTest):
         smaller = start(nn.Sequential(nn.Linear(4, 4)), ds_config(scheduler=WARMUP))
         with pytest.raises(LayerWiseError, match="the checkpoint lacks 0.bias, 0.weight, which the model has"):
             smaller.load_checkpoint(tmp_path)
-
-    def test_a_folder_that_is_not_there(self, tmp_path):
-        self.saved(tmp_path)
-        other = start(Net(), ds_config(scheduler=WARMUP))
         with pytest.raises(LayerWiseError, match="global_step9 does not exist; .* holds global_step3"):
-            other.load_checkpoint(tmp_path, tag="global_step9")
-        dist.barrier()
+            engine.load_checkpoint(tmp_path, tag="global_step9")
         on_rank_0(lambda: (tmp_path / "latest").write_text(""))
         with pytest.raises(LayerWiseError, match="latest holds ''; write"):
-            other.load_checkpoint(tmp_path)
+            engine.load_checkpoint(tmp_path)
 
     def test_files_in_the_older_form_of_torch(self, tmp_path):
         config = ds_config(checkpoint={"checkpoint_serialization": False})
@@ -512,7 +493,7 @@ def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
 class TestDeepSpeedsWriters(DistributedTest):
     @pytest.fixture(autouse=True)
     def one_node(self, monkeypatch):
-        """As the launcher says it."""
+        """The launcher says it so."""
         monkeypatch.setenv("CROSS_SIZE", "1")
         monkeypatch.setenv("CROSS_RANK", "0")
 
@@ -537,7 +518,7 @@ class TestDeepSpeedsWriters(DistributedTest):
         assert_equal_states(states(other), expected)
         Manifest.read(tmp_path / "global_step3").check(tmp_path / "global_step3")
 
-    def test_what_is_loaded_is_what_was_saved_last(self, tmp_path):
+    def test_a_load_waits_for_the_last_save(self, tmp_path):
         engine = start(Net(), ds_config(checkpoint={"writer": WRITER}))
         for tag in ("a", None, "b"):
             train_engine(engine, 2)
@@ -569,7 +550,7 @@ class TestDeepSpeedsWriters(DistributedTest):
         other.load_checkpoint(tmp_path)
         assert_equal_states(states(other), states(engine))
 
-    def test_what_is_handed_over_is_a_copy(self, tmp_path):
+    def test_the_writer_gets_a_copy(self, tmp_path):
         """The process that writes has not even begun to read when everything it was given is overwritten."""
         config = ds_config(bf16={"enabled": True}, gas=2)
         engine = start(Net(), {**config, "checkpoint": {"writer": WRITER}})
