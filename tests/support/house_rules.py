@@ -128,6 +128,17 @@ def riddles(files: Iterable[Source]) -> list[str]:
             for source in files for doc, text in source.docstrings() if _OPENINGS.match(text)]
 
 
+def riddles_of_tests(files: Iterable[Source]) -> list[str]:
+    """List tests whose name opens as no docstring may."""
+    breaches = []
+    for source in files:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
+                if _OPENINGS.match(node.name.removeprefix("test_").replace("_", " ").capitalize()):
+                    breaches.append(f"{source.path.relative_to(PACKAGE.parent)}, line {node.lineno}: {node.name}")
+    return breaches
+
+
 def spoilt_formulas(files: Iterable[Source]) -> list[str]:
     """List tables and formulas in docstrings that run on as if they were sentences."""
     breaches = []

@@ -49,7 +49,7 @@ MAKERS = {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "fu
 SOURCES = sources()
 
 #: Files beside the package whose docstrings open with a subject or an imperative.
-PLAIN = ("examples/**/*.py", "tests/*.py", "tests/support/*.py", "tests/clients/*.py", "tests/upstream_site/*.py")
+PLAIN = ("examples/**/*.py", "tests/**/*.py")
 
 
 def floor_of(module: str) -> int | None:
@@ -199,11 +199,11 @@ def test_no_breaches(rule):
     assert not breaches, "\n".join(breaches)
 
 
-def test_no_docstring_beside_the_package_opens_as_a_riddle():
+def test_no_docstring_beside_the_package_and_no_test_opens_as_a_riddle():
     root = PACKAGE.parent
     files = [Source(path, path.read_text()) for pattern in PLAIN for path in sorted(root.glob(pattern))]
     assert {root / "examples/data.py", root / "tests/support/house_rules.py"} <= {source.path for source in files}
-    breaches = house_rules.riddles(files)
+    breaches = house_rules.riddles(files) + house_rules.riddles_of_tests(files)
     assert not breaches, "\n".join(breaches)
 
 

@@ -95,7 +95,7 @@ def test_the_list_and_the_exit_code(monkeypatch, capsys):
         assert work.is_dir()
 
     def bad(work):
-        """That is so."""
+        """The section is complete."""
         raise Failed("it\nis not")
 
     def missing(work):
@@ -107,6 +107,6 @@ def test_the_list_and_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(release, "CHECKS", (bad, missing, good))
     assert release.main() == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:3] == ["FAILED  That is so.", "        it", "        is not"]
+    assert lines[:3] == ["FAILED  The section is complete.", "        it", "        is not"]
     assert lines[3] == "FAILED  The file is there." and "No such file" in lines[4]
     assert lines[5:] == ["ok      This is so."]

@@ -248,7 +248,7 @@ class TestFullDisk(DistributedTest):
         (0, universal, "write_common", 1000),
         (0, atomic, "seal", 10),
     ], ids=lambda value: getattr(value, "__name__", str(value)).split(".")[-1])
-    def test_one_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path):
+    def test_a_rank_cannot_write_all_of_a_file(self, rank, module, function, limit, tmp_path):
         def then_the_disk_is_full(original, *args):
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
             return original(*args)

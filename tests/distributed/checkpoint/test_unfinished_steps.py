@@ -201,7 +201,7 @@ class TestEveryPoint(DistributedTest):
         engine.save_checkpoint(tmp_path)
         assert_goes_on(resumed, tmp_path, unbroken)
 
-    def test_one_rank_alone_asks_for_its_state_or_forgets_its_gradients(self, tmp_path, monkeypatch):
+    def test_a_rank_alone_asks_for_its_state_or_forgets_its_gradients(self, tmp_path, monkeypatch):
         """At stage 2 the sums of buckets in cuts take all ranks to be put together; no rank waits for another here."""
         plan_in_cuts(monkeypatch)
         unbroken, engine, resumed = (start(Net(), ds_config(stage=2, gas=2)) for _ in range(3))

@@ -49,7 +49,7 @@ def patched(tmp_path_factory):
 @pytest.mark.parametrize("which", [
     "test_optimizer_backends or trains", pytest.param("not test_optimizer_backends and not trains",
                                                       marks=pytest.mark.thorough)])
-def test_its_own_test_and_ours_without_register(patched, which):
+def test_the_registry_passes_its_own_test_and_ours_without_register(patched, which):
     own = patched / "tests/unit/runtime/test_optimizer_backends.py"
     ours = Path(shutil.copy(with_registry.__file__, patched))
     done = subprocess.run(

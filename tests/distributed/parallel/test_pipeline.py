@@ -166,7 +166,7 @@ class TestAgainstOnePiece(DistributedTest):
         compare(2, True, clip=0.3)
 
     @pytest.mark.world_size(2)
-    def test_one_stage_and_two_without_tied_weights(self):
+    def test_a_single_stage_and_two_without_tied_weights(self):
         compare(1, True, clip=0.3)
         compare(2, False, clip=0.3, layerwise={"overlap_param_gather": True})
 

@@ -18,7 +18,11 @@ from tests.support import internals
 from tests.support.expected import assert_gradients_equal, assert_trained_as, by_the_oracle, compared_to
 from tests.support.harness import DistributedTest
 from tests.support.models import (
+    CONV_NET_MATRICES,
     TINY_GPT_MATRICES,
+    conv_net,
+    image_batch,
+    square_loss,
     tiny_gpt,
     token_batch,
     token_loss,
@@ -81,15 +85,15 @@ def assert_states_equal(engine, expected):
             assert state["step"] == engine.optimizer.step_count
 
 
-class Gpt(nn.Module):
-    """A language model with its loss."""
+class WithLoss(nn.Module):
+    """A model and its loss, so that the engine's forward pass takes a batch."""
 
-    def __init__(self, tied):
+    def __init__(self, module, loss):
         super().__init__()
-        self.inner = tiny_gpt(tied=tied)
+        self.inner, self.loss = module, loss
 
-    def forward(self, tokens):
-        return token_loss(self.inner, tokens)
+    def forward(self, data):
+        return self.loss(self.inner, data)
 
 
 class TestRealLosses(DistributedTest):
@@ -100,12 +104,24 @@ class TestRealLosses(DistributedTest):
     def test_a_language_model(self, tied):
         recipe = Recipe(matrices=TINY_GPT_MATRICES, world_size=dist.get_world_size(), gas=2, clip=1.0, muon_lr=0.02,
                         adam_lr=0.003, weight_decay=0.1, eps=1e-8)
-        expected, module = train(lambda: tiny_gpt(tied=tied), token_batch, token_loss, recipe, STEPS), Gpt(tied)
-        engine = start(module, ds_config(gas=2, clip=1.0, params={"eps": 1e-8}))
+        expected = train(lambda: tiny_gpt(tied=tied), token_batch, token_loss, recipe, STEPS)
+        self.compare(tiny_gpt(tied=tied), token_batch, token_loss, expected)
+
+    def test_convolutions(self):
+        recipe = Recipe(matrices=CONV_NET_MATRICES, world_size=dist.get_world_size(), gas=2, clip=1.0, muon_lr=0.02,
+                        adam_lr=0.003, weight_decay=0.1, eps=1e-8)
+        # The last layer maps to classes, which no structure of the model tells from any other matrix.
+        layerwise = {"overrides": [{"name": "classifier.weight", "optimizer": "scalar"}]}
+        expected = train(conv_net, image_batch, square_loss, recipe, STEPS)
+        self.compare(conv_net(), image_batch, square_loss, expected, layerwise=layerwise)
+
+    def compare(self, module, batch, loss, expected, layerwise=None):
+        layerwise = {"overrides": [{**o, "name": f"inner.{o['name']}"} for o in (layerwise or {}).get("overrides", [])]}
+        engine = start(WithLoss(module, loss), ds_config(gas=2, clip=1.0, layerwise=layerwise, params={"eps": 1e-8}))
         for step in range(STEPS):
             losses = []
             for micro in range(2):
-                value = engine(token_batch(step, micro, dist.get_rank()))
+                value = engine(batch(step, micro, dist.get_rank()))
                 losses.append(value.detach())
                 engine.backward(value)
                 engine.step()

@@ -91,6 +91,21 @@ def test_twenty_steps_written_out(name, settings):
                     assert moved_apart(state[key], expected.s[key], 0) < bound, (shape, dtype, key)
 
 
+@pytest.mark.parametrize("name", ["soap", "kl_soap"])
+def test_the_first_twenty_steps_written_out(name):
+    rule = rule_of(recipe(name, precondition_frequency=3))
+    for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        param, state, draw = start(rule, SQUARE, dtype)
+        expected, before = oracle(rule, param, HYPER), param.clone()
+        for step in range(20):
+            grad = draw()
+            run(rule, param, state, [grad])
+            expected.step(grad)
+            # As in the paper, the first gradient makes bases and moves nothing, and the decay does not, either.
+            assert torch.equal(param, before) is (step == 0)
+            assert step == 0 or moved_apart(param, expected.w, before) < bound, (dtype, step)
+
+
 def test_in_the_order_of_emerging_optimizers_the_first_update_is_rounding():
     # Of a diagonal matrix, Adam divides zeros by zeros as far as rounding goes.
     moves = {}
