@@ -14,9 +14,9 @@ Note: how many strips
 
 Note: the distance of rows
     Products write into parts of the result, and mirroring reads along columns. If the distance of
-        rows is a multiple of 1,024 bytes, a column maps to few cache lines, and mirroring takes as
-        long as copying each strip twice. So such results have a gap after every row: they are not
-        contiguous.
+    rows is a multiple of 1,024 bytes, a column maps to few cache lines, and mirroring takes as long
+    as copying each strip twice. So such results have a gap after every row: they are not
+    contiguous.
 
 Note: one by one
     On a CPU, matrices of a batch with a smaller side of at least 256 are multiplied one after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import deepspeed.comm as dist
@@ -72,10 +73,9 @@ def assert_masters_are(engine: Any, expected: Mapping[str, Tensor], bound: float
 
 def assert_close(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float = 1e-5,
                  atol: float = 1e-6) -> None:
-    """Each value of ``found`` is that of its name in ``expected``, element by element within rounding."""
+    """Compare each value of ``found`` with that of its name in ``expected``, element by element within rounding."""
     for name, value in found.items():
-        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol,
-                                   msg=lambda text, name=name: f"{name}: {text}")
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=partial("{}: {}".format, name))
 
 
 def mean_gradient(name: str, shape: Sequence[int], step: int, num_ranks: int) -> Tensor:

@@ -162,8 +162,8 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
     optimizer added.
 
     Raises:
-        ValueError: an entry is of another kind than was written; names it. A missing entry is a
-            ``KeyError``.
+        ValueError: an entry is missing, or of another kind than was written; names it. Without
+            groups, rules or their names it is a ``KeyError``.
     """
     ours = state_dict[KEY]
     # Earlier versions saved the gradients of an unfinished step. They are ignored.

@@ -8,14 +8,13 @@ its own experts. All of these ranks get the same load from it.
 
 Note: how owners are chosen
     Balance is a property of the whole model, so owners are chosen over the whole model, dense
-        matrices and experts together: longest work first, always to the least loaded rank, or to
-        the ``ep_size`` ranks whose busiest rank has the least load. A second pass balances work and
-        memory together. Its result is used if it lowers the worse of the two and costs at most 2 %
-        of either. Longest-first never revises a decision, so after it the busiest ranks swap one or
-        two parameters with other ranks as long as this lowers the maximum of work, or of memory; no
-        swap raises either maximum. Finally, only parameters of equal size and work change places,
-        which changes no rank's total: each bucket assigns its parameters to the ranks that have
-        least of that bucket.
+    matrices and experts together: longest work first, always to the least loaded rank, or to the
+    ``ep_size`` ranks whose busiest rank has the least load. A second pass balances work and memory
+    together. Its result is used if it lowers the worse of the two and costs at most 2 % of either.
+    Longest-first never revises a decision, so after it the busiest ranks swap one or two parameters
+    with other ranks as long as this lowers the maximum of work, or of memory; no swap raises either
+    maximum. Finally, only parameters of equal size and work change places, which changes no rank's
+    total: each bucket assigns its parameters to the ranks that have least of that bucket.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ Note: the three transports and their costs
 
 Note: rings in two levels
     A ring through all ranks moves the fewest bytes, but its latency is that of a message that
-        passes each of them: 8 ms for 4,096 ranks on 512 nodes. A ring inside each node and one
-        through the ranks with the same place in each node are together much shorter, and move as
-        many bytes again inside the nodes. The backend uses two levels where that takes less time.
+    passes each of them: 8 ms for 4,096 ranks on 512 nodes. A ring inside each node and one through
+    the ranks with the same place in each node are together much shorter, and move as many bytes
+    again inside the nodes. The backend uses two levels where that takes less time.
 """
 
 from __future__ import annotations

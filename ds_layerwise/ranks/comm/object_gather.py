@@ -3,11 +3,10 @@ a chosen one.
 
 Note: why not over the existing group
     NCCL sends data of the current device. Before a process has chosen its device, all processes of
-        a node use the first one, and fail or hang. Afterwards, the objects would queue behind all
-        work of the device, and a rank out of device memory could not report it. So objects travel
-        over gloo: over the group itself if it uses gloo or a similar backend, else over one group
-        of all ranks. That group is made at the first use, has the timeout of the default group, and
-        ends with it.
+    a node use the first one, and fail or hang. Afterwards, the objects would queue behind all work
+    of the device, and a rank out of device memory could not report it. So objects travel over gloo:
+    over the group itself if it uses gloo or a similar backend, else over one group of all ranks.
+    That group is made at the first use, has the timeout of the default group, and ends with it.
 """
 
 from __future__ import annotations

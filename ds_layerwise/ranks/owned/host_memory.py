@@ -27,7 +27,7 @@ class Parking:
 
     Note: how views survive
         Many views share one storage: pieces of a shard, parameters of a buffer. The storage object
-            remains and frees its memory. When it is filled again, all views are valid again.
+        remains and frees its memory. When it is filled again, all views are valid again.
     """
 
     def __init__(self) -> None:
@@ -127,12 +127,12 @@ class HostMemory:
 
     Note: the order of copies and updates
         The tensors of a bucket are one piece of host memory, so a bucket is one copy in each
-            direction. While one bucket is updated, the next one arrives on a stream of its own, and
-            the previous one goes back on another. Two slots of device memory, each for the largest
-            bucket, take turns: a bucket comes into a slot after the previous one there has gone
-            back. At the end of a step the host waits until everything is back, so that readers
-            between two steps, such as a checkpoint, find current values. On a device without
-            streams, a CPU, everything runs at once, and the copies are made all the same.
+        direction. While one bucket is updated, the next one arrives on a stream of its own, and the
+        previous one goes back on another. Two slots of device memory, each for the largest bucket,
+        take turns: a bucket comes into a slot after the previous one there has gone back. At the
+        end of a step the host waits until everything is back, so that readers between two steps,
+        such as a checkpoint, find current values. On a device without streams, a CPU, everything
+        runs at once, and the copies are made all the same.
 
     Call :meth:`put` for every bucket first, in ascending order. Then use ``with memory:`` around
     every step, with :meth:`bring` and :meth:`send_back` in it, in descending order.

@@ -233,6 +233,7 @@ def test_keys_of_stage_3_have_an_effect_there():
         assert {*without_effect({"zero_optimization": {"stage": stage, **keys}})} == idle
     pinned = {"stage": 3, "offload_param": {"device": "cpu", "pin_memory": True, "buffer_count": 3}}
     assert not [key for key in without_effect({"zero_optimization": pinned}) if "pin_memory" in key]
+    refuse_unsupported({"zero_optimization": pinned})
 
 
 def test_neutral_values_are_accepted():
