@@ -105,7 +105,7 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path, monkeypatch, text, me
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     script = importlib.import_module("published_recipe")
     with pytest.raises(SystemExit, match=message):
-        script.published(tmp_path if text is None else checkout(tmp_path, text), script.Gpt(1, 32), of=20)
+        script.published(tmp_path if text is None else checkout(tmp_path, text), script.Gpt(1, 32), num_steps=20)
 
 
 def test_the_config_has_their_eps_for_averages_over_their_tokens():
