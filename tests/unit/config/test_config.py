@@ -16,7 +16,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.rooms import rooms
 
-pytestmark = rooms("sections", "schema", "run_config")
+pytestmark = rooms("sections", "schema", "run_config", "ds_config")
 
 
 def optimizer(params=None, kind="LayerWiseMuon"):
