@@ -294,11 +294,13 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
 
 def _plan(options: argparse.Namespace) -> int:
     # A plan keeps all that it makes: searching that for garbage takes a tenth of the time.
+    was_on = gc.isenabled()
     gc.disable()
     try:
         return _print_plan(options)
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _print_plan(options: argparse.Namespace) -> int:

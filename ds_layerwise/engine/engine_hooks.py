@@ -496,10 +496,9 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
-    if config.communication_data_type is not None:
-        # With sequence parallelism, the engine has stored seq_parallel_communication_data_type
-        # here.
-        run = replace(run, wire_dtype=dtype_name(config.communication_data_type))
+    # With sequence parallelism, the engine has stored seq_parallel_communication_data_type here.
+    wire = config.communication_data_type
+    run = replace(run, wire_dtype=None if wire is None else dtype_name(wire))
     return Settings(
         **vars(run),
         group=group,

@@ -67,6 +67,12 @@ def test_a_plan_is_made_without_searches_for_garbage(monkeypatch):
     monkeypatch.setattr(DryRun, "of", refuse)
     assert cli.main(["plan", "--model", "gpt2-124m", "--config", "ds.json", "--ranks", "1"]) == 2
     assert searched == [False] and gc.isenabled()
+    gc.disable()
+    try:
+        cli.main(["plan", "--model", "gpt2-124m", "--config", "ds.json", "--ranks", "1"])
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
 
 
 def test_links_without_a_launcher_say_how_to_start_them(tmp_path, monkeypatch, capsys):
