@@ -63,10 +63,10 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.ranks.sync.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
+from ds_layerwise.zero.setup.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.unused_calls import warn_once
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.sync.param_cuts import write_cut
+from ds_layerwise.zero.setup.param_cuts import write_cut
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:

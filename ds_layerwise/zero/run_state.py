@@ -23,12 +23,12 @@ from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
-from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
+from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step_progress import Progress
@@ -123,11 +123,13 @@ class RunState:
 
     def _move_in_cuts(self) -> None:
         """Allocate this rank's shards, and copy the values that it owns into them."""
+        layout = self.planned.layout
         with comm.errors_on_all_ranks():
-            values = OwnShards(self.planned.layout, self.rank, self.device)
-            self._cuts = ParamCuts(self.params, values, self.settings.fetcher)
+            values = OwnShards(layout, self.rank, self.device)
+            fetcher = self.settings.fetcher
+            self._cuts = ParamCuts(self.params, layout, self.rank, values, fetcher)
         self.values = values
-        self.param_sync = CutSync(values, self._cuts, group=self.settings.group)
+        self.param_sync = CutSync(layout, self.rank, values, self._cuts, group=self.settings.group)
         self.param_sync.fetch()
 
     @property

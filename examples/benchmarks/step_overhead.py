@@ -222,8 +222,8 @@ class Step:
         )
         self._param_sync: ParamSync | CutSync
         if stage == 3:
-            cuts: Any = Cuts(layout)
-            self._param_sync = CutSync(OwnShards(layout, rank, META), cuts, group=Ranks(size, rank))
+            values, group = OwnShards(layout, rank, META), Ranks(size, rank)
+            self._param_sync = CutSync(layout, rank, values, Cuts(layout), group=group)
         else:
             values = FlatBuffer(layout, META)
             self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)

@@ -5,8 +5,8 @@ and of written cuts back to the owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
 from ds_layerwise.ranks.owned.weight_checksums import SameWeights, check_same, checksum_of
-from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 
 
 class Place(NamedTuple):
@@ -74,6 +73,32 @@ def rounds_of(layout: Layout, rank: int) -> list[CutRound]:
     return [seen(dealt) for dealt in begun_backwards(layout.buckets, has_owners)]
 
 
+class Cuts(Protocol):
+    """This rank's cuts of parameters. Modules gather the whole parameters while they use them."""
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The memory of the cuts of whole parameters, one tensor per dtype."""
+
+    def of(self, name: str) -> Tensor:
+        """Return the cut of a parameter, 1-D."""
+
+    def release(self) -> None:
+        """Release all parameters, so that none is whole."""
+
+    def fetch_persistent(self) -> None:
+        """Gather the parameters that stay whole. A collective."""
+
+    def persistent(self) -> Mapping[str, Tensor]:
+        """Return those that stay whole, and are, by name."""
+
+    def persistent_written(self) -> Tensor:
+        """Tell whether somebody has written into one of those that stay whole: 0-d bool."""
+
+    def follow_persistent(self) -> None:
+        """Copy writes into parameters that stay whole to their cuts."""
+
+
 class CutSync:
     """Sends the parameters that owners have updated to every rank's cuts, in rounds.
 
@@ -83,18 +108,26 @@ class CutSync:
 
     Args:
         values: this rank's shards.
-        cuts: this rank's cuts of parameters. Modules gather the whole parameters while they use
-            them.
+        cuts: see :class:`Cuts`.
         group: the ranks that have the cuts.
     """
 
-    def __init__(self, values: OwnShards, cuts: ParamCuts, *, group: comm.Group) -> None:
-        self._rank = values.rank
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        values: OwnShards,
+        cuts: Cuts,
+        *,
+        group: comm.Group,
+    ) -> None:
+        self._layout = layout
+        self._rank = rank
         self._values = values
         self._all_cuts = cuts
         self._group = group
         self._holders = comm.size_of(group)
-        self._rounds = rounds_of(values.layout, values.rank)
+        self._rounds = rounds_of(layout, rank)
         self._pending: deque[comm.Pending] = deque()
         self._start()
         self._sent = self._checksums()

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
 from ds_layerwise.ranks.owned.host_memory import host_memory
@@ -112,11 +112,13 @@ class ParamCuts:
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
+        layout: Layout,
+        rank: int,
         values: OwnShards,
         fetcher: DeepSpeedZeRoOffload,
     ) -> None:
         self._params = params
-        self._rank = values.rank
+        self._rank = rank
         self._fetcher = fetcher
         self._device = values.tensors[0].device
         self._places: dict[str, Tensor] = {}
@@ -124,12 +126,12 @@ class ParamCuts:
         """The checksum of what stays whole, as it was fetched; None where that is not known."""
         self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
         apart: dict[str, list[tuple[Slot, int]]] = {}
-        for bucket in values.layout.buckets:
+        for bucket in layout.buckets:
             if bucket.whole:
                 slots = [(slot, bucket.cut_of(slot)) for slot in bucket.slots]
                 apart.setdefault(bucket.dtype, []).extend(slots)
             else:
-                self._move_in(bucket, values.shard(bucket, values.rank))
+                self._move_in(bucket, values.shard(bucket, rank))
         self.tensors = [self._move_apart(slots) for slots in apart.values()]
         """The memory of cuts that are no shards, one tensor per dtype."""
 
