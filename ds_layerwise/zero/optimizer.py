@@ -278,8 +278,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             param.grad = None
 
     def _restart_step(self) -> None:
-        """Restart the current step at its first micro-batch after a load: what there is belongs to
-        other weights.
+        """Restart the current step at its first micro-batch after a load: its gradients, and what
+        observers have recorded, belong to other weights.
         """
         self.zero_grad()
         for observer in self._observers:

@@ -54,4 +54,4 @@ class StepObserver:
         """Forget the gradients of the current step, which are dropped."""
 
     def restart(self) -> None:
-        """Forget what belongs to the weights before a load, after :meth:`forget`."""
+        """Forget what belongs to the weights before a load. The gradients are forgotten already."""

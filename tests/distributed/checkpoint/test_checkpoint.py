@@ -92,7 +92,7 @@ class TestDeepSpeedsTools(DistributedTest):
                 assert torch.equal(found[name].float(), master.view(value.shape)), name
 
     def test_stocks_own_result_lacks_frozen_parameters(self, tmp_path):
-        """The script makes it of a stage 1 checkpoint of DeepSpeed's own; ours has them."""
+        """DeepSpeed's script leaves them out for a checkpoint of its own stage 1, and not for ours."""
         stock = start_adamw(Net(frozen=True))
         train_engine(stock, 1)
         stock.save_checkpoint(tmp_path)

@@ -495,7 +495,7 @@ def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
 class TestDeepSpeedsWriters(DistributedTest):
     @pytest.fixture(autouse=True)
     def one_node(self, monkeypatch):
-        """The launcher says it so."""
+        """Set what a launcher sets where there is a single node."""
         monkeypatch.setenv("CROSS_SIZE", "1")
         monkeypatch.setenv("CROSS_RANK", "0")
 

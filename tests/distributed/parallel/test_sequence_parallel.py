@@ -46,7 +46,7 @@ def sequence_groups(how):
 
 
 def keys(how):
-    """The keys of the config for them."""
+    """The keys of the config for sequence groups."""
     return {"data_parallel_size": dist.get_world_size() // SP, "sequence_parallel_size": SP} if how == "config" else {}
 
 
