@@ -410,7 +410,9 @@ def test_parts_cannot_tell_which_side_is_longer():
 def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name, settings):
     rule, (*batch, rows, cols) = rule_of(recipe(name, ns_method=method, **settings)), shape
     said = rule.recipe.workspace((2 * math.prod(batch), rows, cols))
-    assert 0.9 < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1
+    # Sides that are no multiples of 16 are counted as if all matrices were padded.
+    is_exact = name == "muon" and not settings and min(rows, cols) > 16 and rows % 16 == 0
+    assert (0.98 if is_exact else 0.9) < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1
 
 
 @pytest.mark.parametrize("shape", [(256, 256), (128, 192), (128, 256), (128, 384), (384, 128), (128, 512), (512, 128),

@@ -98,6 +98,9 @@ def test_a_class_that_would_take_it_as_an_argument_does_not_leave_it_to_the_othe
         outcome(params)
     outcome({**params, "matrix_params": {"betas": [0.9, 0.95]}})
     outcome({"matrix_optimizer": "torch.optim:Adafactor", "betas": [0.9, 0.95]})  # it has no such argument
+    # If no other optimizer takes it, it has to go from where it is.
+    with pytest.raises(ConfigError, match="in optimizer.params.matrix_params, and here only for another optimizer"):
+        outcome({"matrix_optimizer": "torch.optim:SGD", "momentum": 0.9})
     outcome({"matrix_optimizer": "torch.optim:SGD", "matrix_params": {"momentum": 0.9}})
 
 
