@@ -79,7 +79,9 @@ def _configure_train_batch_size(original: Method, config: ds_config_module.DeepS
             # zero.Init reads its config first, and connects deepspeed.comm afterwards. On a CPU a
             # Trainer has connected torch alone by then, and DeepSpeed would count one rank.
             dist.init_distributed()
-            config.global_rank, config.world_size = dist.get_rank(), dist.get_world_size()
+            shared_by = config._param_dict.get("sequence_parallel_size", 1)
+            config.global_rank = dist.get_rank()
+            config.world_size = dist.get_world_size() // shared_by
         config._param_dict = with_plain_numbers(config._param_dict)
         for key in (
             "train_batch_size",

@@ -26,7 +26,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
 #: The keys of a config that only concern training.
-_OF_TRAINING = ("optimizer", "layerwise")
+_OF_TRAINING = ("optimizer", "layerwise", "train_batch_size")
 
 #: The object that fetches the parameters of a model for an engine without an optimizer, at ZeRO
 #: stage 3.
@@ -72,6 +72,8 @@ def _build(
     for key, value in config._param_dict.items():
         if key not in _OF_TRAINING:
             kept[key] = value
+    # At stage 3 DeepSpeed reads the config again, without the mesh, and counts other ranks.
+    kept["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
     kwargs["config"] = config._param_dict = kept
     config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)

@@ -211,7 +211,7 @@ READ = (
     Used(_CONFIG, "read"),
     *_used(_CONFIG, "read", """
         _param_dict bfloat16_config communication_data_type grad_accum_dtype gradient_accumulation_steps
-        load_universal_checkpoint optimizer_name zero_config"""),
+        load_universal_checkpoint optimizer_name train_micro_batch_size_per_gpu world_size zero_config"""),
     *_used(_CONFIG, "read", "buffer_dtype param_dtype"),
     Used(f"{_CONFIG}.managed_gradient_accumulation", "read"),
     Used(f"{_CONFIG}.gradient_allreduce_op", "read", since="0.19.6"),

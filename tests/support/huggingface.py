@@ -8,9 +8,14 @@ from pathlib import Path
 
 import deepspeed.comm as dist
 import torch
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import DeepSpeedSequenceParallelConfig
 from deepspeed.accelerator import get_accelerator
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from torch.distributed.nn import functional
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import ds_layerwise
 from tests.support.reference import train
@@ -61,15 +66,45 @@ def config(*, stage=1, params=None, base=AUTO, **changes):
     return changed
 
 
-def make_trainer(folder, ds_config, *, model=None, size=4096, callbacks=None, **arguments):
+def make_trainer(folder, ds_config, *, model=None, size=4096, dataset=None, callbacks=None, kind=Trainer, **arguments):
     """Return a Trainer that reports every step and saves nothing, unless ``arguments`` say otherwise."""
     ds_layerwise.register()
     defaults = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "learning_rate": 3e-3,
                 "logging_steps": 1, "save_strategy": "no", "report_to": "none", "disable_tqdm": True,
                 "use_cpu": get_accelerator().device_name() == "cpu"}
-    return Trainer(model=model or gpt2(), train_dataset=Tokens(size), eval_dataset=Tokens(8, first=10**6),
-                   callbacks=callbacks,
-                   args=TrainingArguments(output_dir=str(folder), deepspeed=ds_config, **{**defaults, **arguments}))
+    return kind(model=model or gpt2(), train_dataset=dataset or Tokens(size), eval_dataset=Tokens(8, first=10**6),
+                callbacks=callbacks,
+                args=TrainingArguments(output_dir=str(folder), deepspeed=ds_config, **{**defaults, **arguments}))
+
+
+def sharing_sequences(size):
+    """Return the arguments of a Trainer in which ``size`` ranks share each sequence (Ulysses).
+
+    The groups and the attention of an earlier one in this process are forgotten: DeepSpeed would refuse to make groups
+    again, and exchange heads twice.
+    """
+    vars(functional)["dist"] = _SourcesInGroup()
+    parallel_state_sp._SEQUENCE_PARALLEL_GROUP = parallel_state_sp._SEQUENCE_DATA_PARALLEL_GROUP = None
+    ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+    return {"parallelism_config": ParallelismConfig(
+        sp_backend="deepspeed", sp_size=size, dp_shard_size=dist.get_world_size() // size,
+        sp_handler=DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation="sdpa"))}
+
+
+class _SourcesInGroup:
+    """``torch.distributed`` with a ``scatter`` whose source is a rank of the group.
+
+    The differentiable all-to-all of torch gives it such a rank on gloo, where ``scatter`` expects a rank of the world:
+    the loss of all sequences but the first would be an error.
+    """
+
+    def __getattr__(self, name):
+        return getattr(torch.distributed, name)
+
+    @staticmethod
+    def scatter(received, sent, source, group):
+        """Receive from ``source`` what it has sent to this rank."""
+        torch.distributed.scatter(received, sent, group=group, group_src=source)
 
 
 def steps_of(trainer):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
@@ -42,8 +43,9 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
         model_persistence_threshold=engine.zero_model_persistence_threshold(),
         dp_process_group=group,
         offload_param_config=engine.zero_offload_param(),
-        # DeepSpeed would cut over the data parallel group of an mpu; sequence groups share cuts.
-        mpu=None,
+        # The config is read again, for as many sequences as before. Without groups of an mpu,
+        # DeepSpeed cuts over all ranks, as ranks of a sequence share cuts.
+        mpu=SimpleNamespace(get_data_parallel_world_size=lambda: engine._config.world_size),
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )

@@ -1,14 +1,17 @@
 """Sequence parallelism: ranks that see parts of one sequence against the model that sees all of it."""
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.sequence.layer import DistributedAttention
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
 
+import ds_layerwise
 from ds_layerwise.errors import ConfigError
 from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, states, whole_states
 from tests.support.expected import assert_trained_as
@@ -27,7 +30,7 @@ from tests.support.training import (
     whole_gradients,
 )
 
-pytestmark = rooms("sequence")
+pytestmark = rooms("sequence", "config_hook")
 
 SP, STEPS, GAS = 2, 5, 2
 
@@ -95,9 +98,10 @@ class TestAgainstTheWholeSequence(DistributedTest):
         for stage in (1, 2, 3):
             # Every rank starts from other weights, and has to get rank 0's.
             module = PartOfASequence(seed=dist.get_rank())
-            engine = start(module, config(how, stage=stage), **sequence_groups(how))
+            batch = GAS * dist.get_world_size() // SP
+            engine = start(module, config(how, stage=stage, train_batch_size=batch), **sequence_groups(how))
             assert engine.optimizer.world_size == dist.get_world_size()
-            assert engine.train_batch_size() == GAS * dist.get_world_size() // SP
+            assert engine.train_batch_size() == batch
 
             def check(step, gradients):
                 for name, (first, values) in gradients.items():
@@ -176,6 +180,23 @@ class TestKeys(DistributedTest):
         start(OneWeight(), ds_config(), **sequence_groups("mesh")).destroy()
         with pytest.raises(ConfigError, match="sequence groups of 2 are left from an earlier engine of this process"):
             start(OneWeight(), ds_config())
+
+
+class TestWithoutAnOptimizer(DistributedTest):
+    def test_sequences_are_counted(self):
+        engine, *_ = ds_layerwise.initialize(model=OneWeight(), config=ds_config(stage=3, train_batch_size=1),
+                                             **sequence_groups("mesh"))
+        assert engine.train_batch_size() == 1 and engine(0).isfinite()
+
+
+class TestBeforeDeepSpeedConnects(DistributedTest):
+    init_distributed = False
+
+    def test_zero_init_counts_sequences(self):
+        torch.distributed.init_process_group(get_accelerator().communication_backend_name())
+        ds_layerwise.register()
+        with deepspeed.zero.Init(config_dict_or_path=ds_config(stage=3, train_batch_size=1, sequence_parallel_size=SP)):
+            assert OneWeight().layer.weight.ds_tensor.numel() == 64 // dist.get_world_size()
 
 
 class TestCheckpoints(DistributedTest):
