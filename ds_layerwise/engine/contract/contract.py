@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
 
@@ -152,18 +151,6 @@ CONTRACT = (
     Name(f"{_CONFIG}.DEEPSPEED_OPTIMIZERS"),
     Name("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS"),
 )
-
-#: The keys of names that are neither wrapped nor extended if DeepSpeed has the registry of
-#: docs/proposal_backend_hook.md: :mod:`.engine.backend` does the same there.
-IN_REGISTRY: frozenset[str] = frozenset()
-if find_spec("deepspeed.runtime.optimizer_backends"):
-    IN_REGISTRY = frozenset(
-        "_initialize_params _configure_train_batch_size _configure_with_arguments _do_sanity_check "
-        "_configure_optimizer _configure_basic_optimizer _configure_zero_optimizer "
-        "_configure_lr_scheduler _scheduler_from_config zero_use_cpu_optimizer "
-        "DEEPSPEED_OPTIMIZERS ZERO_SUPPORTED_OPTIMIZERS".split()
-    )
-
 
 def missing() -> list[str]:
     """Describe each name of the list that the installed DeepSpeed lacks or has changed."""

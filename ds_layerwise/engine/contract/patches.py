@@ -29,10 +29,10 @@ from ds_layerwise.zero.setup.param_owner import is_trained
 engines: weakref.WeakSet[Any] = weakref.WeakSet()
 
 #: The additions to lists of DeepSpeed, by their keys in the contract.
-_ADDED: dict[str, tuple[object, ...]] = {}
-if not contract.IN_REGISTRY:
-    _ADDED["DEEPSPEED_OPTIMIZERS"] = OPTIMIZER_TYPES
-    _ADDED["ZERO_SUPPORTED_OPTIMIZERS"] = (LayerWiseOptimizer,)
+_ADDED: dict[str, tuple[object, ...]] = {
+    "DEEPSPEED_OPTIMIZERS": OPTIMIZER_TYPES,
+    "ZERO_SUPPORTED_OPTIMIZERS": (LayerWiseOptimizer,),
+}
 
 _NOTHING = object()
 
@@ -139,11 +139,7 @@ def wrap(wraps: Mapping[str, Callable[..., Any]], *, for_life: Container[str]) -
         ConfigError: other code has replaced one of them since an earlier call.
     """
     # Patches that an engine still needs are in place already.
-    targets = {
-        key: contract.resolve(key)
-        for key in wraps
-        if key not in _patches and key not in contract.IN_REGISTRY
-    }
+    targets = {key: contract.resolve(key) for key in wraps if key not in _patches}
     for patch in _patches.values():
         if patch.now() is patch.original:
             patch.put()
