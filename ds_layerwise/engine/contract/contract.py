@@ -152,6 +152,7 @@ CONTRACT = (
     Name("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS"),
 )
 
+
 def missing() -> list[str]:
     """Describe each name of the list that the installed DeepSpeed lacks or has changed."""
     return [problem for name in CONTRACT if (problem := name.problem())]
