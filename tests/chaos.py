@@ -1,6 +1,7 @@
 """Random events from a seed: saves, loads, kills, faults of disks, damage; a plain twin is compared after each.
 
     python tests/chaos.py --seed 1 --events 500
+    python tests/chaos.py --seed 1000 --events 1000 --campaign 5     # 200 models of five events each
     python tests/chaos.py --seed 1 --first 51 --until 73 --keep FOLDER
 
 A campaign is a model that is trained from its first step on, with checkpoints in one folder that all ranks share, or in
@@ -121,16 +122,23 @@ class Twin:
             lines += [f"rank {rank} has {key} {report[key]}, expected {value}" for key, value in
                       {"step": step, "updates": expected["updates"], "skipped": expected["skipped"]}.items()
                       if report[key] != value]
-            if report["weights"].keys() != expected["weights"].keys():
+        lines += self.other_weights(reports, step)
+        states = assembled(reports)
+        for key, value in expected["states"].items():
+            lines += self._far(f"{key[1]} of {key[0]}", states.get(key), value)
+        return lines
+
+    def other_weights(self, reports: list[dict[str, Any]], step: int) -> list[str]:
+        """List the weights of any rank that differ from the twin's after so many steps."""
+        expected, lines = self.at(step)["weights"], []
+        for rank, report in enumerate(reports):
+            if report["weights"].keys() != expected.keys():
                 lines.append(f"rank {rank} has other parameters")
-            for name, value in expected["weights"].items():
+            for name, value in expected.items():
                 if not np.array_equal(report["weights"][name], reports[0]["weights"][name]):
                     lines.append(f"rank {rank} has other weights of {name} than rank 0")
                 lines += self._far(f"weights of {name} on rank {rank}", report["weights"][name], value,
                                    2**-8 if self.bound and name not in self.frozen and _is_rounded(value) else 0)
-        states = assembled(reports)
-        for key, value in expected["states"].items():
-            lines += self._far(f"{key[1]} of {key[0]}", states.get(key), value)
         return lines
 
     def _far(self, what: str, value: Any, expected: Any, more: float = 0.0) -> list[str]:
@@ -443,6 +451,7 @@ class Campaign:
         while len(dealt) < number:
             for units in self.deal(done, micro):
                 dealt.append({"step": step, "units": units, "sick": sick(step),
+                              "way": self.rng.choice(["engine", "engine", "loss", "scale"]),
                               "factor": float(self.options.gas * self.num_ranks)})
             step, micro, done = step + 1, 0, []
         return dealt[:number]
@@ -846,6 +855,58 @@ class Campaign:
             raise Difference("a copy of the module has other weights")
         self.train(1)
 
+    def event_broken_pass(self) -> None:
+        """Let a backward pass of some ranks end early, in any micro-batch of a step. No rank takes that step, and all go
+        on without its gradients."""
+        rng = self.rng
+        if rng.random() < 0.5:
+            self.train(self.some_micro_batches(1))
+        batches = self.micro_batches(self.options.gas - self.micro)
+        at = rng.randrange(len(batches))
+        victims = sorted(rng.sample(range(self.num_ranks), rng.randint(1, self.num_ranks)))
+        param = rng.choice(["embed.weight", "square.weight", "conv.weight", "head.weight"])
+        self.said.append(f"the pass of ranks {victims} ends at {param} in micro-batch {self.micro + at}")
+        answers = self.ask("train_broken", {"micro_batches": batches, "at": at, "victims": victims, "param": param})
+        raised = self.alike(answers)
+        if not raised:
+            raise Difference("a step was taken with the gradients of half a pass")
+        self.said.append(raised[:100])
+        self.all_well(self.ask("drop"))
+        # Only the engine knows how many micro-batches of the step are left.
+        self.micro = self.reports()[0]["micro"]
+        self.done = [[] for _ in range(self.micro + 1)]
+        self.check()
+        self.finish_step()
+
+    def event_swap(self) -> None:
+        """Swap averages in and out, in any micro-batch."""
+        if self.rng.random() < 0.5:
+            self.train(self.some_micro_batches(1))
+        dtype = self.rng.choice([torch.float32, torch.bfloat16, torch.float64])
+        self.said.append(f"averages in {dtype} swapped in and out, step {self.step}+{self.micro}")
+        self.all_well(self.ask("swap", {"dtype": dtype}))
+        self.train(self.some_micro_batches(1))
+
+    def event_weights_alone(self) -> None:
+        """Load the weights of a save alone, and train on; then go on from the whole save."""
+        rng = self.rng
+        self.finish_step()
+        self.settle()
+        sure = sorted(tag for tag, serials in self.disk.tags.items() if 0 not in serials and len(serials) == 1)
+        if not sure:
+            self.save()
+            return
+        tag = rng.choice(sure)
+        options = rng.choice([{"load_module_only": True}, {"load_optimizer_states": False}])
+        self.said.append(f"weights of {tag}, {', '.join(options)}")
+        self.all_well(self.ask("load_weights", {"folders": self.folders(), "tag": tag, "options": options}))
+        serial, = self.disk.tags[tag]
+        if wrong := self.twin.other_weights(self.reports(), self.saves[serial].step):
+            raise Difference(f"weights alone of {tag}: {'; '.join(wrong[:4])}")
+        if rng.random() < 0.5:
+            self.all_well(self.ask("train", {"micro_batches": self.micro_batches(self.options.gas)}))
+        self.load(tag)
+
     def event_outside(self) -> None:
         """Save without the engine: one file, and torch.distributed.checkpoint. Load it at once or later."""
         rng = self.rng
@@ -885,11 +946,7 @@ MOMENTS = ["begin", "sign", "claim", "seal", "publish", "publish", "_exchange", 
 #: Weights of the events.
 EVENTS = {"train": 8, "save": 14, "load": 8, "restart": 7, "end": 6, "killed_save": 18, "killed_load": 4,
           "killed_step": 4, "failed_save": 16, "failed_load": 14, "damage": 8, "lost_node": 4, "beside": 3,
-          "outside": 5}
-
-#: The number of events after which the next campaign begins.
-CAMPAIGN = 25
-
+          "outside": 5, "broken_pass": 6, "swap": 5, "weights_alone": 6}
 
 class Run:
     """All campaigns of a seed."""
@@ -909,7 +966,7 @@ class Run:
             for number in range(first, self.options.until or self.options.events):
                 if time.monotonic() - began > self.options.seconds:
                     break
-                if number % CAMPAIGN == 0:
+                if (number - first) % self.options.campaign == 0:
                     self.end_campaign()
                 self.event(number)
             else:
@@ -981,6 +1038,7 @@ def main() -> NoReturn:
     parser.add_argument("--events", type=int, default=500)
     parser.add_argument("--first", type=int, default=1, help="begin a campaign at this event, as a failure names it")
     parser.add_argument("--until", type=int, help="the last event, as a failure names it")
+    parser.add_argument("--campaign", type=int, default=25, help="events after which the next campaign begins")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a command hangs")
     parser.add_argument("--folder", help="where to save; a temporary folder by default")

@@ -35,8 +35,25 @@ UNUSED = ("unused.weight", "unused.bias")
 COLLECTIVE_SECONDS = 3600
 
 
+class Broken(Exception):
+    """An error in the middle of a backward pass."""
+
+
+class _Breaks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise Broken
+
+
 class Chaotic(Net):
     """Sums up the losses of any units of a step, so that a step is the same however many ranks share it."""
+
+    breaks_at: str | None = None
+    """The parameter whose part of the next backward pass raises :class:`Broken`."""
 
     def forward(self, place):
         """Return the loss of the units of a micro-batch, which may be none; ``sick``, infinite or NaN, makes a gradient
@@ -46,6 +63,8 @@ class Chaotic(Net):
         for unit in units:
             loss = loss + whole_number_loss(self, (step, unit, 0), UNUSED)
         loss = loss * factor
+        if self.breaks_at is not None:
+            loss = loss + _Breaks.apply(self.get_parameter(self.breaks_at).flatten()[0].float())
         return loss + self.flat.weight.flatten()[5].float() * sick if sick else loss
 
 
@@ -84,11 +103,56 @@ class Rank:
             save = micro_batch.get("save", {"at": ""})
             if save["at"] == "after forward":
                 saved = self.try_to_save(save["how"])
-            self.engine.backward(loss)
+            self.backward(loss, micro_batch["way"])
             if save["at"] == "after backward":
                 saved = self.try_to_save(save["how"])
             self.engine.step()
         return saved
+
+    def backward(self, loss: torch.Tensor, way: str) -> None:
+        """Run the backward pass in one of the ways that scripts have."""
+        if way == "engine":
+            self.engine.backward(loss)
+        elif way == "scale":
+            self.engine.scale(loss).backward()
+        else:
+            loss.backward()
+
+    def train_broken(self, micro_batches: list[dict[str, Any]], at: int, victims: list[int], param: str) -> None:
+        """Train to the end of a step, on gradients of which ``victims`` lack some: one of their passes ends early."""
+        for number, micro_batch in enumerate(micro_batches):
+            breaks = number == at and self.rank in victims
+            self.engine.module.breaks_at = param if breaks else None
+            try:
+                self.train([micro_batch]) if not breaks else self.train_half(micro_batch)
+            finally:
+                self.engine.module.breaks_at = None
+
+    def train_half(self, micro_batch: dict[str, Any]) -> None:
+        """Train on a micro-batch whose backward pass ends early, and go on as a script does that catches the error."""
+        loss = self.engine((micro_batch["step"], micro_batch["units"][self.rank], micro_batch["factor"], 0.0))
+        try:
+            self.backward(loss, micro_batch["way"])
+        except Broken:
+            self.engine.step()
+        else:
+            raise AssertionError("the pass did not break")
+
+    def drop(self) -> None:
+        """Drop the gradients of an unfinished step."""
+        self.engine.zero_grad()
+
+    def swap(self, dtype: torch.dtype) -> None:
+        """Let parameters have averages of another dtype for a moment, as an evaluation of averages does."""
+        kept = {param: param.data for param in self.engine.module.parameters()}
+        for param in kept:
+            param.data = param.data.to(dtype)
+        for param, data in kept.items():
+            param.data = data
+
+    def load_weights(self, folders: list[str], tag: str, options: dict[str, bool]) -> None:
+        """Load the weights of a checkpoint alone."""
+        self.engine.load_checkpoint(folders[self.rank], tag=tag, **options)
 
     def try_to_save(self, how: dict[str, Any]) -> dict[str, Any]:
         """Save, and go on if that fails; return the error."""
