@@ -22,6 +22,7 @@ from torch import nn
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import StepError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 
@@ -78,8 +79,7 @@ def _build(
     config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
     stage = kept["zero_optimization"]["stage"]
-    engine.backward = _refuse("backward", stage)
-    engine.step = _refuse("step", stage)
+    patch(engine, backward=_refuse("backward", stage), step=_refuse("step", stage))
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
             f"ds_layerwise: zero_optimization.stage is {stage}, and "

@@ -7,8 +7,8 @@ parameters and buffers are in the file; the rank that writes it gathers them one
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.setup.param_cuts import write_cut
 
@@ -27,30 +28,24 @@ def is_cut(engine: DeepSpeedEngine) -> bool:
     return engine.optimizer.parameter_offload is not None
 
 
-@contextmanager
-def as_at_stage_2(engine: DeepSpeedEngine) -> Iterator[None]:
-    """Make the engine name, write and read the model's file as at stage 2."""
+def as_at_stage_2(engine: DeepSpeedEngine) -> ExitStack:
+    """Make the engine name, write and read the model's file as at stage 2, until the returned stack
+    is closed.
+    """
     if not is_cut(engine):
-        yield
-        return
-    engine.zero_optimization_partition_weights = lambda: False
-    try:
-        yield
-    finally:
-        del engine.zero_optimization_partition_weights
+        return ExitStack()
+    return patch(engine, zero_optimization_partition_weights=lambda: False)
 
 
-@contextmanager
-def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[None]:
-    """Make the engine save the untrained tensors of the module, whole. Every rank must call this at
-    the same point.
+def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
+    """Make the engine save the untrained tensors of the module, whole, until the returned stack is
+    closed. Every rank must call this at the same point.
 
     Args:
         with_frozen: True to include frozen parameters.
     """
     if not is_cut(engine):
-        yield
-        return
+        return ExitStack()
     engine.optimizer.checkpoint_event_prologue()
     with comm.errors_on_all_ranks():
         shared = engine._get_shared_params()
@@ -70,17 +65,12 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> Iterator[N
             return rest
         return {name: value for name, value in rest.items() if not isinstance(value, nn.Parameter)}
 
-    replaced: dict[str, Any] = {
-        "_get_shared_params": lambda: shared,
-        "_get_param_fragment_func": fragment,
-        "module_state_dict": module_state_dict,
-    }
-    vars(engine).update(replaced)
-    try:
-        yield
-    finally:
-        for name in replaced:
-            del vars(engine)[name]
+    return patch(
+        engine,
+        _get_shared_params=lambda: shared,
+        _get_param_fragment_func=fragment,
+        module_state_dict=module_state_dict,
+    )
 
 
 def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:

@@ -52,3 +52,11 @@ REPLACED = {
     "torch.nn.utils.clip_grad_norm_": "a script's own call finds no gradients here, and torch has "
     "no hook that says so",
 }
+
+#: The reason for each public method that is replaced on single objects.
+ON_INSTANCES = {
+    "torch.optim.Optimizer.step": "a script's own optimizer, which an engine trains with, does nothing by itself",
+    "torch.optim.Optimizer.add_param_group": "the same",
+    "torch.optim.Optimizer.load_state_dict": "the same",
+    "torch.optim.Optimizer.state_dict": "the same",
+}

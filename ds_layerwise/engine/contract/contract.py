@@ -1,7 +1,8 @@
-"""The names of DeepSpeed that this package wraps or extends.
+"""The names of DeepSpeed that this package wraps, extends or replaces.
 
 :func:`check` looks up all of them before anything is patched. A release that has changed one is
-refused as a whole, with a list of all changes. Names that are only imported or read are listed in
+refused as a whole, with a list of all changes. Names that are only imported or read, and those that
+classes do not show because each object gets its own, are listed in
 tests/support/deepspeed_names.py, and tests look them up.
 
 Note: how to support the next release
@@ -37,7 +38,7 @@ class Name:
 
     parameters: str | None = None
     """The arguments, including ``self``, with which DeepSpeed calls the method or function that is
-    wrapped. It may have more with defaults. None for a list, which is extended.
+    wrapped or replaced. It may have more with defaults. None for a list, which is extended.
     """
 
     was: str | None = None
@@ -152,14 +153,34 @@ CONTRACT = (
     Name("deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS"),
 )
 
+_WRITER = "deepspeed.runtime.checkpoint_engine.checkpoint_engine.CheckpointEngine"
+_PIPELINE = "deepspeed.runtime.pipe.module.PipelineModule"
+
+#: The methods that are replaced on single objects, by :func:`.instance_patches.patch`.
+ON_INSTANCES = (
+    Name(f"{_ENGINE}._backward_prologue_per_tensor", "self grad"),
+    Name(f"{_ENGINE}._get_param_fragment_func", "self param"),
+    Name(f"{_ENGINE}._get_shared_params", "self"),
+    Name(f"{_ENGINE}.backward", "self loss"),
+    Name(f"{_ENGINE}.module_state_dict", "self"),
+    Name(f"{_ENGINE}.step", "self lr_kwargs"),
+    Name(f"{_ENGINE}.zero_optimization_partition_gradients", "self"),
+    Name(f"{_ENGINE}.zero_optimization_partition_weights", "self"),
+    Name(f"{_WRITER}.makedirs", "self path exist_ok"),
+    Name(f"{_WRITER}.preserves_storage_sharing", "self"),
+    Name(f"{_WRITER}.save", "self state_dict path"),
+    Name(f"{_PIPELINE}._synchronize_tied_weights", "self"),
+    Name(f"{_PIPELINE}.ckpt_layer_path_list", "self ckpt_dir local_layer_idx"),
+)
+
 
 def missing() -> list[str]:
-    """Describe each name of the list that the installed DeepSpeed lacks or has changed."""
-    return [problem for name in CONTRACT if (problem := name.problem())]
+    """Describe each name of the lists that the installed DeepSpeed lacks or has changed."""
+    return [problem for name in CONTRACT + ON_INSTANCES if (problem := name.problem())]
 
 
 def check() -> None:
-    """Raise an error if the installed DeepSpeed does not have all names of the list.
+    """Raise an error if the installed DeepSpeed does not have all names of the lists.
 
     Raises:
         ConfigError: lists everything that is missing or differs.

@@ -13,7 +13,7 @@ Note: what is wrapped, and why there
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,7 @@ from ds_layerwise.engine.loading.model_checks import (
 )
 from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, load_cuts, with_weights
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
@@ -200,9 +201,7 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
 
     This rank may have loaded its own part when another one fails.
     """
-    config = engine._config
     scheduler = engine.lr_scheduler
-    asked = config.load_universal_checkpoint
     counts = {}
     for key in ("global_steps", "global_samples", "skipped_steps"):
         counts[key] = vars(engine)[key]
@@ -210,13 +209,12 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
         schedule = scheduler.state_dict()
     else:
         schedule = None
-    config.load_universal_checkpoint = universal
     done = False
     try:
-        yield
+        with patch(engine._config, load_universal_checkpoint=universal):
+            yield
         done = True
     finally:
-        config.load_universal_checkpoint = asked
         if not done:
             vars(engine).update(counts)
             if schedule:
@@ -250,15 +248,13 @@ def _agreeing(load: Load | None) -> Iterator[None]:
         load.alone = True
 
 
-@contextmanager
-def _pipeline_loading(module: Any, load: Load) -> Iterator[None]:
+def _pipeline_loading(module: Any, load: Load) -> ExitStack:
     """Make a pipeline look for its layers in the folder of exactly that name, which DeepSpeed may
     treat as a pattern. All ranks agree that layers are loaded before shared layers are sent between
-    stages.
+    stages. This holds until the returned stack is closed.
     """
     if not pipeline.is_pipeline(module):
-        yield
-        return
+        return ExitStack()
     path_list = module.ckpt_layer_path_list
     synchronize = module._synchronize_tied_weights
 
@@ -267,12 +263,11 @@ def _pipeline_loading(module: Any, load: Load) -> Iterator[None]:
             pass
         synchronize()
 
-    module.ckpt_layer_path_list = lambda folder, index: path_list(escape(str(folder)), index)
-    module._synchronize_tied_weights = agree_first
-    try:
-        yield
-    finally:
-        del module.ckpt_layer_path_list, module._synchronize_tied_weights
+    return patch(
+        module,
+        ckpt_layer_path_list=lambda folder, index: path_list(escape(str(folder)), index),
+        _synchronize_tied_weights=agree_first,
+    )
 
 
 def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | None:

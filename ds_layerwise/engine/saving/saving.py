@@ -36,6 +36,7 @@ from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.saving.save_snapshot import snapshot
 from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, saving_the_rest, untrained_in
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint import disks
@@ -150,7 +151,6 @@ def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
     written later is copied.
     """
     original = checkpoint_engine.save
-    members = vars(checkpoint_engine)
     is_decoupled = checkpoint_engine.is_decoupled()
     # A dict, because a file may be written twice.
     paths: dict[Path, None] = {}
@@ -160,23 +160,16 @@ def _recorded(checkpoint_engine: Any) -> Iterator[Iterable[Path]]:
         paths[Path(path)] = None
         return done
 
-    replaced: dict[str, Any] = {"save": save, "makedirs": lambda path, exist_ok=False: None}
-    if is_decoupled:
-        # Otherwise the engine would copy what is copied here.
-        replaced["preserves_storage_sharing"] = lambda: False
-        if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
-            # Computing the size takes collectives, and a rank that cannot write does not reach
-            # them.
-            size.set_pre_size(0)
-            size.set_post_size(0)
-    before = {name: members[name] for name in replaced.keys() & members.keys()}
-    members.update(replaced)
-    try:
+    with patch(checkpoint_engine, save=save, makedirs=lambda path, exist_ok=False: None) as undo:
+        if is_decoupled:
+            # Otherwise the engine would copy what is copied here.
+            undo.push(patch(checkpoint_engine, preserves_storage_sharing=lambda: False))
+            if (size := getattr(checkpoint_engine, "checkpoint_size", None)) is not None:
+                # Computing the size takes collectives, and a rank that cannot write does not reach
+                # them.
+                size.set_pre_size(0)
+                size.set_post_size(0)
         yield paths
-    finally:
-        for name in replaced:
-            del members[name]
-        members.update(before)
 
 
 def _model_file(engine: DeepSpeedEngine) -> str:
@@ -379,11 +372,8 @@ def _raised_on_all_ranks(
 def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     # The engine saves the frozen parameters that zero_to_fp32.py needs only if gradients are
     # partitioned.
-    engine.zero_optimization_partition_gradients = lambda: True
-    try:
+    with patch(engine, zero_optimization_partition_gradients=lambda: True):
         return _raised_on_all_ranks(original, engine, *args, **options)
-    finally:
-        del engine.zero_optimization_partition_gradients
 
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from ds_layerwise.checkpoint.plain_values import plain
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.optimizers.foreign.client_object import (
     must_be_optimizer,
     of_class,
@@ -142,9 +143,13 @@ class ClientOptimizer(LayerWiseOptimizer):
         hooked: Any = Optimizer.profile_hook_step(step)
         # A scheduler that has already inspected the step warns if this mark is missing.
         hooked._wrapped_by_lr_sched = True
-        vars(self.client).update(step=MethodType(hooked, self.client))
-        for name in ("add_param_group", "load_state_dict", "state_dict"):
-            setattr(self.client, name, refuse)
+        patch(
+            self.client,
+            step=MethodType(hooked, self.client),
+            add_param_group=refuse,
+            load_state_dict=refuse,
+            state_dict=refuse,
+        )
 
     def mark_step(self) -> None:
         """Tell the object's schedulers and hooks that an update was made."""

@@ -7,7 +7,7 @@ DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tenso
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -17,6 +17,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
@@ -126,7 +127,7 @@ class ParamCuts:
         self._places: dict[str, Tensor] = {}
         self._fetched: Tensor | None = None
         """The checksum of what stays whole, as it was fetched; None where that is not known."""
-        self._fetches: dict[nn.Parameter, dict[str, Any]] = {}
+        self._refusing: dict[nn.Parameter, ExitStack] = {}
         apart: dict[str, list[tuple[Slot, int]]] = {}
         for bucket in layout.buckets:
             if bucket.whole:
@@ -243,16 +244,17 @@ class ParamCuts:
         """Let whoever makes a parameter whole meet an error, while the memory of cuts is away."""
         self.release()
         for param in self._fetcher.module.parameters():
-            if param not in self._fetches:
-                self._fetches[param] = {name: getattr(param, name) for name in _FETCHES}
-                vars(param).update(dict.fromkeys(_FETCHES, _refuse_to_fetch))
+            if param not in self._refusing:
+                self._refusing[param] = patch(
+                    param, all_gather=_refuse_to_fetch, all_gather_coalesced=_refuse_to_fetch
+                )
 
     def put_back(self) -> None:
         """Undo :meth:`take_away`. A collective."""
-        if self._fetches:
-            for param, fetches in self._fetches.items():
-                vars(param).update(fetches)
-            self._fetches = {}
+        if self._refusing:
+            for undo in self._refusing.values():
+                undo.close()
+            self._refusing = {}
             self.fetch_persistent()
 
     def misplaced(self) -> str | None:
@@ -261,10 +263,6 @@ class ParamCuts:
             if self.of(name).data_ptr() != place.data_ptr():
                 return name
         return None
-
-
-#: The functions that DeepSpeed keeps on each parameter to make it whole.
-_FETCHES = ("all_gather", "all_gather_coalesced")
 
 
 def _refuse_to_fetch(*_: Any, **__: Any) -> NoReturn:

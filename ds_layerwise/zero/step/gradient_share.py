@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
+from ds_layerwise.instance_patches import patch
+
 
 def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
     """Divide gradients where they reach ``params``, in the cases in which ``engine`` would divide
@@ -30,7 +32,7 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
     """
     engine_of = weakref.ref(engine)
     rule = type(engine)._backward_prologue_per_tensor
-    engine._backward_prologue_per_tensor = lambda gradient: gradient
+    patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)
 
     def divided(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
         engine = engine_of()

@@ -2,7 +2,7 @@
 
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.engine.contract.contract import CONTRACT
+from ds_layerwise.engine.contract.contract import CONTRACT, ON_INSTANCES
 from tests.support.deepspeed_names import USED
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -26,7 +26,7 @@ class TestALiveEngine(DistributedTest):
         }
         import deepspeed
         release = deepspeed.__version__
-        named = [*(name for name in CONTRACT if name.parameters is not None),
+        named = [*(name for name in CONTRACT if name.parameters is not None), *ON_INSTANCES,
                  *(name for name in USED if name.kind == "read" and name.is_in(release))]
         read = [(objects[name.path.split(".")[-2]], name.key) for name in named if name.path.split(".")[-2] in objects]
         assert len(read) > 100

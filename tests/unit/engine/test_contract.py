@@ -26,22 +26,23 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.runtime.zero import utils as zero_utils
 
 from ds_layerwise.engine.contract import contract, patches
-from ds_layerwise.engine.contract.contract import CONTRACT
+from ds_layerwise.engine.contract.contract import CONTRACT, ON_INSTANCES
 from ds_layerwise.engine.engine_hooks import WRAPS
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.instance_patches import patch
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from ds_layerwise.zero.setup import param_owner
 from tests.contract_releases import ROOT, walk
-from tests.support import deepspeed_names, lookup
+from tests.support import deepspeed_names, foreign_writes, lookup, torch_names
 from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 
-pytestmark = rooms("contract", "register", "patches", "only_ours")
+pytestmark = rooms("contract", "register", "patches", "only_ours", "instance_patches")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}
-KNOWN = {name.path for name in (*CONTRACT, *USED)}
+KNOWN = {name.path for name in (*CONTRACT, *ON_INSTANCES, *USED)}
 ENGINE = "deepspeed.runtime.engine.DeepSpeedEngine"
 BASE = "deepspeed.runtime.base_optimizer.ZeROOptimizer"
 
@@ -60,6 +61,15 @@ AT_HAND = {
         "deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig",
     "engine._config.bfloat16_config": "deepspeed.runtime.precision_config.DeepSpeedBF16Config",
     "self._backward_hook_state": "deepspeed.runtime.base_optimizer.BackwardHookStateManager",
+}
+
+
+#: As what it hands them to :func:`.instance_patches.patch`.
+PATCHED = AT_HAND | {
+    "checkpoint_engine": AT_HAND["engine.checkpoint_engine"],
+    "module": "deepspeed.runtime.pipe.module.PipelineModule",
+    "param": "deepspeed.runtime.zero.partition_parameters.Init",
+    "self.client": "torch.optim.Optimizer",
 }
 
 
@@ -138,6 +148,79 @@ def test_every_inherited_name_is_on_the_list():
     assert {f"{BASE}.{name}" for name in found} <= KNOWN
 
 
+def test_every_name_that_is_replaced_on_an_object_is_on_the_list_and_no_other():
+    calls = [node for tree in TREES.values() for node in ast.walk(tree)
+             if isinstance(node, ast.Call) and ast.unparse(node.func) == "patch"]
+    found = {f"{PATCHED[ast.unparse(call.args[0])]}.{each.arg}" for call in calls for each in call.keywords}
+    assert found - KNOWN == torch_names.ON_INSTANCES.keys()
+    assert {name.path for name in ON_INSTANCES} <= found
+
+
+def test_every_write_to_an_object_of_others_is_on_the_list_and_no_other():
+    """A name that others call is replaced by ``patch``; for a value, say in LISTED why it is set."""
+    own = foreign_writes.declared(TREES.values())
+    assert set().union(*(foreign_writes.foreign(tree, own) for tree in TREES.values())) == foreign_writes.LISTED.keys()
+
+
+@pytest.mark.parametrize("line, written", [
+    ("engine.step = ours", "engine.step"),
+    ("del engine.step", "engine.step"),
+    ("self._engine().step, x = ours, 1", "self._engine().step"),
+    ("for engine.step in steps: pass", "engine.step"),
+    ("torch.nn.functional.linear = ours", "torch.nn.functional.linear"),
+    ("setattr(torch.nn, 'Linear', ours)", "torch.nn.{'Linear'}"),
+    ("object.__setattr__(config, name, 1)", "config.{name}"),
+    ("param.__setattr__('grad', 1)", "param.{'grad'}"),
+    ("delattr(param, 'grad')", "param.{'grad'}"),
+    ("vars(engine)['step'] = ours", "engine.{'step'}"),
+    ("engine.__dict__.update(step=ours)", "engine.{*}"),
+    ("engine.__dict__ |= ours", "engine.__dict__"),
+    ("if (members := vars(engine)): members |= ours", "engine.{*}"),
+    ("self.__dict__.update(vars(other))", "self.{*}"),
+    ("members = vars(writer)\nmembers.pop('save')", "writer.{'save'}"),
+    ("sys.modules['torch.fx'] = ours", "sys.modules.{'torch.fx'}"),
+    # Neither an attribute that classes of this package lack, nor another object, is taken for ours.
+    ("load.step = ours", "load.step"),
+    ("engine.alone = ours", "engine.alone"),
+])
+def test_a_write_is_seen_however_it_is_written(line, written):
+    assert foreign_writes.foreign(ast.parse(line), {"alone"}) == {written}
+
+
+@pytest.mark.parametrize("line", [
+    "load.alone = True", "self.step = ours", "object.__setattr__(self, 'a', 1)", "vars(engine).get('a')", "a[0] = 1",
+    "engine.list.update(a=1)"])
+def test_what_is_ours_or_no_attribute_is_left_alone(line):
+    assert not foreign_writes.foreign(ast.parse(line), {"alone"})
+
+
+class TestAPatchOfAnObject:
+    """Of its two kinds of names: its own, and those of its class."""
+
+    class Writer:
+        def __init__(self):
+            self.own = 1
+
+        def of_class(self):
+            return 2
+
+    def test_it_lasts_until_it_is_closed(self):
+        writer = self.Writer()
+        with patch(writer, own=3) as undo:
+            with patch(writer, own=4, of_class=lambda: 5):
+                assert (writer.own, writer.of_class()) == (4, 5)
+            assert (writer.own, writer.of_class()) == (3, 2)
+            undo.push(patch(writer, of_class=lambda: 6))
+            assert writer.of_class() == 6
+        assert vars(writer) == {"own": 1} and writer.of_class() == 2
+
+    def test_a_release_that_lacks_the_name_is_refused_in_words(self):
+        writer = self.Writer()
+        with pytest.raises(ConfigError, match=r"Writer\.gone is not there, and ds_layerwise replaces it; install "):
+            patch(writer, own=3, gone=4)
+        assert vars(writer) == {"own": 1}
+
+
 def test_the_walk_sees_names_that_are_read():
     code = ast.parse("def f(engine):\n  config, b = engine._config, 1\n  zero = config.zero_config\n  zero.a\n  b.c\n"
                      "def g(engine):\n  zero.d\n  engine.e\n  engine._config.h")
@@ -147,11 +230,12 @@ def test_the_walk_sees_names_that_are_read():
 
 def test_every_entry_is_used():
     written = {name for tree in TREES.values() for name in identifiers(tree)}
-    assert {name.key for name in (*CONTRACT, *USED)} <= written
+    replaced = {node.arg for tree in TREES.values() for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    assert {name.key for name in (*CONTRACT, *USED)} <= written | replaced
 
 
 def test_an_entry_is_there_once_and_what_is_wrapped_is_found_by_its_name():
-    every = (*CONTRACT, *USED)
+    every = (*CONTRACT, *ON_INSTANCES, *USED)
     assert len({(name.path, getattr(name, "kind", None)) for name in every}) == len(every)
     wrapped = [name.key for name in CONTRACT if name.parameters is not None]
     assert sorted(wrapped) == sorted(WRAPS)
@@ -254,7 +338,7 @@ def test_the_walk_names_what_this_deepspeed_lacks(monkeypatch):
     }
 
 
-@pytest.mark.parametrize("name", CONTRACT, ids=lambda name: name.key)
+@pytest.mark.parametrize("name", [*CONTRACT, *ON_INSTANCES], ids=lambda name: name.key)
 def test_a_missing_name_leaves_the_others_alone(unregistered, monkeypatch, name):
     monkeypatch.delattr(*name.place())
     before = snapshot()

@@ -10,7 +10,7 @@ from ds_layerwise.engine.contract.contract import CONTRACT
 from tests.support.deepspeed_names import USED, is_asked_for, is_attribute
 from tests.support.house_rules import sources
 from tests.support.rooms import rooms
-from tests.support.torch_names import PRIVATE, REPLACED
+from tests.support.torch_names import ON_INSTANCES, PRIVATE, REPLACED
 
 pytestmark = rooms("outside")
 
@@ -58,7 +58,7 @@ def test_each_is_used(path):
     assert name in private_names(source.tree for source in SOURCES)
 
 
-@pytest.mark.parametrize("path", [*PRIVATE, *REPLACED])
+@pytest.mark.parametrize("path", [*PRIVATE, *REPLACED, *ON_INSTANCES])
 def test_the_installed_torch_has_it(path):
     place, _, name = path.rpartition(".")
     owner = resolve_name(place)
