@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -151,3 +152,26 @@ def test_work_that_does_not_say_when_it_is_over_is_waited_for():
     assert not pending.advance() and not waited
     pending.wait()
     assert waited == [1, 2]
+
+
+def test_what_follows_a_transfer_takes_its_place():
+    """Memory is kept while it is read, and the last transfer begins without being waited for."""
+    done = []
+
+    def transfer(number, *following):
+        keep = torch.empty(0)
+        kept = weakref.ref(keep)
+        works = [SimpleNamespace(wait=lambda: done.append((f"waited {number}", kept() is not None)))]
+
+        def finish():
+            done.append((f"finished {number}", kept() is not None))
+            return transfer(*following) if following else None
+
+        return comm.Pending(works, finish, keep=keep, is_chained=bool(following))
+
+    pending = transfer(1, 2, 3)
+    pending.begin_last()
+    assert done == [("waited 1", True), ("finished 1", False), ("waited 2", True), ("finished 2", False)]
+    for _ in range(2):
+        pending.wait()
+    assert done[4:] == [("waited 3", True), ("finished 3", False)]
