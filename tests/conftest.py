@@ -11,6 +11,7 @@ import pytest
 
 from tests.support.harness import OwnDistributedTest, get_accelerator, num_ranks_of
 from tests.support.rooms import marker_lines
+from tests.support.versions import skip_unmet
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if os.environ.get("THOROUGH") != "1":
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    skip_unmet(items)
     if get_accelerator().device_name() != "cpu":
         # Forks are sound only before a unit test has used the device; see the note in harness.py.
         items.sort(key=lambda item: not _is_distributed(item))

@@ -56,10 +56,12 @@ def told(test, outcome, error=""):
 
 def test_results_of_a_run_are_counted_by_file():
     lines = [{"started": "a.py::one"}, told("a.py::one", "passed"), told("a.py::two[x]", "skipped"),
+             told("a.py::four", "skipped", "needs deepspeed>=9, and 0.19.4 is installed: it has no wheels"),
              told("b.py::A::three", "passed"), told("b.py::A::three", "failed", "at the end"),
              told("c.py", "failed", "cannot be imported")]
     assert matrix.outcomes(lines) == {
-        "a.py": {"passed": 1, "skipped": 1, "failed": {}},
+        "a.py": {"passed": 1, "skipped": 2, "failed": {}, "lacking": {
+            "a.py::four": "`deepspeed>=9`: it has no wheels"}},
         "b.py": {"passed": 0, "skipped": 0, "failed": {"b.py::A::three": "at the end"}},
         "c.py": {"passed": 0, "skipped": 0, "failed": {"c.py": "cannot be imported"}}}
 
@@ -91,3 +93,14 @@ def test_unknown_failures_and_files_that_were_not_run_are_told(monkeypatch):
     assert ("| file | a | b |\n| --- | --- | --- |\n| f.py | 1 fail (1) | not run |\n| g.py | not run | pass |\n\n"
             "## Why tests fail\n\n**1.** Why.\n\n* `f.py::t`\n") in told
     assert "| 0 | 0 | 1 | not yet |\n" in matrix.page({one: failing})
+
+
+def test_tests_that_need_another_version_are_listed_with_what_lacks_it(monkeypatch):
+    one, other = (each.name for each in ENVIRONMENTS[:2])
+    monkeypatch.setattr(matrix, "files_of", lambda patterns: [])
+    lacking = {f"tests/f.py::t[{number}]": "`deepspeed>=9`: it has no wheels" for number in range(2)}
+    results = {name: {"date": "2026-01-01", "files": {"f.py": {
+        "passed": 1, "skipped": 2, "failed": {}, "lacking": lacking}}} for name in (one, other)}
+    page = matrix.page(results)
+    assert "| f.py | pass | pass |\n\n## What tests need\n\n`deepspeed>=9`: it has no wheels (not in a, b)\n\n" in page
+    assert page.endswith("* `f.py::t`\n") and page.count("f.py::t") == 1

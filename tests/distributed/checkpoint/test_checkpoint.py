@@ -25,6 +25,7 @@ from tests.support.training import (
     train_engine,
     weights,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "interrupted",
                    "param_groups")
@@ -77,6 +78,7 @@ class TestDeepSpeedsTools(DistributedTest):
     world_size = [1, 2, 3]
     thorough_on = (1, 2)
 
+    @needs("deepspeed>=0.19.7", "its zero_to_fp32.py leaves out empty parameters")
     def test_zero_to_fp32_gives_the_masters(self, precision, tmp_path):
         for variant in ({}, {"odd": True}, {"tied": True}, {"frozen": True, "odd": True}):
             engine = train_engine(start(Net(**variant), ds_config(**PRECISIONS[precision])), 3)

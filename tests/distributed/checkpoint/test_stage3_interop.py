@@ -19,6 +19,7 @@ from tests.support.universal import (
     stock_states,
     train_with_loss,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("universal", "stage3_files", "to_universal")
 
@@ -95,6 +96,7 @@ class TestOursIntoStock(DistributedTest):
         ours.load_checkpoint(tmp_path, tag="converted")
         assert_equal_states(whole_states(ours), expected)
 
+    @needs("deepspeed>=0.19.7", "its Muon gathers matrices of one size alone at stage 3")
     def test_into_its_muon(self, saved):
         """Whose momentum has no place in the format: it starts from zero, beside exact masters."""
         expected = torch.load(saved / "expected.pt")

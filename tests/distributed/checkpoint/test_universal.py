@@ -21,6 +21,7 @@ from tests.support.training import (
     train_engines,
 )
 from tests.support.universal import convert, start_with_loss, train_with_loss
+from tests.support.versions import needs
 
 pytestmark = rooms("universal", "to_universal", "reshard", "untrained")
 
@@ -129,7 +130,10 @@ class TestWhatComesBack(DistributedTest):
     world_size = [1, 3]
     thorough_on = (1,)
 
-    @pytest.mark.parametrize("form", ["converted", "direct", "converted, with a client state that may run code"])
+    @pytest.mark.parametrize("form", [
+        "converted", "direct",
+        pytest.param("converted, with a client state that may run code", marks=needs(
+            "deepspeed>=0.19.7", "its ds_to_universal.py leaves out empty parameters; a load says so"))])
     def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
         engine = everything(**PRECISIONS[precision])
         train_engine(engine, 3)

@@ -125,6 +125,7 @@ import os, signal, time
 import deepspeed.comm as dist
 import pytest, torch
 from tests.support.harness import DistributedTest
+from tests.support.versions import needs
 
 
 class TestBad(DistributedTest):
@@ -151,6 +152,7 @@ class TestBad(DistributedTest):
         import warnings
         warnings.warn("something is off")
 
+    @needs("pytest>=1", "a need that is met allows nothing")
     @pytest.mark.skip(reason="decided outside ranks")
     def test_skipped_by_mark(self):
         pass
@@ -159,6 +161,10 @@ class TestBad(DistributedTest):
     @pytest.mark.skip(reason="decided outside ranks")
     def test_skipped_by_mark_and_allowed(self):
         pass
+
+    @pytest.mark.parametrize("_", [pytest.param(1, marks=needs("pytest>=9999", "it is not out"))])
+    def test_that_needs_another_release_is_skipped_and_allowed(self, _):
+        assert False
 
 
 class TestUneven(DistributedTest):
@@ -248,6 +254,7 @@ def test_a_hanging_rank_takes_its_children_with_it(session):
 def test_a_skipped_distributed_test_fails_the_session(session, tmp_path):
     result, cases = session
     assert cases["test_skipped_by_mark[2ranks]"][0] == "skipped"
+    assert f"needs pytest>=9999, and {pytest.__version__} is installed: it is not out" in result.stdout
     summary = result.stdout.split("so this session fails")[1]
     assert "test_skipped_by_mark[2ranks]: mark it may_skip(reason) if that is meant" in summary
     assert "allowed" not in summary.split("short test summary")[0]

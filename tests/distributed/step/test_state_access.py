@@ -29,6 +29,7 @@ from tests.support.training import (
     train_engine,
     whole_gradients,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("state_access")
 
@@ -81,6 +82,7 @@ class TestStateAccess(DistributedTest):
         with pytest.raises(StepError, match="averaged gradients exist only .*call engine.step.. inside their backward"):
             safe_get_full_grad(module.experts)
 
+    @needs("deepspeed>=0.19.6", "its own optimizer, which is compared with, does not take empty parameters")
     @pytest.mark.world_size(3)
     @pytest.mark.parametrize("within", ["no_sync", "accumulation"])
     def test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock(self, within, precision):

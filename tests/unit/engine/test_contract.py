@@ -37,6 +37,7 @@ from tests.contract_releases import ROOT, walk
 from tests.support import deepspeed_names, foreign_writes, lookup, torch_names
 from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
+from tests.support.versions import needs
 
 pytestmark = rooms("contract", "register", "patches", "only_ours", "instance_patches")
 
@@ -314,7 +315,7 @@ def test_nothing_is_patched_where_names_are_missing_and_one_error_names_them_all
     assert DeepSpeedEngine.zero_grad.__wrapped__
 
 
-@pytest.mark.skipif(deepspeed.__version__ != contract.NEWEST, reason="releases ask for different names")
+@needs(f"deepspeed=={contract.NEWEST}", "releases ask for different names")
 def test_the_walk_names_what_this_deepspeed_lacks(monkeypatch):
     def allreduce_gradients(self, bucket_size=0):
         """It asks an optimizer for nothing."""

@@ -29,7 +29,6 @@ def muon(**kwargs):
     return Muon.of(recipes.Muon(**{"ns_method": "standard", "ns_dtype": "fp32", **kwargs}))
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch before 2.9 has no Muon")
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
 def test_torchs_own_muon_agrees(shape):
     # torch runs the products in bfloat16, so only to bfloat16's precision.
