@@ -133,7 +133,7 @@ class TestWhatComesBack(DistributedTest):
     @pytest.mark.parametrize("form", [
         "converted", "direct",
         pytest.param("converted, with a client state that may run code", marks=needs(
-            "deepspeed>=0.19.7", "its ds_to_universal.py leaves out empty parameters; a load says so"))])
+            "deepspeed>=0.19.8", "its ds_to_universal.py leaves out empty parameters; a load says so"))])
     def test_all_that_is_no_optimizer_state(self, precision, form, tmp_path):
         engine = everything(**PRECISIONS[precision])
         train_engine(engine, 3)
