@@ -191,12 +191,12 @@ def test_a_write_is_seen_however_it_is_written(line, written):
 @pytest.mark.parametrize("line", [
     "load.alone = True", "self.step = ours", "object.__setattr__(self, 'a', 1)", "vars(engine).get('a')", "a[0] = 1",
     "engine.list.update(a=1)"])
-def test_what_is_ours_or_no_attribute_is_left_alone(line):
+def test_own_objects_and_other_statements_are_left_alone(line):
     assert not foreign_writes.foreign(ast.parse(line), {"alone"})
 
 
 class TestAPatchOfAnObject:
-    """Of its two kinds of names: its own, and those of its class."""
+    """A patch replaces the names that an object has of its own, and those of its class."""
 
     class Writer:
         def __init__(self):

@@ -154,7 +154,7 @@ def test_work_that_does_not_say_when_it_is_over_is_waited_for():
     assert waited == [1, 2]
 
 
-def test_what_follows_a_transfer_takes_its_place():
+def test_a_transfer_becomes_what_follows_it():
     """Memory is kept while it is read, and the last transfer begins without being waited for."""
     done = []
 
