@@ -856,8 +856,8 @@ class Campaign:
         self.train(1)
 
     def event_broken_pass(self) -> None:
-        """Let a backward pass of some ranks end early, in any micro-batch of a step. No rank takes that step, and all go
-        on without its gradients."""
+        """Let a backward pass of some ranks end early, in any micro-batch of a step. No rank takes that step, and all
+        go on without its gradients."""
         rng = self.rng
         if rng.random() < 0.5:
             self.train(self.some_micro_batches(1))
