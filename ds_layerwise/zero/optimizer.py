@@ -111,9 +111,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         )
         if self.config.overlap_param_gather and isinstance(run.param_sync, ParamSync):
             run.param_sync.overlap_with_forward(model)
-        # Keep these: the nodes of autograd's graph live only as long as something refers to them.
-        self._divided = divide_once(engine, run.params.values())
-        self._hooks = [*self._divided.values()]
+        self._hooks: list[Any] = [*divide_once(engine, run.params.values())]
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
         param_owner.take(run.params.values(), self)

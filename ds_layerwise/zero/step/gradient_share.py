@@ -13,36 +13,49 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
 
 from ds_layerwise.instance_patches import patch
 
 
-def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> dict[Node, Any]:
+def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHandle]:
     """Divide gradients where they reach ``params``, in the cases in which ``engine`` would divide
     them on the way. ``engine`` no longer divides.
 
     Returns:
-        The nodes of the graph at which gradients are divided, and the hooks on these nodes. Both
-        last as long as something refers to the nodes.
+        The hooks on ``params``. The node of autograd's graph at which gradients arrive has none: a
+        parameter gets a new one when its data changes the dtype or the device.
     """
     engine_of = weakref.ref(engine)
     rule = type(engine)._backward_prologue_per_tensor
     patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)
 
-    def divided(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+    def divided(param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         engine = engine_of()
         steps = 1 if engine is None else engine.gradient_accumulation_steps()
         # The result that DeepSpeed gives for 1 tells whether the loss of this pass is divided
         # already.
-        if steps == 1 or rule(engine, 1.0) == 1:
+        if steps == 1 or rule(engine, 1.0) == 1 or _is_asked_for(param):
             return None
-        return tuple(gradient / steps for gradient in gradients)
+        return gradient / steps
 
-    with torch.inference_mode(False), torch.enable_grad():
-        nodes = [get_gradient_edge(param).node for param in params]
-    return {node: node.register_prehook(divided) for node in nodes}
+    hooks = []
+    for param in params:
+        hooks.append(param.register_hook(partial(divided, param)))  # type: ignore[no-untyped-call]
+    return hooks
+
+
+def _is_asked_for(param: nn.Parameter) -> bool:
+    """Tell whether the current backward pass is a call of torch.autograd.grad for ``param``."""
+    node = get_gradient_edge(param).node
+    try:
+        return not torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # The only way of torch to say so.
+        return True

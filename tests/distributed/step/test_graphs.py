@@ -254,13 +254,14 @@ LOSSES = {"its own": lambda module, loss, logits, states: loss,
 #: Backward passes that DeepSpeed does not start itself, and one that it does.
 BEGINS = {"by hand": lambda engine, loss: loss.backward(),
           "scaled": lambda engine, loss: engine.scale(loss).backward(),
+          "for some": lambda engine, loss: loss.backward(inputs=[*engine.module.parameters()]),
           "engine": lambda engine, loss: engine.backward(loss)}
 
 
 class TestSeveralOutputs(DistributedTest):
     """A gradient is divided by the number of micro-batches once, whatever it passes on its way."""
 
-    def check(self, stage, kind, loss, begin, *, gas=4, dtype=torch.float32, scale=1, **changes):
+    def check(self, stage, kind, loss, begin, *, gas=4, dtype=torch.float32, scale=1, swap=False, **changes):
         make, outputs_of = KINDS[kind]
 
         def loss_of(module, outputs):
@@ -270,6 +271,12 @@ class TestSeveralOutputs(DistributedTest):
         expected = plain_gradients(engine.module, lambda rank: [
             (batch(0, micro, rank), lambda module, outputs: scale * loss_of(module, outputs)) for micro in range(gas)],
             stage=stage, gas=gas, with_module=True)
+        if swap:
+            # A float32 average comes and goes.
+            kept = {param: param.data for param in engine.module.parameters()}
+            for param, data in kept.items():
+                param.data = data.float()
+                param.data = data
         for micro in range(gas):
             BEGINS[begin](engine, loss_of(engine.module, engine(batch(0, micro, dist.get_rank()))))
             if micro == gas - 1:
@@ -288,8 +295,9 @@ class TestSeveralOutputs(DistributedTest):
 
     def test_bf16_and_a_scaled_loss(self, stage):
         allow_fp16()
-        for begin in ("by hand", "engine"):
-            self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.bfloat16, bf16={"enabled": True})
+        for begin, swap in (("by hand", False), ("engine", False), ("by hand", True), ("scaled", True)):
+            self.check(stage, "ModelOutput", "several outputs", begin, swap=swap, dtype=torch.bfloat16,
+                       bf16={"enabled": True})
         for begin in ("scaled", "engine"):
             self.check(stage, "ModelOutput", "several outputs", begin, dtype=torch.float16, scale=2**6, fp16={
                 "enabled": True, "initial_scale_power": 6})
