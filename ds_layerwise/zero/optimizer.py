@@ -134,6 +134,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             # Ask before re-entering: re-entering changes the depth that the answer depends on.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()
+            queued = self.queue_post_backward_callback()
+            self.progress.pass_began()
             for observer in self._observers:
                 if observer.looks and param.grad is not None:
                     observer.saw_gradient(name, param.grad)
@@ -143,7 +145,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 last = getattr(param, "ds_grad_is_ready", True)
                 self._run.grad_sync.accumulate(name, launch=last and self._may_launch())
                 self.progress.gradient_came(name, inside=self._backward_active_depth > 0)
-            if self.queue_post_backward_callback():
+            if queued:
                 # Autograd reports the end of the pass, so no hooks need to be counted beforehand.
                 # Counting costs an operation per parameter.
                 expected = self._hooks_fired_this_backward + 1
@@ -171,6 +173,14 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             and (self.settings.stage > 1 or engine.is_gradient_accumulation_boundary())
         )
 
+    def queue_post_backward_callback(self) -> bool:
+        """Let autograd report the end of the current backward pass."""
+        queued = bool(super().queue_post_backward_callback())
+        # After DeepSpeed's own report, which may raise an error.
+        if not self._passes_through():
+            self.progress.pass_began()
+        return queued
+
     def exit_backward(self) -> None:
         """Leave a backward pass. It counts as a pass of this step if it had gradients; see
         :mod:`.zero.step_progress`.
@@ -188,25 +198,29 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
         It does nothing in a pass that is not one of this model; see :meth:`_passes_through`.
         """
-        run = self._run
-        grad_sync = run.grad_sync
-        if pipeline_parallel and isinstance(grad_sync, GradSync):
-            if not self._copies_are_checked:
-                copies = run.planned.saved_elsewhere - dict(run.tied).keys()
-                pipeline.check_copies(copies, grad_sync.accumulated())
-                self._copies_are_checked = True
-            # The engine sums tied gradients that are still on their parameters. Ours are in
-            # buffers, so they are summed here.
-            for name, group in run.tied:
-                grad_sync.sum_over(name, group=group)
-        elif (
+        grad_sync = self._run.grad_sync
+        if (
             self._backward_active_depth
-            and not self._hooks_fired_this_backward
+            and not (pipeline_parallel or self._hooks_fired_this_backward)
             and self._passes_through()
         ):
             return
-        self.progress.reduces()
-        grad_sync.reduce()
+        with self.progress.reduction():
+            if pipeline_parallel and isinstance(grad_sync, GradSync):
+                self._sum_tied(grad_sync)
+            grad_sync.reduce()
+
+    def _sum_tied(self, grad_sync: GradSync) -> None:
+        """Sum gradients of parameters that several pipeline stages have. The engine sums those that
+        are still on their parameters, but ours are in buffers.
+        """
+        run = self._run
+        if not self._copies_are_checked:
+            copies = run.planned.saved_elsewhere - dict(run.tied).keys()
+            pipeline.check_copies(copies, grad_sync.accumulated())
+            self._copies_are_checked = True
+        for name, group in run.tied:
+            grad_sync.sum_over(name, group=group)
 
     _copies_are_checked = False
 
@@ -231,8 +245,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 ended the backward pass of any rank, or if parameters have changed; see
                 :class:`~ds_layerwise.zero.step.param_guard.Guard`.
         """
+        self.progress.refused = True
         with numerics_context.set_aside(self._run.device), survivable(self._engine()):
             self._step()
+        self.progress.refused = False
 
     def _step(self) -> None:
         timers = self.settings.timers
@@ -243,7 +259,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             decision = self._before_update.decide(
                 clip_grad=self.clip_grad,
                 loss_scale=self.loss_scale,
-                inside_pass=bool(self._backward_active_depth or self._hooks_fired_this_backward),
             )
         self.scaling.overflow = decision.skipped
         self._global_grad_norm = None
@@ -267,13 +282,17 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step, reduced or not."""
+        """Drop the gradients of this step, reduced or not. After a refused step, the step begins
+        again with its first micro-batch.
+        """
         self._run.grad_sync.reset()
         for observer in self._observers:
             observer.forget()
         self.progress.restart()
         for param in self._params.values():
             param.grad = None
+        if self.progress.refused:
+            self.progress.resume()
 
     def _restart_step(self) -> None:
         """Restart the current step at its first micro-batch after a load: its gradients, and what

@@ -5,12 +5,20 @@ Note: a save within a step
     A checkpoint holds the result of the last update, and no gradient. After a save within a step,
     the resumed run repeats that step from its first micro-batch, which has the number
     ``global_steps * gas`` in the whole run.
+
+Note: a pass that an exception ends
+    Autograd calls back at the end of a pass, but not if an exception ends it. So what has begun and
+    not ended by the step is broken, however many passes came after it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+
+import torch
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.sync.bucket_scheduler import Gradients
@@ -41,17 +49,36 @@ class Progress:
         self._last_reduced = -1
         self._first_name = ""
         self._passes_at_start = 0
+        # Autograd's numbers of the backward passes that have begun and not ended; -1 stands for a
+        # reduction.
+        self._unended: set[int] = set()
+        self.refused = False
+        """True during a step, and after one that raised an error."""
         self.restart()
 
     def restart(self) -> None:
         """Reset the progress of the current step."""
         self.passes = 0
-        self.in_pass = False
-        """True if a backward pass has left gradients and has not ended; it stays True if an
-        exception ended the pass.
-        """
+        self._unended.clear()
         self.outside = False
-        """True if the engine was in no backward pass when the last gradient came."""
+        """True if a gradient came while the engine was in no backward pass, and none has ended
+        since.
+        """
+
+    @property
+    def broken(self) -> bool:
+        """True if an exception has ended a backward pass or a reduction of this step, and inside of
+        them.
+        """
+        return bool(self._unended)
+
+    def pass_began(self) -> None:
+        """Record the backward pass that autograd runs now, until it ends without an exception."""
+        number = torch._C._current_graph_task_id()
+        if number != -1 and number not in self._unended:
+            self._unended.add(number)
+            ended = partial(self._unended.discard, number)
+            torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def gradient_came(self, name: str, *, inside: bool) -> None:
         """Record the gradient of parameter ``name``, and warn if a script makes passes but no step.
@@ -60,10 +87,9 @@ class Progress:
             inside: True in a pass that the engine knows of.
         """
         engine = self._engine()
-        self.in_pass = True
         # If the script calls the model directly, the pass runs inside engine.backward(), which does
         # not notify the optimizer.
-        self.outside = not (inside or engine and engine._running_engine_backward)
+        self.outside |= not (inside or engine and engine._running_engine_backward)
         self._first_name = self._first_name or name
         if name != self._first_name or self.updates:
             return
@@ -80,10 +106,14 @@ class Progress:
     def pass_ended(self) -> None:
         """Record the end of a backward pass."""
         self.passes += 1
-        self.in_pass = False
+        self.outside = False
 
-    def reduces(self) -> None:
-        """Record a reduction, which all ranks take part in."""
+    @contextmanager
+    def reduction(self) -> Iterator[None]:
+        """Make and record a reduction, which all ranks take part in. One that fails is not made."""
+        self._unended.add(-1)
+        yield
+        self._unended.remove(-1)
         if self._step != self._first_of_step():
             self.forget_reductions()
         self._reductions += 1
@@ -126,7 +156,7 @@ class Progress:
                 "step(); after an error, load a checkpoint"
             )
         engine = self._engine()
-        if self.passes or self.in_pass or engine._running_engine_backward:
+        if self.passes or self.broken or self.outside or engine._running_engine_backward:
             return True
         # If the script itself marks the end of a step, the engine's count does not matter.
         counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
@@ -141,7 +171,7 @@ class Progress:
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         # The engine's count of passes if the script marks the end of a step.
         engine._unmanaged_backward_count = 0
-        self.updating = False
+        self.updating = self.refused = False
         self.forget_reductions()
 
     def _first_of_step(self) -> int:

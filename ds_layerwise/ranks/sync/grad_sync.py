@@ -18,7 +18,7 @@ from ds_layerwise.ranks.sync.bucket_transfers import room_in
 
 
 def half_a_pass(*, outside: bool) -> StepError:
-    """Return the error for a step after a backward pass that was not reduced.
+    """Return the error for a step with a backward pass that was not reduced.
 
     Args:
         outside: True if the engine did not know of the pass.
@@ -30,9 +30,9 @@ def half_a_pass(*, outside: bool) -> StepError:
             "engine.step(). engine.zero_grad() on all ranks drops what there is"
         )
     return StepError(
-        "step() before the gradients were reduced: an exception has ended a backward pass, and not "
-        "all of its gradients are there; call engine.zero_grad() on all ranks, and continue with "
-        "the next batch"
+        "step() before the gradients were reduced: an exception has ended a backward pass of this "
+        "step, and not all of its gradients are there; call engine.zero_grad() on all ranks, and "
+        "begin the step again with its first micro-batch"
     )
 
 

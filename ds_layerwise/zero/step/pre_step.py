@@ -40,17 +40,16 @@ class BeforeUpdate:
         else:
             self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
 
-    def decide(self, *, clip_grad: float, loss_scale: float, inside_pass: bool) -> Decision:
+    def decide(self, *, clip_grad: float, loss_scale: float) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.
 
         Args:
             clip_grad: the bound of the norm; 0 for none.
-            inside_pass: True if a backward pass has begun and not ended.
 
         Raises:
             LayerWiseError: on every rank, if no rank has had a backward pass, or if on any rank an
-                exception ended the backward pass, so that gradients are not reduced, or parameters
-                have changed.
+                exception ended a backward pass of this step, so that gradients are missing, or
+                parameters have changed.
         """
         if not self._run.progress.updating:
             warn_once(
@@ -60,7 +59,7 @@ class BeforeUpdate:
         grad_sync = self._run.grad_sync
         idle = frozenset[str]()
         sums = clip.nothing(self._run)
-        error = self._reduce(inside_pass)
+        error = self._reduce()
         try:
             if error is None:
                 self._run.optimizer.check_groups()
@@ -86,7 +85,7 @@ class BeforeUpdate:
         self.same_weights.settle(bool(followed), bool(written))
         return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
-    def _reduce(self, inside_pass: bool) -> Exception | None:
+    def _reduce(self) -> Exception | None:
         """Finish the reductions of the step, and return the error of this rank, if there is one. It
         must not raise it, because the other ranks wait in the sum.
         """
@@ -98,7 +97,7 @@ class BeforeUpdate:
         try:
             # All ranks offload together, so no rank waits for an offloaded one.
             self._offloading.check_not_offloaded()
-            error = error or self._catch_up(inside_pass)
+            error = error or self._catch_up()
             # Any other exception ended a collective that includes the other ranks, so they do not
             # wait in the sum.
             self._run.grad_sync.finish(aside=error is not None)
@@ -106,19 +105,20 @@ class BeforeUpdate:
             error = error or caught
         return error
 
-    def _catch_up(self, inside_pass: bool) -> StepError | None:
+    def _catch_up(self) -> StepError | None:
         """Take part in the reductions that other ranks have made in their backward passes and this
         rank has missed.
 
         Returns:
-            The error of this rank's own pass: an exception ended it, so some gradients are missing.
-            None if all is well.
+            The error of this rank's own passes: an exception ended one, so some gradients are
+            missing, or the engine did not know of the last. None if all is well.
         """
-        broken = inside_pass or self._run.progress.in_pass
-        missed = self._run.progress.missed(stage=self._run.settings.stage)
+        progress = self._run.progress
+        broken = progress.broken
+        missed = progress.missed(stage=self._run.settings.stage)
         for _ in range(missed):
-            self._run.progress.reduces()
-            self._run.grad_sync.reduce()
-        if broken and missed:
-            return half_a_pass(outside=self._run.progress.outside)
+            with progress.reduction():
+                self._run.grad_sync.reduce()
+        if broken or (missed and progress.outside):
+            return half_a_pass(outside=not broken)
         return None

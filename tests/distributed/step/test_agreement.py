@@ -1,5 +1,7 @@
 """Ranks agree before a step: on parameters that are left out of it, and on the error of a rank that cannot take it."""
 
+from contextlib import ExitStack
+
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -246,7 +248,6 @@ class TestOneRankAlone(DistributedTest):
                     with pytest.raises(LayerWiseError, match=message):
                         engine.step()
                     engine.zero_grad()
-                    engine.micro_steps += 1
                 else:
                     engine.step()
             if step != 1:
@@ -297,14 +298,33 @@ class TestOneRankAlone(DistributedTest):
             oracle_step(oracle, step)
         assert_trained_as(engine.module, oracle)
 
-    @pytest.mark.parametrize("directly", [True, False])
-    def test_a_pass_of_the_engine_that_an_exception_ended_is_told_as_one(self, stage, directly):
-        engine = start(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ds_config(stage=stage))
-        engine.module[0].weight.register_hook(lambda gradient: 1 / 0)  # after the gradients of the other layer
-        with pytest.raises(ZeroDivisionError):
-            engine.backward((engine.module if directly else engine)(torch.ones(2, 8)).sum())
-        with pytest.raises(LayerWiseError, match="an exception has ended a backward pass"):
-            engine.step()
+    @pytest.mark.parametrize("stage, overlap", [(1, True), (1, False), (2, True), (2, False), (3, True), (3, False)])
+    def test_a_pass_that_an_exception_ended_is_an_error_of_its_step(self, stage, overlap, monkeypatch):
+        """In any micro-batch; on one rank alone, but at stage 3, where ranks fetch parameters together. After
+        ``zero_grad`` the step begins again."""
+        def fail(*_, **__):
+            raise KeyboardInterrupt
+
+        engine, oracle = start(Net(), ds_config(stage=stage, gas=2, overlap=overlap)), start_oracle(Net(), gas=2)
+        for step, (broken, way) in enumerate([(0, "engine"), (1, "by hand"), (0, "directly"), (1, "its reduction")]):
+            for micro in range(2):
+                loss = (engine.module if way == "directly" else engine)((40, micro, dist.get_rank()))
+                with monkeypatch.context() as patch, ExitStack() as failing:
+                    if micro == broken and (dist.get_rank() == 0 or stage == 3):
+                        failing.enter_context(pytest.raises(KeyboardInterrupt))
+                        if way == "its reduction":
+                            patch.setattr(internals.grad_sync(engine), "_advance", fail)
+                        else:
+                            failing.callback(engine.module.tall.weight.register_hook(fail).remove)
+                    loss.backward() if way == "by hand" else engine.backward(loss)
+                if micro == 0:
+                    engine.step()
+            with pytest.raises(LayerWiseError, match="an exception has ended a backward pass of this step"):
+                engine.step()
+            engine.zero_grad()
+            train_engine(engine, 1, gas=2, first=step)
+            oracle_step(oracle, step, gas=2)
+        assert_trained_as(engine.module, oracle)
 
     @pytest.mark.parametrize("before", ["a step without a pass", "a load"])
     def test_reductions_of_a_step_that_is_begun_again_do_not_count(self, stage, before, tmp_path):
