@@ -198,7 +198,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
         It does nothing in a pass that is not one of this model; see :meth:`_passes_through`.
         """
-        grad_sync = self._run.grad_sync
+        run = self._run
+        grad_sync = run.grad_sync
         if (
             self._backward_active_depth
             and not (pipeline_parallel or self._hooks_fired_this_backward)
@@ -207,20 +208,15 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             return
         with self.progress.reduction():
             if pipeline_parallel and isinstance(grad_sync, GradSync):
-                self._sum_tied(grad_sync)
+                if not self._copies_are_checked:
+                    copies = run.planned.saved_elsewhere - dict(run.tied).keys()
+                    pipeline.check_copies(copies, grad_sync.accumulated())
+                    self._copies_are_checked = True
+                # The engine sums tied gradients that are still on their parameters. Ours are in
+                # buffers, so they are summed here.
+                for name, group in run.tied:
+                    grad_sync.sum_over(name, group=group)
             grad_sync.reduce()
-
-    def _sum_tied(self, grad_sync: GradSync) -> None:
-        """Sum gradients of parameters that several pipeline stages have. The engine sums those that
-        are still on their parameters, but ours are in buffers.
-        """
-        run = self._run
-        if not self._copies_are_checked:
-            copies = run.planned.saved_elsewhere - dict(run.tied).keys()
-            pipeline.check_copies(copies, grad_sync.accumulated())
-            self._copies_are_checked = True
-        for name, group in run.tied:
-            grad_sync.sum_over(name, group=group)
 
     _copies_are_checked = False
 

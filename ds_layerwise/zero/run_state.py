@@ -258,6 +258,7 @@ class RunState:
         make: Callable[..., GradSync | EagerGradSync]
         if self.grads is None:
             make = partial(EagerGradSync, max_waiting=self.config.max_waiting_buckets)
+            self.owned.reduced.divide_by = settings.divide_by
         else:
             make = partial(GradSync, grads=self.grads)
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):

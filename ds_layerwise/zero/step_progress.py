@@ -49,9 +49,10 @@ class Progress:
         self._last_reduced = -1
         self._first_name = ""
         self._passes_at_start = 0
-        # Autograd's numbers of the backward passes that have begun and not ended; -1 stands for a
-        # reduction.
-        self._unended: set[int] = set()
+        self.unended: set[int] = set()
+        """Autograd's numbers of the backward passes of this step that have begun and not ended, or
+        that an exception has ended; -1 stands for a reduction.
+        """
         self.refused = False
         """True during a step, and after one that raised an error."""
         self.restart()
@@ -59,25 +60,18 @@ class Progress:
     def restart(self) -> None:
         """Reset the progress of the current step."""
         self.passes = 0
-        self._unended.clear()
+        self.unended.clear()
         self.outside = False
         """True if a gradient came while the engine was in no backward pass, and none has ended
         since.
         """
 
-    @property
-    def broken(self) -> bool:
-        """True if an exception has ended a backward pass or a reduction of this step, and inside of
-        them.
-        """
-        return bool(self._unended)
-
     def pass_began(self) -> None:
         """Record the backward pass that autograd runs now, until it ends without an exception."""
         number = torch._C._current_graph_task_id()
-        if number != -1 and number not in self._unended:
-            self._unended.add(number)
-            ended = partial(self._unended.discard, number)
+        if number != -1 and number not in self.unended:
+            self.unended.add(number)
+            ended = partial(self.unended.discard, number)
             torch.autograd.Variable._execution_engine.queue_callback(ended)
 
     def gradient_came(self, name: str, *, inside: bool) -> None:
@@ -111,9 +105,9 @@ class Progress:
     @contextmanager
     def reduction(self) -> Iterator[None]:
         """Make and record a reduction, which all ranks take part in. One that fails is not made."""
-        self._unended.add(-1)
+        self.unended.add(-1)
         yield
-        self._unended.remove(-1)
+        self.unended.remove(-1)
         if self._step != self._first_of_step():
             self.forget_reductions()
         self._reductions += 1
@@ -156,7 +150,7 @@ class Progress:
                 "step(); after an error, load a checkpoint"
             )
         engine = self._engine()
-        if self.passes or self.broken or self.outside or engine._running_engine_backward:
+        if self.passes or self.unended or self.outside or engine._running_engine_backward:
             return True
         # If the script itself marks the end of a step, the engine's count does not matter.
         counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None

@@ -134,9 +134,9 @@ def raises_on_rank_1(kind, message):
 def reduced_gradients(engine):
     """Return this rank's pieces of the averaged gradient: {name: (first element in the parameter, values)}."""
     if engine.optimizer.settings.stage > 1:
-        # At these stages the gradients are sums until the step.
+        # At these stages the sums may be in cuts until the step.
         internals.grad_sync(engine).finish()
-    return {piece.name: (piece.param_start, internals.reduced(engine, piece.name).clone())
+    return {piece.name: (piece.param_start, internals.owned(engine).reduced.average(piece.name).clone())
             for piece in internals.pieces(engine)}
 
 

@@ -322,11 +322,13 @@ class Owned:
     def _begin(
         self, index: int, brought: Opened, rescale_: Callable[[Mapping[str, Tensor]], None]
     ) -> None:
-        """Rescale the gradients of bucket ``index`` and let its masters follow written weights,
-        unless that was done ahead.
+        """Average and rescale the gradients of bucket ``index`` and let its masters follow written
+        weights, unless that was done ahead.
         """
         if index not in self._begun:
             self._begun.add(index)
+            if self.reduced.divide_by != 1:
+                self.reduced.bucket(index).div_(self.reduced.divide_by)
             rescale_({piece.name: self.reduced.piece(piece.name) for piece in self.pieces[index]})
             self.follow_values(index, brought)
 

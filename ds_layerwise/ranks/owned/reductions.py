@@ -14,9 +14,11 @@ from ds_layerwise.ranks.owned.buffers import ShardBuffer
 _SQUARED_AT_A_TIME = 1 << 22
 
 
-def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the sum of the squares of all elements of the 1-D ``views``: 0-d, float64 if the
-    device has it.
+def sum_of_squares(
+    views: Sequence[Tensor], device: torch.device, *, divide_by: float = 1.0
+) -> Tensor:
+    """Return the sum of the squares of all elements of the 1-D ``views``, divided by ``divide_by``:
+    0-d, float64 if the device has it.
 
     Finite float32 values cannot overflow it, and the way parameters are cut does not change the
     norm rounded to float32.
@@ -29,22 +31,36 @@ def sum_of_squares(views: Sequence[Tensor], device: torch.device) -> Tensor:
         parts += [view] if small else torch.split(view, _SQUARED_AT_A_TIME)
     if not parts:
         return torch.zeros((), dtype=wide, device=device)
-    return torch.stack(torch._foreach_norm(parts, 2, wide)).square().sum()
+    norms: list[Tensor] = []
+    if divide_by == 1:
+        norms += torch._foreach_norm(parts, 2, wide)
+    else:
+        for part in parts:
+            norms += torch._foreach_norm([part / divide_by], 2, wide)
+    return torch.stack(norms).square().sum()
 
 
 class ReducedGradients(ShardBuffer):
-    """The averaged gradients of one rank."""
+    """The gradients of one rank."""
+
+    divide_by = 1.0
+    """The gradients divided by this are the averages over ranks."""
+
+    def average(self, name: str) -> Tensor:
+        """Return a copy of :meth:`piece`, averaged."""
+        return self.piece(name) / self.divide_by
 
     def sum_of_squares(
         self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None
     ) -> Tensor:
-        """Return :func:`sum_of_squares` of all parameters.
+        """Return :func:`sum_of_squares` of the averages of all parameters.
 
         Args:
             leave_out: the parameters that do not count.
             only: the only parameters that count; None for all.
         """
-        return sum_of_squares(self._parts(leave_out, only), self.bucket(0).device)
+        parts = self._parts(leave_out, only)
+        return sum_of_squares(parts, self.bucket(0).device, divide_by=self.divide_by)
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
         """Count the elements that are zero: 0-d, in the widest float of the device. NaN does not

@@ -186,9 +186,10 @@ class EagerGradSync(BucketScheduler):
 
     Gradients stay in ``param.grad`` until their bucket is complete. Then they are copied into a
     bucket that exists only while it is in transit, and set to None. The sums over ranks are added
-    up in float32. This class reduces first and then accumulates; :class:`GradSync` accumulates
-    first and then reduces. So with several micro-batches the two round differently, but integer
-    gradients have the same sums.
+    up in float32, and stay sums until the update, because more may come after a refused step. This
+    class reduces first and then accumulates; :class:`GradSync` accumulates first and then reduces.
+    So with several micro-batches the two round differently, but integer gradients have the same
+    sums.
 
     Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
     """
@@ -229,7 +230,7 @@ class EagerGradSync(BucketScheduler):
             StepError: there are no averages now.
         """
         if self.gradients is not Gradients.SUMS:
-            return super().divisor(to_write=to_write)
+            super().divisor(to_write=to_write)
         self.by_hand |= to_write
         if self._in_cuts:
             self._exchange_sums()
@@ -255,7 +256,7 @@ class EagerGradSync(BucketScheduler):
         self._start_pass()
 
     def finish(self, *, aside: bool = False) -> None:
-        """Turn the sums of this step into averages.
+        """Send the sums of this step to their owners.
 
         Args:
             aside: True to take part in the collectives of other ranks, and keep sums.
@@ -268,11 +269,7 @@ class EagerGradSync(BucketScheduler):
         # the other ranks need it.
         if self._exchange.rounds:
             self._exchange_sums()
-        if self._passes and not (self._finished or aside):
-            if self._divide_by != 1:
-                for shard in self.reduced.tensors:
-                    shard.div_(self._divide_by)
-            self._finished = True
+        self._finished |= bool(self._passes) and not aside
         super().finish(aside=aside)
 
     def _launch(self) -> None:
@@ -287,11 +284,8 @@ class EagerGradSync(BucketScheduler):
             has_sums = self._in_shards
         is_first = bucket.index not in has_sums
         with self._side:
-            if self._finished:
-                # The step for which the averages were made was refused: turn them back into sums.
-                for shard in self.reduced.tensors:
-                    shard.mul_(self._divide_by)
-                self._finished = False
+            # If there was a step before this pass, it was refused.
+            self._finished = False
             turn = self._turn()
             travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
             gradients = []

@@ -114,7 +114,7 @@ class BeforeUpdate:
             missing, or the engine did not know of the last. None if all is well.
         """
         progress = self._run.progress
-        broken = progress.broken
+        broken = bool(progress.unended)
         missed = progress.missed(stage=self._run.settings.stage)
         for _ in range(missed):
             with progress.reduction():

@@ -173,7 +173,7 @@ class FirstStep(StepObserver):
                 continue
             start = piece.param_start
             plain, bound = both[:, start : start + piece.numel]
-            own = self._owned.reduced.piece(name)
+            own = self._owned.reduced.average(name)
             if text := _first_difference(own, plain, bound, start):
                 text = (
                     f"{name}: averaged gradient: {text}, according to an all-reduce of the "
@@ -225,7 +225,7 @@ class FirstStep(StepObserver):
         for index, spec in enumerate(self._specs):
             name = spec.name
             group = self._run.group_of(name)
-            grad = self._run.whole(name, self._owned.reduced.piece)
+            grad = self._run.whole(name, self._owned.reduced.average)
             norm = torch.linalg.vector_norm(grad, dtype=squares.dtype)
             key = self._run.planned.norm_groups.get(name, "")
             # Every rank of the group has the whole gradient.

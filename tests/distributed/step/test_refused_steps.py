@@ -171,3 +171,49 @@ class TestRefusedSteps(DistributedTest):
                 each.backward(0 * loss)
             each.step()
         assert torch.equal(weights(engine.module), weights(plain.module)) and engine.optimizer.step_count == 1
+
+
+def refuse_for_a_rate(engine):
+    """Refused at every stage when the sums are at their owners."""
+    group = engine.optimizer.param_groups[0]
+    group["muon_lr"] = 1.0
+    with pytest.raises(StepError, match="muon_lr"):
+        engine.step()
+    del group["muon_lr"]
+
+
+class TestTheSameBits(DistributedTest):
+    """Of gradients that no sum and no average holds exactly."""
+
+    world_size = [2, 3, 5]
+
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    def test_gradients_after_a_skipped_and_a_refused_step(self, stage):
+        refused, plain = engines = [start(Net(), ds_config(
+            stage=stage, gas=3, layerwise={"grad_norm_skip_threshold": 1e6})) for _ in range(2)]
+
+        def passes(engine, micro_batches, factor=0.1):
+            for micro in micro_batches:
+                engine.backward(factor * engine((0, micro, dist.get_rank())))
+                if micro < 2:
+                    engine.step()
+
+        def gradients(engine):
+            return torch.cat([safe_get_full_grad(param).flatten() for param in engine.module.parameters()])
+
+        passes(refused, range(3), 1e9)
+        refused.step()
+        assert refused.optimizer.overflow
+        for engine in engines:
+            passes(engine, range(3))
+        before = gradients(plain)
+        assert torch.equal(gradients(refused), before)
+        refuse_for_a_rate(refused)
+        assert torch.equal(gradients(refused), before)
+        if stage > 1:  # more may come
+            for engine in engines:
+                passes(engine, [3])
+            assert torch.equal(gradients(refused), gradients(plain))
+        for engine in engines:
+            engine.step()
+        assert torch.equal(weights(refused.module), weights(plain.module))
