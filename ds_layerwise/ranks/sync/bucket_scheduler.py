@@ -60,7 +60,9 @@ class Gradients(Enum):
     There are neither sums nor averages.
     """
     AVERAGES = auto()
-    """The averages over all ranks are at their owners. No gradient may come before the step."""
+    """The averages over all ranks are at their owners, at stage 2 as sums. At stage 1, no gradient
+    may come before the step.
+    """
 
 
 class BucketScheduler(ABC):
@@ -92,7 +94,7 @@ class BucketScheduler(ABC):
 
     Args:
         params: the trainable parameters by name.
-        reduced: the memory of the averaged gradients of this rank's shards, float32; may alias
+        reduced: the memory of the averages, or sums, of this rank's shards, float32; may alias
             ``grads``.
         grads: the memory in which micro-batches accumulate, laid out like the parameters, if any.
         divide_by: the sum over ranks divided by this is the average.
@@ -241,8 +243,8 @@ class BucketScheduler(ABC):
                 turn.release()
 
     def finish(self, *, aside: bool = False) -> None:
-        """Make sure that ``reduced`` has the averages of this step. Every rank must call this at
-        the same point.
+        """Make sure that ``reduced`` has the gradients of this step over all ranks. Every rank must
+        call this at the same point.
 
         Args:
             aside: True to take part in the collectives of other ranks, and leave this rank's
