@@ -125,8 +125,12 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """Enter a backward pass, and note whether it accumulates gradients."""
         super().enter_backward()
         # Autograd's name for it: activation checkpoints are valid only in a pass that goes to all
-        # leaves.
-        self.only_asked = not torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+        # leaves. It does not say so yet in the hook of a tensor for which it is asked.
+        following = torch._C._current_autograd_node().next_functions
+        self.only_asked = not (
+            torch.autograd.Variable._execution_engine.is_checkpoint_valid()
+            and any(node and torch._C._will_engine_execute_node(node) for node, _ in following)
+        )
 
     def exit_backward(self) -> None:
         """Leave a backward pass, and allow the next one to queue its own callback.

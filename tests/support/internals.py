@@ -177,7 +177,7 @@ def decision(engine: Any) -> Any:
     this."""
     optimizer = engine.optimizer
     return optimizer._before_update.decide(
-        clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale, inside_pass=False)
+        clip_grad=optimizer.clip_grad, loss_scale=optimizer.loss_scale)
 
 
 def interrupt(engine: Any) -> None:

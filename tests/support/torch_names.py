@@ -18,6 +18,7 @@ _GLOO = "torch.distributed.distributed_c10d.ProcessGroupGloo"
 #: looks for on objects.
 PRIVATE = {
     **{f"torch._foreach_{name}": "one kernel for many tensors" for name in FOREACH},
+    "torch._C._current_autograd_node": "tells whether a pass goes on from a tensor",
     "torch._C._current_graph_task_id": "tells whether a backward pass is running",
     "torch._C._get_fp32_precision_getter": "precision of matmuls by backend",
     "torch._C._set_fp32_precision_setter": "the same, put back after a step",

@@ -362,6 +362,7 @@ class TestOneRankAlone(DistributedTest):
         for step in range(2):
             if (dist.get_rank(), step) == (0, 0):
                 torch.autograd.grad(engine((50, 0, 0)), engine.module.square.weight)
+                torch.autograd.grad(2 * (loss := engine((50, 0, 0))), loss)
             engine.backward(engine((step, 0, dist.get_rank())))
             if (dist.get_rank(), step) == (1, 1):
                 torch.autograd.grad(engine((50, 0, 1)), [engine.module.experts])

@@ -183,7 +183,7 @@ def refuse_for_a_rate(engine):
 
 
 class TestTheSameBits(DistributedTest):
-    """Of gradients that no sum and no average holds exactly."""
+    """Gradients that no sum and no average holds exactly."""
 
     world_size = [2, 3, 5]
 
