@@ -390,8 +390,7 @@ class Namo(Scaled):
 
         v <- beta v + (1 - beta) |g|^2
 
-    State ``moment2_buffer``: v, one number a matrix. It is an average of squares, so gradients
-    whose norm is beyond 1e19 overflow it.
+    State ``moment2_buffer``: v, one number a matrix.
 
     Reference: Emerging-Optimizers 0.3.0, after arXiv 2602.17080. The authors' own code
     (minxin-zhg/namo) corrects the bias of both averages, has eps under the root, bounds the step by

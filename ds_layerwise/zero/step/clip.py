@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -16,6 +17,10 @@ from ds_layerwise.zero.run_state import RunState
 #: itself changes nothing.
 _CLIP_EPS = 1e-6
 
+#: The largest float32 number, and the largest whose square is one: rules compute squares.
+_LARGEST = torch.finfo(torch.float32).max
+_LARGEST_ROOT = math.sqrt(_LARGEST)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -26,7 +31,7 @@ class Decision:
     frozen: frozenset[str]
     """The parameters that no rank updates in this step."""
     overflow: bool = False
-    """True if the step is skipped because a gradient is not finite."""
+    """True if the step is skipped because a gradient is not finite, or too large."""
     norm: float | None = None
     """The norm of the raw averages, without the loss scale; None if no setting needs it."""
     factors: Mapping[str, float] = field(default_factory=dict)
@@ -85,15 +90,14 @@ def fill_(sums: Tensor, run: RunState, idle: Collection[str]) -> None:
     elsewhere = run.planned.counted_elsewhere
     if run.config.log_num_zeros_in_grad:
         sums[-1] = reduced.number_of_zeros(leave_out={*elsewhere, *idle})
-    if run.settings.compute_grad_norm or run.settings.check_overflow:
-        group_of = run.planned.norm_groups
-        rest = reduced.sum_of_squares(leave_out={*elsewhere, *group_of})
-        groups = []
-        for key in run.config.norm_groups:
-            members = frozenset(name for name, group in group_of.items() if group == key)
-            groups.append(reduced.sum_of_squares(leave_out=elsewhere, only=members))
-        everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
-        torch.stack([rest, everything, *groups], out=sums[: 2 + len(groups)])
+    group_of = run.planned.norm_groups
+    rest = reduced.sum_of_squares(leave_out={*elsewhere, *group_of})
+    groups = []
+    for key in run.config.norm_groups:
+        members = frozenset(name for name, group in group_of.items() if group == key)
+        groups.append(reduced.sum_of_squares(leave_out=elsewhere, only=members))
+    everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
+    torch.stack([rest, everything, *groups], out=sums[: 2 + len(groups)])
 
 
 def decide(
@@ -106,6 +110,9 @@ def decide(
 ) -> Decision:
     """Decide on the step from the ``sums`` over all ranks.
 
+    A finite norm that no float32 number holds skips the step, and so does a clipped one without a
+    square: from either, rules would make NaN. This does not depend on ``check_overflow``.
+
     Args:
         clip_grad: the bound of the norm; 0 for none.
     """
@@ -114,11 +121,15 @@ def decide(
     rest, everything, *more = sums
     together = []
     norms = {}
+    bounded = []
     for square, (key, group) in zip(more, config.norm_groups.items(), strict=False):
         norms[key] = math.sqrt(square) / loss_scale
-        if not group.is_apart:
+        if group.gradient_clipping is None:
             together.append(square)
+        else:
+            bounded.append((norms[key], group.gradient_clipping))
     norm = math.sqrt(rest + math.fsum(together)) / loss_scale
+    bounded.append((norm, clip_grad))
     factors = {}
     for name, key in run.planned.norm_groups.items():
         bound = config.norm_groups[key].gradient_clipping
@@ -127,8 +138,10 @@ def decide(
     overflow = settings.check_overflow and not math.isfinite(everything)
     threshold = config.grad_norm_skip_threshold
     above = zeros = shown = None
-    if threshold is not None and threshold < norm < math.inf and not overflow:
+    if threshold is not None and threshold < norm <= _LARGEST and not overflow:
         above = norm
+    else:
+        overflow |= any(starmap(_is_too_large, bounded))
     if config.log_num_zeros_in_grad:
         zeros = round(sums[-1])
     if settings.compute_grad_norm:
@@ -145,6 +158,14 @@ def decide(
         loss_scale=loss_scale,
         clip_grad=clip_grad,
     )
+
+
+def _is_too_large(norm: float, most: float) -> bool:
+    """Tell whether float32 does not hold a finite norm, or its square after clipping to ``most``; a
+    ``most`` of 0 is no bound.
+    """
+    clipped = min(norm, most or math.inf)
+    return _LARGEST < norm < math.inf or _LARGEST_ROOT < clipped < math.inf
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:

@@ -67,7 +67,7 @@ class SkippedSteps(StepObserver):
         elif not scaler.dynamic:
             self._in_a_row += 1
             self._judge(step.number)
-        # Finite gradients do not reduce the scale, however large their norm is.
+        # A norm above the threshold does not reduce the scale.
         scaler.update_scale(decision.overflow)
         self.forget()
         self.looks = decision.overflow
@@ -134,7 +134,10 @@ class SkippedSteps(StepObserver):
             if not is_finite:
                 makers.append(str(rank))
         if not wrong:
-            return "the sum of all gradients is not finite, and each of them is"
+            return (
+                "all gradients are finite, but float32 does not hold their norm, or its square if "
+                "they are not clipped (gradient_clipping)"
+            )
         *_, name, rank = min(wrong)
         blame = f"the gradient of {name} is not finite, found by rank {rank}, which owns it"
         if not self.looks:

@@ -22,6 +22,7 @@ from tests.support.training import (
     relative_error,
     start,
     train_engine,
+    weights,
     whole_gradients,
 )
 from tests.support.versions import needs
@@ -147,6 +148,33 @@ class TestNorm(DistributedTest):
         norm = engine.get_global_grad_norm()
         assert (norm.shape, norm.dtype, norm.device.type) == ((), torch.float32, device().type)
         assert math.isfinite(norm)
+
+    @needs("deepspeed>=0.19.7", "it has no compute_grad_norm")
+    @pytest.mark.parametrize("stage", [1, 2, 3])
+    @pytest.mark.parametrize("checked", [True, False], ids=["checked", "unchecked"])
+    def test_finite_gradients_too_large_for_float32_skip_the_step_on_every_rank(self, stage, checked):
+        """Stock's norm is not finite beyond 3.4e38, or 1.8e19 where nothing clips; no rule sees either."""
+        sections = {} if checked else {"bf16": {"enabled": True, "check_grad_overflow": False}}
+        cases = [({"gradient_clipping": clip, **sections}, factor, skips)
+                 for clip, factor, skips in ((1.0, 1e38, True), (1.0, 1e30, False), (0.0, 1e30, True))]
+        for rule in () if checked or stage == 3 else ("muon", "namo", "polargrad", "adafactor", "soap", "adamw"):
+            for factor, skips in ((1e38, True), (1.0, False)):
+                cases.append(({"optimizer": {"type": "LayerWise", "params": {"matrix_optimizer": rule}},
+                               "zero_optimization": {"stage": stage, "compute_grad_norm": False}}, factor, skips))
+        for sections, factor, skips in cases:
+            engine = start(Sum(), ds_config(stage=stage, **{"gradient_clipping": 0.0, **sections}))
+            for one, skipped in ((factor, skips), (1.0, False)):
+                # Of the average, which has 64 such elements.
+                engine.backward(engine(one * dist.get_world_size() * (dist.get_rank() == 1)))
+                before = engine.optimizer.step_count
+                engine.step()
+                said = (sections, one)
+                assert engine.optimizer.overflow is skipped, said
+                assert engine.optimizer.step_count == before + (not skipped), said
+                norm = engine.get_global_grad_norm()
+                assert norm is None or norm == pytest.approx(math.inf if skipped else 8 * one, rel=2**-8), said
+            assert weights(engine.module).isfinite().all(), sections
+            engine.destroy()
 
     @needs("deepspeed>=0.19.7", "it has no compute_grad_norm")
     def test_it_need_not_be_computed(self):

@@ -96,6 +96,11 @@ class TestSkipped(DistributedTest):
         with pytest.raises(StepError, match="found by rank [01], which owns it; look for the cause"):
             train(engine, 1, bad=True)
 
+    def test_finite_gradients_are_called_too_large(self):
+        engine = start(Sick(1e30), ds_config(layerwise={"max_skipped_steps": 1}))
+        with pytest.raises(StepError, match="all gradients are finite, but float32 does not hold their norm, or its"):
+            train(engine, 1, bad=True)
+
     def test_it_warns_before_and_for_ever_where_there_is_no_end(self, monkeypatch):
         engine, warned = start(Sick(), ds_config(layerwise={"max_skipped_steps": None})), []
         monkeypatch.setattr(logger, "warning", warned.append)
