@@ -380,6 +380,13 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
                 f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
                 "stage 3; take it out of the model, or set zero_optimization.stage to 2"
             )
+    for name, module in engine.module.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ConfigError(
+                f"{name or 'the model'} is what torch.compile(module) returned, and DeepSpeed "
+                "fetches no parameters into that at ZeRO stage 3; call module.compile() instead, "
+                "or engine.compile() after initialize()"
+            )
     is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
     if engine.has_moe_layers or is_cut:
         raise ConfigError(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, StepError, nearest
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.group_defaults import OF_OTHER_SCHEDULES
 from ds_layerwise.plan.routes.routes import Route, Routes
@@ -25,7 +25,7 @@ from ds_layerwise.plan.routes.schedule_rates import (
     check_schedule,
     check_taken,
 )
-from ds_layerwise.recipes.base.fields import check, merged_keys, nearest, normalised, plain
+from ds_layerwise.recipes.base.fields import check, merged_keys, normalised, plain
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.recipe_registry import recipes_of_settings
 from ds_layerwise.recipes.targets.overrides import Override
@@ -287,6 +287,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         """
         raise cannot_load()
 
+    #: A copy or a pickle would have only these states, too.
+    __reduce_ex__ = load_state_dict  # type: ignore[assignment]
+
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise an error for users: the engine runs the update.
 
@@ -307,11 +310,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
 
 def cannot_load() -> StepError:
-    """Return the error for loading a dict of states into an optimizer of an engine."""
+    """Return the error for loading a dict of states into an optimizer of an engine, and for copying
+    or pickling it.
+    """
     return StepError(
-        "an engine's optimizer accepts no states from load_state_dict(), because each rank has "
-        "only those of some parameters; load with engine.load_checkpoint(), or whole states from "
-        "one file with engine.optimizer.load_state_dict_from_file(), as "
+        "an engine's optimizer accepts no states from load_state_dict(), and cannot be copied or "
+        "pickled, because each rank has only those of some parameters; load with "
+        "engine.load_checkpoint(), or whole states from one file with "
+        "engine.optimizer.load_state_dict_from_file(), as "
         "engine.optimizer.save_state_dict_to_file() writes it"
     )
 

@@ -32,6 +32,15 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     _global_grad_norm: torch.Tensor | None = None
     _coalesce_grad_reduction = False
 
+    def __init_subclass__(cls) -> None:
+        """Keep compilers out of the public methods of this class and ``cls``: they use collectives,
+        and update memory whose shape a graph would not know.
+        """
+        for kind in (EngineOptimizer, cls):
+            for name, method in list(vars(kind).items()):
+                if callable(method) and not name.startswith("_"):
+                    setattr(kind, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+
     def __init__(self, scaling: LossScaling) -> None:
         super().__init__()
         self.scaling = scaling
@@ -87,6 +96,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             StepError: always.
         """
         raise cannot_load()
+
+    #: A copy or a pickle would have only the states of this rank.
+    __reduce_ex__ = load_state_dict  # type: ignore[assignment]
 
     def get_lr(self) -> float:
         """Return the learning rate of the first group."""

@@ -16,6 +16,7 @@ from deepspeed.runtime.utils import count_used_parameters_in_backward
 from deepspeed.utils.torch import register_grad_hook
 from torch import nn
 
+from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
@@ -130,6 +131,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     # --- backward passes
 
     def _make_hook(self, name: str, param: nn.Parameter) -> Any:
+        # Autograd calls it, also in a train step that torch compiles.
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def gradient_is_ready(*_: Any) -> None:
             # Ask before re-entering: re-entering changes the depth that the answer depends on.
             refresh = self.should_refresh_expected_hook_count()
@@ -233,14 +236,22 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     # --- one step
 
-    def step(self) -> None:
+    def step(self, closure: object = None) -> None:
         """Make one step: skip, clip, update, send. The engine calls this at the boundary.
+
+        Args:
+            closure: None alone: gradients are reduced before a step, and not by it.
 
         Raises:
             LayerWiseError: on every rank, if no rank has gradients of a backward pass, if an error
                 ended the backward pass of any rank, or if parameters have changed; see
                 :class:`~ds_layerwise.zero.step.param_guard.Guard`.
         """
+        if closure is not None:
+            raise StepError(
+                f"step() takes no closure, got {closure!r}: gradients are reduced before a step; "
+                "call engine.backward(loss), then engine.step()"
+            )
         self.progress.refused = True
         with numerics_context.set_aside(self._run.device), survivable(self._engine()):
             self._step()

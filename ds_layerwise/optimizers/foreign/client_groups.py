@@ -149,6 +149,7 @@ class ClientOptimizer(LayerWiseOptimizer):
             add_param_group=refuse,
             load_state_dict=refuse,
             state_dict=refuse,
+            __reduce_ex__=refuse,
         )
 
     def mark_step(self) -> None:

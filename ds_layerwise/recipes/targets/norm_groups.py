@@ -27,11 +27,6 @@ class NormGroup(Conditions):
     optional: bool = False
     """True if it may match no parameter."""
 
-    @property
-    def is_apart(self) -> bool:
-        """True if only its own norm clips it, and it counts in no other norm."""
-        return self.gradient_clipping is not None
-
 
 def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
     """Return the groups that a config has under the name ``where``.

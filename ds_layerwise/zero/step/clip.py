@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -121,27 +120,29 @@ def decide(
     rest, everything, *more = sums
     together = []
     norms = {}
-    bounded = []
+    bounded = {}
     for square, (key, group) in zip(more, config.norm_groups.items(), strict=False):
         norms[key] = math.sqrt(square) / loss_scale
         if group.gradient_clipping is None:
             together.append(square)
         else:
-            bounded.append((norms[key], group.gradient_clipping))
+            bounded[key] = norms[key], group.gradient_clipping
     norm = math.sqrt(rest + math.fsum(together)) / loss_scale
-    bounded.append((norm, clip_grad))
     factors = {}
     for name, key in run.planned.norm_groups.items():
-        bound = config.norm_groups[key].gradient_clipping
-        if bound is not None:
-            factors[name] = _factor(norms[key], bound, loss_scale)
+        if key in bounded:
+            factors[name] = _factor(*bounded[key], loss_scale)
+    bounded[""] = norm, clip_grad
     overflow = settings.check_overflow and not math.isfinite(everything)
     threshold = config.grad_norm_skip_threshold
     above = zeros = shown = None
     if threshold is not None and threshold < norm <= _LARGEST and not overflow:
         above = norm
     else:
-        overflow |= any(starmap(_is_too_large, bounded))
+        overflow |= any(
+            _LARGEST < norm < math.inf or _LARGEST_ROOT < min(norm, most or math.inf) < math.inf
+            for norm, most in bounded.values()
+        )
     if config.log_num_zeros_in_grad:
         zeros = round(sums[-1])
     if settings.compute_grad_norm:
@@ -158,14 +159,6 @@ def decide(
         loss_scale=loss_scale,
         clip_grad=clip_grad,
     )
-
-
-def _is_too_large(norm: float, most: float) -> bool:
-    """Tell whether float32 does not hold a finite norm, or its square after clipping to ``most``; a
-    ``most`` of 0 is no bound.
-    """
-    clipped = min(norm, most or math.inf)
-    return _LARGEST < norm < math.inf or _LARGEST_ROOT < clipped < math.inf
 
 
 def _factor(norm: float, most: float, loss_scale: float) -> float:

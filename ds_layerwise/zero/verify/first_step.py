@@ -191,7 +191,7 @@ class FirstStep(StepObserver):
         groups = self._run.config.norm_groups
         norm_groups = self._run.planned.norm_groups
         # Each factor comes from the common norm of these groups, with this bound.
-        together = [key for key, group in groups.items() if not group.is_apart]
+        together = [key for key, group in groups.items() if group.gradient_clipping is None]
         counted = [("", ["", *together], decision.clip_grad, decision.factor)]
         for name, factor in decision.factors.items():
             key = norm_groups[name]

@@ -10,6 +10,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from torch import nn
 
+from ds_layerwise.errors import ConfigError
 from tests.support import internals
 from tests.support.checkpoints import loaded
 from tests.support.harness import DistributedTest
@@ -63,7 +64,9 @@ def train(engine, *, gas=1, direct=False, steps=STEPS, wait=True):
 
 class TestCompiled(DistributedTest):
     @pytest.mark.parametrize("who, stage, gas, overlap, late", [
-        ("engine", 1, 1, True, False), ("module", 2, 2, False, True), ("user", 1, 2, True, True)])
+        ("engine", 1, 1, True, False), ("module", 2, 2, False, True),
+        pytest.param("module", 3, 1, True, False, marks=pytest.mark.thorough),
+        ("user", 1, 2, True, True)])
     def test_it_changes_no_bit(self, who, stage, gas, overlap, late):
         config = ds_config(stage=stage, gas=gas, overlap=overlap, bucket_numel=1, clip=1.0,
                            layerwise={"overlap_param_gather": late})
@@ -80,6 +83,42 @@ class TestCompiled(DistributedTest):
         assert [spec.name for spec in engine.optimizer.specs] == [prefix + spec.name for spec in plain.optimizer.specs]
         assert [r.recipe for r in engine.optimizer.routes.values()] == [
             r.recipe for r in plain.optimizer.routes.values()]
+
+    @pytest.mark.parametrize("stage", [
+        pytest.param(1, marks=pytest.mark.thorough), 2, pytest.param(3, marks=pytest.mark.thorough)])
+    @pytest.mark.world_size(1)
+    def test_a_compiled_train_step_changes_no_bit(self, stage, tmp_path):
+        saves = stage != 2
+
+        def train_step(engine, tokens):
+            loss = engine(tokens)
+            engine.backward(loss)
+            engine.step()
+            if saves:
+                engine.save_checkpoint(tmp_path, tag="step")
+                engine.load_checkpoint(tmp_path, tag="step")
+            engine.zero_grad()
+
+        def trained(compiles):
+            engine = start(Layers(), ds_config(stage=stage, clip=1.0))
+            step = compiles(functools.partial(train_step, engine))
+            for tokens in torch.arange(2 * 4).view(2, 4) % 7:
+                step(tokens)
+            return weights(engine.module)
+
+        expected, counter = trained(lambda call: call), new_counter()
+        assert torch.equal(trained(functools.partial(torch.compile, backend=counter)), expected)
+        assert counter.frame_count
+
+    @pytest.mark.parametrize("part", ["the model", "layers.1"])
+    def test_a_compiled_module_at_stage_3_is_refused_with_the_way_out(self, part):
+        model, counter = Layers(), new_counter()
+        if part == "the model":
+            model = torch.compile(model, backend=counter)
+        else:
+            model.layers[1] = torch.compile(model.layers[1], backend=counter)
+        with pytest.raises(ConfigError, match=rf"^{part} is what torch.compile.*call module.compile\(\) instead"):
+            start(model, ds_config(stage=3))
 
     @pytest.mark.thorough
     def test_the_backward_pass_too(self):
