@@ -29,6 +29,10 @@ _PUBLIC = {
 __all__ = ["__version__", *_PUBLIC]
 
 
+def __dir__() -> list[str]:
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
     if name not in _PUBLIC:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
-from ds_layerwise.errors import ConfigError, unknown_key
+from ds_layerwise.errors import FOREIGN, ConfigError, nearest, unknown_key
 from ds_layerwise.recipes.base.dtypes import MasterDtype
 from ds_layerwise.recipes.base.fields import (
     Betas,
@@ -28,7 +28,6 @@ from ds_layerwise.recipes.base.fields import (
     check,
     entries_of,
     merged_keys,
-    nearest,
 )
 from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.recipes.monitor import Monitor
@@ -103,12 +102,14 @@ def only_known(where: str, section: Mapping[str, Any], known: Collection[str]) -
 def belongs_in(
     key: str, *, shared: Collection[str] = ("lr", "momentum", "weight_decay", "betas", "eps")
 ) -> str | None:
-    """Return the place of ``key`` if it is a key of our two sections, or a misspelling of one; else
-    None.
+    """Return the place of ``key`` if it is a key of our two sections, a misspelling of one, or a
+    name that others have for a setting; else None.
 
     Args:
         shared: the keys that have other meanings elsewhere.
     """
+    if key in FOREIGN:
+        return FOREIGN[key]
     for section, keys in (
         ("layerwise", LayerWiseConfig.keys()),
         ("optimizer.params", _all_params()),

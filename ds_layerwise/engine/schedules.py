@@ -14,6 +14,7 @@ from typing import Any
 
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger
 
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.errors import ConfigError
@@ -24,7 +25,17 @@ from ds_layerwise.zero.optimizer import uses_us
 def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
     kind = (engine._config._param_dict.get("scheduler") or {}).get("type")
     is_of_torch = kind is not None and not hasattr(lr_schedules, kind)
-    return original(engine.basic_optimizer if is_of_torch else optimizer)
+    # DeepSpeed's schedulers ask themselves for their rates when they are made.
+    logger.addFilter(_asks_later)
+    try:
+        return original(engine.basic_optimizer if is_of_torch else optimizer)
+    finally:
+        logger.removeFilter(_asks_later)
+
+
+def _asks_later(record: Any) -> bool:
+    """Tell whether a warning is about anything but rates before the first step."""
+    return "scheduler before it has started" not in record.msg
 
 
 def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:

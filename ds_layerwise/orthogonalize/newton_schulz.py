@@ -28,10 +28,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import ConfigError, nearest
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.base.fields import nearest
 from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
 
 #: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.

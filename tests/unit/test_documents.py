@@ -23,7 +23,7 @@ import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.engine.contract.contract import CONTRACT
-from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
 from ds_layerwise.plan.network.links import LINKS
 from ds_layerwise.recipes.base.low_bit_settings import KeptMoments, KeptMomentum
 from ds_layerwise.recipes.base.recipe import Recipe
@@ -587,6 +587,7 @@ def test_the_page_of_the_interface_is_what_the_code_says():
             for name, value in vars(base).items() if not name.startswith("_")
             and (isinstance(value, property) or inspect.isfunction(value))}
     assert said >= {*ds_layerwise.__all__, *ours} and len(ours) > 40
+    assert {*ds_layerwise.__all__} <= {*dir(ds_layerwise)}
     assert api.ENGINE.keys() == {name.key for name in CONTRACT if ".DeepSpeedEngine." in name.path
                                  and not name.key.startswith("_")} - {"zero_use_cpu_optimizer"}
 
@@ -674,3 +675,19 @@ def test_every_name_of_megatron_is_told_and_what_it_is_here_is_there():
             known = sections if section.startswith("layerwise") else {*params, *of_deepspeed}
             assert key in known or name in known, name
         assert names_in(row[1]) or (row[1] == "not applicable" and row[2]), row
+        for name in names_in(row[0]):
+            there = FOREIGN.get(name, "").removeprefix("optimizer.params.")
+            assert there in names_in(row[1]) or not there, name
+            known = {*sections, *params, *of_deepspeed}
+            assert there or row[1] == "not applicable" or name in known, f"{name} gets no suggestion"
+
+
+def test_every_setting_of_others_has_another_name_here():
+    params = {key for entry in REGISTRY.values() for key in (*params_model(entry.recipe, AdamW, True).keys(),)}
+    of_deepspeed = {name for page in [DOCS / "config_keys.md"] for name in re.findall(r"`([\w.]+)`", page.read_text())}
+    for theirs, ours in FOREIGN.items():
+        section, _, key = ours.rpartition(".")
+        known = {"optimizer.params": params, "layerwise": LayerWiseConfig.keys(),
+                 "layerwise.overrides[]": Override.entry_keys()}.get(section, of_deepspeed)
+        assert key in known or ours in known, ours
+        assert theirs not in {*params, *LayerWiseConfig.keys()}, theirs

@@ -19,8 +19,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.fields import Count, Section, build, nearest
+from ds_layerwise.errors import ConfigError, nearest
+from ds_layerwise.recipes.base.fields import Count, Section, build
 
 #: Bounds that keep every time finite. Rates are in 10^9 per second, or 10^12 operations per second;
 #: latencies in microseconds.

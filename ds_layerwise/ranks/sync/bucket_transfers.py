@@ -120,7 +120,9 @@ class Wire:
         """
         turn = turn or Turn(memory.device)
         if self.size == 1:
-            return Pending(finish=lambda: _add_up([memory], out, divide_by))
+            # What would travel is rounded, as among more ranks.
+            sent = turn.cast("sent", memory, wire_dtype)
+            return Pending(finish=lambda: _add_up([sent], out, divide_by))
         if self.native or self.inside is not None:
             room = room_in(wire_dtype, self.size)
             if room != 1:

@@ -9,10 +9,9 @@ once.
 
 from __future__ import annotations
 
-import difflib
 import math
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -144,11 +143,6 @@ def normalised(value: object) -> Any:
     if isinstance(value, int) and abs(value) > sys.float_info.max:
         return math.inf if value > 0 else -math.inf
     return value
-
-
-def nearest(key: object, known: Collection[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the one of ``known`` that ``key`` most likely stands for; None if there is none."""
-    return next(iter(difflib.get_close_matches(str(key), known, n=1, cutoff=cutoff)), None)
 
 
 def merged_keys(sections: Sequence[type[Section]]) -> dict[str, type[Section]]:

@@ -2,7 +2,9 @@
 
 import copy
 import csv
+import logging
 import math
+import pickle
 
 import deepspeed
 import deepspeed.comm as dist
@@ -11,10 +13,12 @@ import torch
 from deepspeed.comm.comm import comms_logger
 from deepspeed.runtime import config as deepspeed_config
 from deepspeed.runtime import lr_schedules
+from deepspeed.utils import logger
 from torch import nn
 from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
+from ds_layerwise.errors import StepError
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.ranks.sync.exchange import rounds_of
 from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
@@ -181,6 +185,18 @@ class TestSchedulers(DistributedTest):
             train_engine(engine, 1, first=step)
         assert_trained_as(engine.module, by_the_oracle(num_steps=STEPS, schedule=lambda step: lrs[step] / 0.003))
 
+    def test_a_start_does_not_warn_of_a_schedule_before_it_has_started(self):
+        """Other warnings come, and that one where a script asks; stock gives it at each start."""
+        warned, handler = [], logging.Handler()
+        handler.emit = lambda record: warned.append(record.getMessage())
+        logger.addHandler(handler)
+        engine = start(Net(), ds_config(scheduler={"type": "WarmupDecayLR", "params": {
+            "total_num_steps": 2, "warmup_num_steps": 4, "warmup_max_lr": 0.003}}))
+        assert [one for one in warned if "schedul" in one or "total" in one] == [
+            "total_num_steps 2 is less than warmup_num_steps 4"]
+        lr_schedules.WarmupLR(engine.optimizer)
+        assert "scheduler before it has started" in warned[-1]
+
     def test_a_cycle_of_betas_reaches_adam(self):
         params = {**SCHEDULERS["OneCycle"], "cycle_momentum": True, "cycle_min_mom": 0.6, "cycle_max_mom": 0.9}
         lrs, betas = followed("OneCycle", params, "lr"), followed("OneCycle", params, "betas")
@@ -206,6 +222,20 @@ class TestSchedulers(DistributedTest):
         assert engine.get_lr() == [0.001]
         train_engine(engine, 3, first=3)
         assert_trained_as(engine.module, by_the_oracle(num_steps=STEPS, schedule=lambda step: 1 if step < 3 else 1 / 3))
+
+
+class TestInterface(DistributedTest):
+    def test_what_an_optimizer_of_an_engine_cannot_do_is_said(self):
+        engine = train_engine(start(Net(), ds_config()), 1)
+        engine.backward(engine((1, 0, dist.get_rank())))
+        with pytest.raises(StepError, match=r"^step\(\) takes no closure, got .*; call engine.backward"):
+            engine.optimizer.step(lambda: 0)
+        engine.optimizer.step(closure=None)
+        assert engine.optimizer.step_count == 2
+        for optimizer in (engine.optimizer, engine.optimizer.optimizer):
+            for copies in (pickle.dumps, copy.copy, copy.deepcopy):
+                with pytest.raises(StepError, match="cannot be copied or pickled, because each rank"):
+                    copies(optimizer)
 
 
 class TestBatchSizes(DistributedTest):

@@ -408,7 +408,8 @@ class TestRefusals(DistributedTest):
         optimizer.register_step_post_hook(hook)
         engine = start(module, optimizer)
         for call in (optimizer.step, lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
-                     lambda: optimizer.load_state_dict(saved), optimizer.state_dict):
+                     lambda: optimizer.load_state_dict(saved), optimizer.state_dict,
+                     lambda: copy.deepcopy(optimizer)):
             with pytest.raises(StepError, match="an engine trains with this"):
                 call()
         train_engine(engine, 2)

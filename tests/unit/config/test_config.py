@@ -70,6 +70,11 @@ def test_stock_switches_of_the_auxiliary_adam():
 @pytest.mark.parametrize("params, message", [
     ({"momentun": 0.9}, "optimizer.params.momentun is not an option; did you mean 'momentum'"),
     ({"flux": 1}, "optimizer.params.flux is not an option; known: .*ns_method"),
+    ({"adam_eps": 1e-8}, "optimizer.params.adam_eps is not an option; did you mean 'eps'"),
+    ({"muon_num_ns_steps": 5}, "optimizer.params.muon_num_ns_steps is not an option; did you mean 'ns_steps'"),
+    ({"adjust_lr_fn": "original"}, "optimizer.params.adjust_lr_fn is not an option; did you mean 'scale_mode'"),
+    ({"muon_split_qkv": True}, "optimizer.params.muon_split_qkv is not an option; did you mean layerwise.auto_split"),
+    ({"clip_grad": 1.0}, r"optimizer.params.clip_grad is not an option; did you mean gradient_clipping\?"),
     ({"matrix_optimizer": "muon"}, "matrix_optimizer needs optimizer.type 'LayerWise'"),
     ({"precondition_frequency": 10}, "precondition_frequency belongs to soap or kl_soap or shampoo, and this run has"),
     ({"momentum": 1.0}, r"optimizer.params.momentum must be in \[0, 1\), got 1.0"),
@@ -131,6 +136,7 @@ def test_options_of_a_load_are_parsed():
 
 @pytest.mark.parametrize("section, message", [
     ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
+    ({"store_param_remainders": True}, "store_param_remainders is not an option; did you mean 'master_dtype'"),
     ({"layout": "best"}, "layerwise.layout must be one of"),
     ({"max_skipped_steps": 0}, "layerwise.max_skipped_steps must be a whole number of at least 1"),
     ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),

@@ -131,7 +131,8 @@ class TestParamGroups:
     @pytest.mark.parametrize(("key", "meant"), [
         ("nestrov", "nesterov"), ("ns_step", "ns_steps"), ("scale_mod", "scale_mode"), ("momentun", "momentum"),
         ("mu_lr", "muon_lr"), ("ad_lr", "adam_lr"), ("lrs", "lr"), ("ep", "eps"), ("weight_decy", "weight_decay"),
-        ("use_moun", "use_muon")])
+        ("use_moun", "use_muon"), ("wd", "weight_decay"), ("mu", "momentum"), ("epsilon", "eps"),
+        ("adamw_betas", "betas")])
     def test_a_misspelt_key_of_a_group_is_refused(self, key, meant):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} is not an option; did you mean '{meant}'"):
             LayerWiseOptimizer([{"params": params(1), key: 1}], self.config)
