@@ -39,7 +39,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         for kind in (EngineOptimizer, cls):
             for name, method in list(vars(kind).items()):
                 if callable(method) and not name.startswith("_"):
-                    setattr(kind, name, torch.compiler.disable(method))  # type: ignore[no-untyped-call]
+                    method = torch.compiler.disable(method)  # type: ignore[no-untyped-call]
+                    setattr(kind, name, method)
 
     def __init__(self, scaling: LossScaling) -> None:
         super().__init__()

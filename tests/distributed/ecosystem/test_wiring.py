@@ -225,7 +225,7 @@ class TestSchedulers(DistributedTest):
 
 
 class TestInterface(DistributedTest):
-    def test_what_an_optimizer_of_an_engine_cannot_do_is_said(self):
+    def test_closures_copies_and_pickles_are_refused_in_words(self):
         engine = train_engine(start(Net(), ds_config()), 1)
         engine.backward(engine((1, 0, dist.get_rank())))
         with pytest.raises(StepError, match=r"^step\(\) takes no closure, got .*; call engine.backward"):
