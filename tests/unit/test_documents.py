@@ -678,7 +678,7 @@ def test_every_name_of_megatron_is_told_and_what_it_is_here_is_there():
         for name in names_in(row[0]):
             there = FOREIGN.get(name, "").removeprefix("optimizer.params.")
             assert there in names_in(row[1]) or not there, name
-            known = {*sections, *params, *of_deepspeed}
+            known = {*sections, *params, *of_deepspeed, "timers"}  # a section of DeepSpeed's
             assert there or row[1] == "not applicable" or name in known, f"{name} gets no suggestion"
 
 
