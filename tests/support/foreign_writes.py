@@ -10,7 +10,7 @@ from typing import Any
 #: Expressions for objects of this package, beside ``self``.
 OURS = frozenset("""
     _Changes _Kept checkpointing checkpointing.load load local made optimizer.checkpointing optimizer.progress report
-    run.progress run.scaling seat self._load self.progress self.scaling step""".split())
+    run.progress run.scaling seat self._load self.owned.reduced self.progress self.scaling step""".split())
 
 #: The writes to others that do not go through :func:`ds_layerwise.instance_patches.patch`, and the reason for each.
 #: A name in braces is computed.
@@ -69,6 +69,7 @@ LISTED = {
     "part.columns": "the same",
     # Objects of this package, by computed names.
     "self.{'_hooks'}": "destroyed twice",
+    "kind.{name}": "methods of an optimizer of this package, which compilers do not trace",
     "optimizer.{name}": "an optimizer that is retired",
 }
 

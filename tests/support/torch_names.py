@@ -61,4 +61,5 @@ ON_INSTANCES = {
     "torch.optim.Optimizer.add_param_group": "the same",
     "torch.optim.Optimizer.load_state_dict": "the same",
     "torch.optim.Optimizer.state_dict": "the same",
+    "torch.optim.Optimizer.__reduce_ex__": "the same",
 }

@@ -36,6 +36,7 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
     rule = type(engine)._backward_prologue_per_tensor
     patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def divided(param: nn.Parameter, gradient: Tensor) -> Tensor | None:
         engine = engine_of()
         steps = 1 if engine is None else engine.gradient_accumulation_steps()
