@@ -288,8 +288,8 @@ def _reading(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-# Each command imports its own modules. Except for plan, these need torch and deepspeed, which take
-# seconds to load; help and mistakes in the arguments should not wait for them.
+# Each command imports its own modules. These need torch and deepspeed, which take seconds to load;
+# help and mistakes in the arguments should not wait for them.
 
 
 def _plan(options: argparse.Namespace) -> int:

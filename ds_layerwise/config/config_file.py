@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ds_layerwise.errors import ConfigError
@@ -26,64 +25,30 @@ _FILLED_IN: dict[str, Any] = {
     "scheduler.params.warmup_max_lr": 5e-5,
 }
 
-#: The "auto" keys that do not affect a plan.
-_WITHOUT_EFFECT = """
-    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
-    scheduler.params.total_num_steps scheduler.params.warmup_num_steps
-""".split()
+#: Values for the "auto" keys that do not affect a plan. DeepSpeed takes None for a missing key.
+_WITHOUT_EFFECT = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "scheduler.params.total_num_steps": 10**9,
+    "scheduler.params.warmup_num_steps": 1,
+}
 
 #: The sections that must be objects in any config.
 _OBJECTS = """
     optimizer optimizer.params layerwise zero_optimization zero_optimization.offload_optimizer
     zero_optimization.offload_param bf16 bfloat16 fp16 torch_autocast data_types tensor_parallel
     checkpoint scheduler scheduler.params amp compile hybrid_engine eigenvalue expert_parallel
+    activation_checkpointing data_efficiency flops_profiler pipeline zero_optimization.leaf_module
 """.split()
 
 #: The switches that affect a plan or a check of the config. DeepSpeed accepts values other than
 #: booleans for them.
 _FLAGS = """
     bf16.enabled bfloat16.enabled fp16.enabled torch_autocast.enabled zero_optimization.cpu_offload
-    zero_optimization.compute_grad_norm checkpoint.use_node_local_storage
-    managed_gradient_accumulation
+    zero_optimization.compute_grad_norm zero_optimization.overlap_comm flops_profiler.enabled
+    checkpoint.use_node_local_storage managed_gradient_accumulation wall_clock_breakdown
 """.split()
-
-
-def read_config(path: Path) -> Mapping[str, Any]:
-    """Read the DeepSpeed config in a file as DeepSpeed does: JSON, or HJSON with comments.
-
-    Raises:
-        ConfigError: the file cannot be read or is neither, repeats a key, or is not a config.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as e:
-        raise ConfigError(
-            f"--config must be a file with a DeepSpeed config, got {path}: {e.strerror}; name one, "
-            "such as those in ds_configs"
-        ) from e
-    except UnicodeDecodeError as e:
-        raise ConfigError(f"{path} is no JSON: {e}") from e
-    try:
-        given = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (json.JSONDecodeError, RecursionError) as e:
-        import hjson  # a dependency of deepspeed, and slower
-
-        try:
-            given = hjson.loads(text, object_pairs_hook=_without_duplicates)
-        except (hjson.HjsonDecodeError, RecursionError):
-            raise ConfigError(f"{path} is no JSON: {e}") from e
-    return config_of(given)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(
-                f"the config names {key!r} twice in one object; remove one of the two"
-            )
-        found[key] = value
-    return found
 
 
 def config_of(given: object) -> Mapping[str, Any]:
@@ -141,13 +106,10 @@ def fill_in(
         values["scheduler.params.warmup_max_lr"] = lr
     if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
         values["zero_optimization.reduce_bucket_size"] = hidden_size**2
-    for path in (*values, *_WITHOUT_EFFECT):
-        if at(filled, path) != "auto":
-            continue
-        section, _, key = path.rpartition(".")
-        holder = at(filled, section)
-        if path in values:
-            holder[key] = values[path]
-        else:
-            del holder[key]
+    for path, value in {**_WITHOUT_EFFECT, **values}.items():
+        if at(filled, path) == "auto":
+            section, _, key = path.rpartition(".")
+            at(filled, section)[key] = value
+    if filled.get("train_batch_size") is filled.get("train_micro_batch_size_per_gpu") is None:
+        filled["train_micro_batch_size_per_gpu"] = 1
     return filled, values

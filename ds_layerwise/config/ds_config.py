@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from operator import is_
 from os.path import commonprefix
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -332,7 +332,9 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
 def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
     zero = ds_config["zero_optimization"]
     at_stage_2 = zero["stage"] >= 2
-    overlaps = zero.get("overlap_comm") is True
+    overlaps = zero.get("overlap_comm")
+    if overlaps in (None, "auto"):
+        overlaps = zero["stage"] == 3
     accumulated = at(ds_config, "data_types.grad_accum_dtype")
     if at_stage_2 and accumulated not in (None, "fp32", "float32", "float"):
         raise ConfigError(
@@ -379,6 +381,14 @@ _NOT_AT_STAGE_3: dict[str, Any] = {
 }
 
 
+def tensor_and_other(autotp_size: int) -> ConfigError:
+    """Return the error for AutoTP together with a pipeline or sequence parallelism."""
+    return ConfigError(
+        f"tensor_parallel.autotp_size is {autotp_size}, together with a pipeline or sequence "
+        "parallelism, which this optimizer does not support; remove one of the two"
+    )
+
+
 def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
     stage = at(ds_config, "zero_optimization.stage")
     for path, neutral in _NOT_AT_STAGE_3.items():
@@ -388,6 +398,10 @@ def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
                 f"{path} is {value!r}, which is not supported at ZeRO stage 3 yet; remove "
                 "it, or set zero_optimization.stage to 2"
             )
+    tensors = at(ds_config, "tensor_parallel.autotp_size")
+    sequences = ds_config.get("sequence_parallel_size")
+    if tensors not in (None, 0, 1) and sequences not in (None, 0, 1):
+        raise tensor_and_other(tensors)
     if stage < 3 and at(ds_config, "zero_optimization.offload_param.device") == "cpu":
         raise ConfigError(
             f"zero_optimization.offload_param.device is 'cpu', and stage is {stage}, where "
@@ -443,22 +457,20 @@ _SECTION_OF = {
     "TPTrainingConfig": "tensor_parallel",
     "CompileConfig": "compile",
     "CommsLoggerConfig": "comms_logger",
+    "DeepSpeedThroughputTimerConfig": "timers.throughput",
+    "WeightQuantConfig": "weight_quantization",
 }
 
 
-def retell(error: Exception) -> None:
+def retell(error: Exception) -> NoReturn:
     """Raise DeepSpeed's error about a config in the form of this package's errors.
 
-    Any other error is ignored.
-
     Raises:
-        ConfigError: names the first wrong key of a section and its value; DeepSpeed's error is its
-            cause.
+        ConfigError: has DeepSpeed's words, or names the first wrong key of a section and its value;
+            DeepSpeed's error is its cause.
     """
-    if isinstance(error, AssertionError):
-        raise ConfigError(str(error)) from error
     if not isinstance(error, ValidationError):
-        return
+        raise ConfigError(str(error)) from error
     first = error.errors()[0]
     section = _SECTION_OF.get(error.title, error.title)
     key = ".".join(map(str, (section, *first["loc"]))).lstrip(".")

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from ds_layerwise.recipes.base.fields import NonNegative, check
+
 #: DeepSpeed's defaults, by keys without their prefix ``stage3_``, in elements.
 _DEFAULTS = {
     "max_live_parameters": 1_000_000_000,
@@ -38,7 +40,9 @@ class Fetching:
         found = {}
         for key, default in _DEFAULTS.items():
             value = zero.get(f"stage3_{key}", zero.get(key, "auto"))
-            found[key] = default if value == "auto" else int(value)
+            if value != "auto":
+                default = check(NonNegative, f"zero_optimization.stage3_{key}", value)
+            found[key] = int(default)
         return cls(**found)
 
     def whole(self, params: Iterable[tuple[int, int]]) -> Whole:

@@ -4,7 +4,6 @@ and plans.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -26,21 +25,13 @@ from ds_layerwise.recipes.base.fields import check
 #: DeepSpeed's default for zero_optimization.reduce_bucket_size.
 DEFAULT_BUCKET_NUMEL = 500_000_000
 
-#: DeepSpeed's defaults for relevant keys that are still "auto".
-_LEFT_TO_DEEPSPEED = {
-    "zero_optimization.reduce_bucket_size": DEFAULT_BUCKET_NUMEL,
-    "zero_optimization.overlap_comm": False,
-    "zero_optimization.compute_grad_norm": True,
-    "zero_optimization.cpu_offload": False,
-    "zero_optimization.offload_optimizer.ratio": 1.0,
-}
-
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _ACCUMULATION_DTYPES = {"half": "float16", "float": "float32"}
 for _short, _name in _DTYPES.items():
     _ACCUMULATION_DTYPES.update({_short: _name, _name: _name, f"torch.{_name}": _name})
 
-
+_EXPECTS = {"expects": "a whole number of at least 1"}
+_Numel = Annotated[float, Field(ge=1, multiple_of=1, json_schema_extra=_EXPECTS)]
 _Ratio = Annotated[float, Field(ge=0, le=1, json_schema_extra={"expects": "a number in [0, 1]"})]
 
 
@@ -94,11 +85,14 @@ class RunConfig:
         refuse_unsupported(given)
         check_autocast(given)
         zero = given["zero_optimization"]
+        size = zero.get("reduce_bucket_size", "auto")
+        if size == "auto":
+            size = DEFAULT_BUCKET_NUMEL
         return cls(
             optimizer=optimizer,
             layerwise=layerwise,
             stage=zero["stage"],
-            bucket_numel=_bucket_numel(zero.get("reduce_bucket_size", "auto")),
+            bucket_numel=int(check(_Numel, "zero_optimization.reduce_bucket_size", size)),
             param_dtype=_param_dtype(given),
             accumulation_dtype=_dtype("data_types.grad_accum_dtype", given, _ACCUMULATION_DTYPES),
             wire_dtype=_dtype("communication_data_type", given, _DTYPES),
@@ -118,31 +112,6 @@ class RunConfig:
     def sent_as(self, dtype: str) -> str:
         """Return the dtype in which gradients of parameters of ``dtype`` are sent."""
         return self.wire_dtype or (dtype if self.stage > 1 else self.stored_as(dtype))
-
-
-def left_to_deepspeed(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return DeepSpeed's default for each relevant "auto" in ``given``, by path."""
-    found = {}
-    for path, value in _LEFT_TO_DEEPSPEED.items():
-        if at(given, path) == "auto":
-            found[path] = value
-    return found
-
-
-def _bucket_numel(value: object) -> int:
-    if value == "auto":
-        return DEFAULT_BUCKET_NUMEL
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, (int, float))
-        or not 1 <= value < math.inf
-        or value % 1
-    ):
-        raise ConfigError(
-            "zero_optimization.reduce_bucket_size must be a whole number of at least 1, got "
-            f"{value!r}"
-        )
-    return int(value)
 
 
 def _host_ratio(zero: Mapping[str, Any]) -> float:
@@ -168,9 +137,15 @@ def _param_dtype(given: Mapping[str, Any]) -> str:
     is_bf16 = at(given, "bf16.enabled") or at(given, "bfloat16.enabled")
     if is_bf16 and at(given, "fp16.enabled"):
         raise ConfigError("bf16.enabled and fp16.enabled are both true; set one of them to false")
+    found = "float16" if at(given, "fp16.enabled") else "float32"
     if is_bf16:
-        return "bfloat16"
-    return "float16" if at(given, "fp16.enabled") else "float32"
+        found = "bfloat16"
+    if _dtype("data_types.param_dtype", given, _ACCUMULATION_DTYPES) not in (None, found):
+        raise ConfigError(
+            f"data_types.param_dtype is {at(given, 'data_types.param_dtype')!r}, and bf16 and fp16 "
+            f"make parameters {found}; enable the section of that dtype, or remove the key"
+        )
+    return found
 
 
 def _dtype(key: str, given: Mapping[str, Any], known: Mapping[str, str]) -> str | None:

@@ -23,20 +23,18 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import deepspeed
 import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.moe.layer import MoE
-from deepspeed.runtime import config as ds_config_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise.checkpoint.formats.universal import told_the_converter
-from ds_layerwise.config.ds_config import retell, type_meant, what_ranks_share
+from ds_layerwise.config.ds_config import retell, tensor_and_other, what_ranks_share
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine import (
@@ -80,8 +78,7 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
     """Return the engine's config as this backend reads it. It is read once."""
     config = engine._config
     if not hasattr(config, "_layerwise_run"):
-        given = config._param_dict
-        run = RunConfig.from_ds_config(given, client=config_hook.has_client(given))
+        run = config_hook.run_of(config, engine.client_optimizer)
         overrides = (*run.layerwise.overrides, *python_overrides.now())
         layerwise = run.layerwise.model_copy(update={"overrides": overrides})
         config._layerwise_run = replace(run, layerwise=layerwise)
@@ -105,12 +102,12 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
     config = engine._config
     given = config._param_dict
     if not _is_for_us(engine):
-        _refuse_what_others_ignore(engine, config)
+        config_hook.refuse_what_others_ignore(config, engine.client_optimizer)
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence.MeshGroups(engine.mesh_device)
     with _on_all_ranks():
-        _check_config(engine, given)
+        _check_config(engine)
     if dist.is_initialized():
         described = what_ranks_share(given)
         described.append(f"gradient_accumulation_steps = {config.gradient_accumulation_steps}")
@@ -124,24 +121,6 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         return original()
     except AssertionError as error:
         retell(error)
-        raise
-
-
-def _refuse_what_others_ignore(engine: DeepSpeedEngine, config: Any) -> None:
-    """Refuse a config with keys of this backend that does not select this backend.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    name = config.optimizer_name
-    is_known = name in (None, *ds_config_module.DEEPSPEED_OPTIMIZERS) or hasattr(torch.optim, name)
-    if engine.client_optimizer is None and not is_known and (meant := type_meant(name)):
-        raise ConfigError(f"optimizer.type {name!r} is not known; did you mean {meant!r}?")
-    if "layerwise" in config._param_dict:
-        raise ConfigError(
-            "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', got "
-            f"{name!r}; change it, or remove the section"
-        )
 
 
 def _on_all_ranks() -> AbstractContextManager[None]:
@@ -151,7 +130,7 @@ def _on_all_ranks() -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
+def _check_config(engine: DeepSpeedEngine) -> None:
     """Raise an error for mistakes in the config that one rank can see.
 
     Raises:
@@ -160,31 +139,14 @@ def _check_config(engine: DeepSpeedEngine, given: dict[str, Any]) -> None:
     run = _run(engine)
     client = engine.client_optimizer
     mpu = engine.mpu
-    _refuse_what_is_not_read(engine._config, given)
-    if not config_hook.has_client(given):
-        check_recipes(run.optimizer.recipes)
-        if client is not None:
-            raise ConfigError(
-                "the optimizer is given twice: deepspeed.initialize(optimizer=...) and "
-                f"optimizer.type {given['optimizer']['type']!r} in the config; remove one"
-            )
-    elif client is None:
-        raise ConfigError(
-            "the layerwise section needs optimizer.type 'LayerWiseMuon' or 'LayerWise', or an "
-            "optimizer given to initialize(), and there is none of these; name one, or remove the "
-            "section"
-        )
-    else:
+    if client is not None:
         if not callable(client):
             must_be_optimizer(client)
         _refuse_what_clients_lack(run)
     if not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
         check_mpu(mpu, autotp_size=engine.autotp_size())
     elif mpu is not None and engine.autotp_size() > 1:
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {engine.autotp_size()}, together with a pipeline or "
-            "sequence parallelism, which this optimizer does not support; remove one of the two"
-        )
+        raise tensor_and_other(engine.autotp_size())
 
 
 def _refuse_what_clients_lack(run: RunConfig) -> None:
@@ -194,30 +156,6 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
             raise ConfigError(
                 f"layerwise.{key} has no effect with an optimizer passed to initialize(), whose "
                 "groups decide this; remove it, and put those parameters into a group of their own"
-            )
-
-
-#: The keys that the newest supported DeepSpeed reads and the oldest does not, with their defaults.
-_NOT_IN_EVERY_RELEASE = {
-    "gradient_allreduce_op": "mean",
-    "managed_gradient_accumulation": True,
-    "data_types.param_dtype": None,
-    "data_types.buffer_dtype": None,
-    "data_types.keep_in_fp32_modules": "auto",
-}
-
-
-def _refuse_what_is_not_read(config: Any, given: dict[str, Any]) -> None:
-    for path, default in _NOT_IN_EVERY_RELEASE.items():
-        section, _, key = path.rpartition(".")
-        if section:
-            values = given.get(section) or {}
-        else:
-            values = given
-        if values.get(key, default) != default and not hasattr(config, key):
-            raise ConfigError(
-                f"{path} is not known to DeepSpeed {deepspeed.__version__}, which would ignore it; "
-                "remove it, or install a newer DeepSpeed"
             )
 
 

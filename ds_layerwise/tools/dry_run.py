@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config.config_file import fill_in, read_config
-from ds_layerwise.config.run_config import RunConfig, left_to_deepspeed
+from ds_layerwise.config.config_file import at, fill_in
+from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.engine.config_hook import check_for, read_file
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.rule_registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import (
     deal_out_experts,
@@ -32,6 +34,11 @@ from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.plan.routes.schedule_rates import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.routes.tensor_parallel_routes import Cutter, cut
 from ds_layerwise.tools.hf_model import HfShapes
+
+#: The keys of ``zero_optimization`` that a plan depends on, and that no Trainer fills in.
+_LEFT_TO_DEEPSPEED = """
+    reduce_bucket_size overlap_comm compute_grad_norm cpu_offload offload_optimizer.ratio
+""".split()
 
 
 @dataclass(frozen=True)
@@ -81,9 +88,10 @@ class DryRun:
             ConfigError: a file cannot be read, or has settings that training would refuse.
             RoutingError: a parameter cannot be trained by its chosen optimizer.
         """
-        given = read_config(config) if isinstance(config, Path) else config
+        given = read_file(config) if isinstance(config, Path) else config
         path = find_model(model)
-        _read(fill_in(given)[0])  # find mistakes before building anything
+        for num_ranks in ranks:
+            zero = check_for(fill_in(given)[0], num_ranks)  # find mistakes before building anything
         route: Callable[..., dict[str, Route]]
         hf = None
         if is_hf_config(path):
@@ -97,7 +105,7 @@ class DryRun:
             route = partial(route_model, file.params)
             hidden_size = file.hidden_size
         filled, by_trainer = fill_in(given, hidden_size=hidden_size)
-        run = _read(filled)
+        run = RunConfig.from_ds_config(filled)
         tp_size, cutter = _tensor_parallel(filled, tp_size, ep_size, run.stage)
         links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node, tp_size)
         sums = reduction_of_run(
@@ -128,22 +136,12 @@ class DryRun:
         forecasts = []
         predictions = []
         for num_ranks, on in zip(ranks, links_by_ranks, strict=True):
-            plan = forecast(
-                specs, routes, run, num_ranks, links=on, reduction=sums, tp_size=tp_size
-            )
+            where: dict[str, Any] = {"links": on, "reduction": sums, "tp_size": tp_size}
+            plan = forecast(specs, routes, run, num_ranks, **where)
             forecasts.append(plan)
-            prediction = predict(
-                plan,
-                specs,
-                routes,
-                run,
-                links=on,
-                reduction=sums,
-                tp_size=tp_size,
-                memory_bytes=memory_bytes,
-            )
+            prediction = predict(plan, specs, routes, run, memory_bytes=memory_bytes, **where)
             predictions.append(prediction)
-        assumed = [*_for_auto(by_trainer, left_to_deepspeed(filled)), *of_nodes]
+        assumed = [*_for_auto(by_trainer, filled, zero), *of_nodes]
         return cls(run, routes, specs, forecasts, assumed, predictions, tp_size)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
@@ -151,27 +149,18 @@ class DryRun:
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
-def _read(given: Mapping[str, Any]) -> RunConfig:
-    run = RunConfig.from_ds_config(given)
+def _checked(run: RunConfig, routes: Routes, scheduler: Any) -> RunConfig:
+    """Check the settings of ``run`` that depend on ``routes``, and record which of its keys have no
+    effect.
+    """
     if run.autocast:
         raise ConfigError(
             "torch_autocast.enabled is true, and shapes do not say which modules it makes send "
             "their gradients in half precision; plan without it"
         )
-    return run
-
-
-def _checked(run: RunConfig, routes: Routes, scheduler: Any) -> RunConfig:
-    """Check the settings of ``run`` that depend on ``routes``, and record which of its keys have no
-    effect.
-    """
     group = run.optimizer.group()
     in_use = {route.recipe for route in routes.values()}
-    if any(recipe != type(recipe)() for recipe in in_use):
-        # Some settings can only be checked by the rules, which need torch.
-        from ds_layerwise.optimizers.rule_registry import check_recipes
-
-        check_recipes(in_use)
+    check_recipes(in_use)
     check_taken(run.optimizer, routes)
     check_floors(routes, [group])
     ratios = {recipe.lr_ratio for recipe in in_use}
@@ -180,20 +169,24 @@ def _checked(run: RunConfig, routes: Routes, scheduler: Any) -> RunConfig:
     return replace(run, without_effect=(*run.without_effect, *idle))
 
 
-def _for_auto(by_trainer: Mapping[str, Any], left: Mapping[str, Any]) -> list[str]:
+def _for_auto(
+    by_trainer: Mapping[str, Any], filled: Mapping[str, Any], zero: Mapping[str, Any]
+) -> list[str]:
     lines = []
     for path, value in by_trainer.items():
         lines.append(
             f'assumed for "auto", which a Trainer by default fills in like this: {path} = '
             f"{json.dumps(value)}"
         )
-    for path, value in left.items():
+    for path in _LEFT_TO_DEEPSPEED:
+        if at(filled, f"zero_optimization.{path}") != "auto":
+            continue
         why = ""
-        if path == "zero_optimization.reduce_bucket_size":
+        if path == "reduce_bucket_size":
             why = ", because the model has no hidden_size, whose square a Trainer would use"
         lines.append(
-            f'assumed for "auto", for which DeepSpeed uses its default{why}: {path} = '
-            f"{json.dumps(value)}"
+            f'assumed for "auto", for which DeepSpeed uses its default{why}: zero_optimization.'
+            f"{path} = {json.dumps(at(zero, path))}"
         )
     return lines
 
@@ -205,7 +198,8 @@ def _tensor_parallel(
 
     Raises:
         ConfigError: shapes do not determine the result of the config, it differs from ``tp_size``,
-            or experts are shared as well, or stage 3 is asked for with either.
+            or experts are shared as well, or stage 3 or sequence parallelism is asked for with
+            either.
     """
     section = given.get("tensor_parallel") or {}
     of_config = section.get("autotp_size")
@@ -233,14 +227,16 @@ def _tensor_parallel(
             f"ep_size is {ep_size} and tp_size {of_config}; experts and tensor parallelism do not "
             "go together here: plan with one of them"
         )
+    sequences = given.get("sequence_parallel_size", 1)
+    other = {3: "stage 3"}.get(stage) or "sequence parallelism" * (sequences > 1)
     for key, size, what in (
         ("tp_size", of_config, "tensor parallelism"),
         ("ep_size", ep_size, "shared experts"),
     ):
-        if size > 1 and stage == 3:
+        if size > 1 and other:
             raise ConfigError(
-                f"zero_optimization.stage is 3, and {key} {size}; stage 3 goes together with no "
-                f"{what} here: plan with stage 1 or 2, or without {key}"
+                f"{key} is {size}, and the config asks for {other}; {other} goes together with no "
+                f"{what} here: plan without {key}, or without {other}"
             )
     return of_config, cutter
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config.config_file import at, read_config
+from ds_layerwise.config.config_file import at
+from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.quantities import size_text, time_text
 from ds_layerwise.plan.forecast.report import table_of
@@ -33,6 +35,14 @@ _MEASURES: tuple[tuple[Mapping[str, Any], str], ...] = (
         "offload_optimizer: moves masters and states in each step, which the time leaves out",
     ),
 )
+#: A bound of the gradients that wait at stages 2 and 3, by its price; without one first.
+_BOUNDS: Mapping[str, Mapping[str, Any]] = {
+    "": {},
+    "max_waiting_buckets: a backward pass may wait, and every rank has to use every parameter": {
+        "zero_optimization.overlap_comm": True,
+        "layerwise.max_waiting_buckets": 2,
+    },
+}
 _STAGES = (1, 2, 3)
 #: The config's own bucket size stays if messages take at most this many times as long as with the
 #: best one.
@@ -111,7 +121,7 @@ def find_fits(
         ConfigError: the config is refused as it is, or a file cannot be read.
         RoutingError: a parameter cannot be trained by its chosen optimizer.
     """
-    given = read_config(config)
+    given = read_file(config)
     as_it_is = DryRun.of(model, given, [devices[0]], ep_size=ep_size, tp_size=tp_size, **options)
     is_fixed = tp_size is not None or max(as_it_is.tp_size, ep_size) > 1
     found = []
@@ -134,9 +144,11 @@ def _changes(ep_size: int, tp_size: int, *, fixed: bool) -> Iterator[list[Change
     """
 
     def at_each_stage(**sizes: int) -> Iterator[list[Change]]:
-        for values, price in _MEASURES:
+        for (values, price), bound in product(_MEASURES, _BOUNDS):
+            prices = "; ".join(filter(None, (price, bound)))
+            values = {**_BOUNDS[bound], **values}
             yield [
-                Change({"zero_optimization.stage": stage, **values}, price, **sizes)
+                Change({"zero_optimization.stage": stage, **values}, prices, **sizes)
                 for stage in _STAGES
             ]
 

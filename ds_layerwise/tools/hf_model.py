@@ -9,31 +9,21 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.errors import ConfigError, RoutingError
+import torch
+
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, RoutingError
 from ds_layerwise.plan.forecast.model_file import refuse_conditions
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.recipes.targets.overrides import Override
-
-#: The errors that constructors of models raise for unexpected values.
-_FROM_CONSTRUCTORS = (
-    ValueError,
-    LookupError,
-    TypeError,
-    AttributeError,
-    ImportError,
-    RuntimeError,
-    ArithmeticError,
-    AssertionError,
-    OSError,
-)
+from ds_layerwise.routing.heads import number_of
+from ds_layerwise.routing.module_of import config_value
+from ds_layerwise.routing.routing_rules import route_parameters
 
 
 def _hidden_size(config: Any) -> int | None:
     """Return the hidden size that a Trainer would use: the largest of several; None if ``config``
     has none.
     """
-    from ds_layerwise.routing.module_of import config_value
-
     sizes = config_value(config, "hidden_size") or config_value(config, "hidden_sizes")
     if not isinstance(sizes, list | tuple):
         sizes = [sizes]
@@ -59,7 +49,6 @@ class HfShapes:
         # A plan must not download anything, whatever the file names.
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         try:
-            torch = import_module("torch")
             transformers = import_module("transformers")
         except ImportError as e:
             raise ConfigError(
@@ -78,7 +67,7 @@ class HfShapes:
             with torch.device("meta"):
                 self.model = make(config)
             self.model.tie_weights()
-        except (*_FROM_CONSTRUCTORS, _validation_error()) as e:
+        except (OSError, *FOREIGN_ERRORS, _validation_error()) as e:
             reason = " ".join(str(e).split()[:40]) or type(e).__name__
             raise ConfigError(
                 f"{path}: transformers {transformers.__version__} cannot build this model without "
@@ -95,8 +84,6 @@ class HfShapes:
         Raises:
             ConfigError: it does not divide a number of heads.
         """
-        from ds_layerwise.routing.heads import number_of
-
         for key in ("num_attention_heads", "num_key_value_heads"):
             count = number_of([self._text], (key,))
             if isinstance(count, int) and count % tp_size:
@@ -124,8 +111,6 @@ class HfShapes:
             ("attr",),
             why="a config.json does not say which attributes a script gives to parameters",
         )
-        from ds_layerwise.routing.routing_rules import route_parameters
-
         if not self.params:
             raise RoutingError("the model has no parameters")
         group = {"params": list(self.model.parameters())}

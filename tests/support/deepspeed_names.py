@@ -174,6 +174,7 @@ IMPORTED = (
     Used("deepspeed.moe.layer.MoE", "imported"),
     Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
     *_used("deepspeed.runtime", "imported", "config lr_schedules"),
+    Used("deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys", "imported", ("ordered_pairs",)),
     Used(f"{_BASE}.ZeROOptimizer", "imported"),
     Used(_ENGINE, "imported"),
     Used("deepspeed.runtime.fp16.loss_scaler.CreateLossScaler", "imported", (
@@ -209,6 +210,7 @@ READ = (
     Used("deepspeed.utils.groups._clone_world_group", "read", ()),
     *_used("deepspeed.runtime.lr_schedules", "read", "WarmupLR WarmupDecayLR OneCycle LRRangeTest"),
     Used(_CONFIG, "read"),
+    Used("deepspeed.runtime.config.DeepSpeedConfigError", "read"),
     *_used(_CONFIG, "read", """
         _param_dict bfloat16_config communication_data_type grad_accum_dtype gradient_accumulation_steps
         load_universal_checkpoint optimizer_name train_micro_batch_size_per_gpu world_size zero_config"""),

@@ -27,10 +27,10 @@ FLOORS = (
     ("routing", "orthogonalize", "checkpoint"),
     ("optimizers",),
     ("ranks",),
-    ("tools",),
     ("parallel",),
     ("zero",),
     ("engine",),
+    ("tools",),
     ("cli", "run"),
 )
 

@@ -226,13 +226,21 @@ class Forecast:
 
     @property
     def waiting(self) -> int:
-        """The most bytes of gradients that wait for the reduction of others.
+        """The most bytes of gradients that wait for the reduction of others, or without
+        ``overlap_comm`` for the end of the backward pass.
 
         At stage 1 they have a buffer, so nothing is counted.
         """
         if self.stage == 1:
             return 0
-        return sum(sorted(self._bucket_bytes, reverse=True)[: self.max_waiting])
+        # One more bucket fills while others wait.
+        most = self.max_waiting and self.max_waiting + 1
+        return sum(sorted(self._bucket_bytes, reverse=True)[:most])
+
+    @property
+    def in_pass(self) -> int:
+        """The most bytes of gradients that wait, and of parameters that DeepSpeed makes whole."""
+        return self.waiting + self.whole.most
 
     @property
     def _bucket_bytes(self) -> list[int]:
@@ -263,16 +271,15 @@ class Forecast:
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The bytes that each rank needs on its device, apart from the memory of the forward and
-        backward pass.
+        """The bytes that each rank needs on its device, apart from activations and what else the
+        forward and backward pass keep.
 
-        It is the larger of :attr:`start_up` and of a step: the memory between two steps, plus
-        pending buckets, plus the working memory. Parameters of one bucket may be sent while the
-        next is updated, so these add up. At stage 3 it is, if more, the memory between two steps,
-        plus pending buckets, plus what DeepSpeed makes whole.
+        It is the larger of :attr:`start_up` and of the memory between two steps, plus pending
+        buckets, plus the working memory or, if more, :attr:`in_pass`. Parameters of one bucket may
+        be sent while the next is updated, so these add up.
         """
         return tuple(
-            max(start, held.total + traffic.total + max(step, self.whole.most))
+            max(start, held.total + traffic.total + max(step, self.in_pass))
             for start, held, traffic, step in zip(
                 self.start_up, self.memory, self.traffic, self.in_step, strict=True
             )

@@ -233,6 +233,7 @@ def _fitting(
                 "between steps": size_text(forecast.memory[rank].total),
                 "under way": size_text(forecast.traffic[rank].total),
                 "in a step": size_text(forecast.in_step[rank]),
+                "in a pass": size_text(forecast.in_pass),
                 "at start": size_text(forecast.start_up[rank]),
                 "needed": size_text(most),
                 "fits": _fit(prediction.own),
@@ -240,11 +241,11 @@ def _fitting(
         )
     parts: list[Table | str] = [
         _numbers(f"the rank that needs most, on a device with {size_text(memory)}", rows),
-        "rank: the one that needs most; between steps: its total; needed: between steps, under way "
-        "and in a step together, or at start if that is more; at stage 3 what a pass makes whole "
-        "counts instead of a step if that is more. Not counted: what the forward and the backward "
-        "pass keep, activations above all, and at stages 2 and 3 gradients that wait; and what "
-        "drivers and libraries take for themselves. fits: with what is left for that.",
+        "rank: the one that needs most; between steps: its total; in a pass: at stages 2 and 3 "
+        "gradients that wait, at stage 3 also parameters that are whole; needed: between steps, "
+        "under way, and the more of in a step and in a pass together, or at start if that is more. "
+        "Not counted: what else the forward and the backward pass keep, activations above all; and "
+        "what drivers and libraries take for themselves. fits: with what is left for that.",
     ]
     fit = [prediction.own.fits for prediction in predictions]
     if not all(fit):
@@ -485,7 +486,7 @@ def _waiting(forecast: Forecast) -> str:
     return (
         f"; {size_text(forecast.waiting)} more of gradients that wait for them, where reductions "
         "are slower than the backward pass (layerwise.max_waiting_buckets bounds it if no "
-        "parameter is unused)"
+        "parameter is unused), or wait for its end without overlap_comm"
     )
 
 

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from transformers import TrainingArguments
 
 from ds_layerwise import cli
-from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig, left_to_deepspeed
+from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
 from ds_layerwise.plan.forecast.cost import RankTraffic, traffic_bytes
 from ds_layerwise.plan.forecast.model_file import read_model
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
@@ -173,8 +173,8 @@ def test_a_plan_that_does_not_fit_is_no_error(files):
     assert "\n2 ranks: none of the sizes fits, so none is best\n4 ranks: none of the sizes fits" in out
     code, out, err = run(*files(config(), "2,4", "--memory", "80"))
     assert (code, err) == (0, "") and "on a device with 80.0 GiB" in out
-    assert [row[0] for row in cells(out, 8)] == ["2", "4"] and "none of" not in out
-    assert all(row[-1] == "yes, 80.0 GiB left" for row in cells(out, 8))
+    assert [row[0] for row in cells(out, 9)] == ["2", "4"] and "none of" not in out
+    assert all(row[-1] == "yes, 80.0 GiB left" for row in cells(out, 9))
     assert "fits" not in run(*files(config(), "2,4"))[1]
     assert_refused("--memory is for the tables and --json, and --list alone prints neither",
                    *files(config(), "2", "--memory", "80", "--list"))
@@ -322,7 +322,7 @@ def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     (config(optimizer={"type": "AdamW"}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 'AdamW'"),
     ({}, "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None"),
     ([1], "a DeepSpeed config must be an object, got [1]"),
-    ("{", "config.json is no JSON: Expecting property name"),
+    ("{", "config.json is no JSON: Bad key name"),
     (config(optimizer={"type": "LayerWise", "params": {"momentun": 1}}), "did you mean 'momentum'"),
     (config(optimizer={"type": "LayerWise", "params": {"ns_coefficients": "simpel"}}), "did you mean 'simple'"),
     (config(optimizer={"type": "LayerWise", "params": {"ns_coefficients": "cans", "ns_dtype": "bf16"}}), "diverges"),
@@ -350,7 +350,7 @@ def test_a_model_that_comes_with_the_package_goes_by_its_name(files):
     (config(tensor_parallel={"autotp_size": "2"}), "tensor_parallel.autotp_size must be a whole number from 0 on"),
     (config(tensor_parallel={"autotp_size": 2}), "do not say how tensor parallelism cuts it"),
     ("[" * 100_000, "config.json is no JSON"),
-    ('{"a": 1, "a": 2}', "the config names 'a' twice"),
+    ('{"a": 1, "a": 2}', "config.json is no JSON: Duplicate keys in DeepSpeed config: ['a']"),
     ('"x"', "a DeepSpeed config must be an object, got 'x'"),
 ])
 def test_a_plan_refuses_the_configs_that_training_refuses(given, message, files):
@@ -420,7 +420,7 @@ FULL = {
     "layerwise": {"layout": "lpt", "alignment": 4, "overlap_param_gather": True, "batch_matrices": True,
                   "overrides": [{"name": "up.*", "optimizer": "matrix", "weight_decay": 0.0, "lr_scale": 2.0,
                                  "num_heads": 2}]},
-    "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048, "cpu_offload": False, "reduce_scatter": True,
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048, "reduce_scatter": True,
                           "offload_optimizer": {"device": "cpu", "ratio": 0.5}, "offload_param": {"device": "none"}},
     "bf16": {"enabled": True}, "fp16": {"enabled": False}, "torch_autocast": {"enabled": False},
     "data_types": {"grad_accum_dtype": "fp32"}, "communication_data_type": "bf16", "gradient_clipping": 1.0,
@@ -506,17 +506,19 @@ def test_a_bucket_size_that_is_the_only_auto_is_said(model, numel, by, files):
         assert run(*files(auto, "2", *form))[1].startswith(err)
 
 
-def test_a_plan_says_what_deepspeed_takes_for_auto():
-    given = {"overlap_comm": "auto", "compute_grad_norm": "auto", "reduce_bucket_size": "auto", "cpu_offload": "auto",
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_plan_says_what_deepspeed_takes_for_auto(stage, files):
+    given = {"overlap_comm": "auto", "compute_grad_norm": "auto", "reduce_bucket_size": "auto",
              "offload_optimizer": {"device": "cpu", "ratio": "auto"}}
-    taken = DeepSpeedZeroConfig(**given)
-    assert left_to_deepspeed({"zero_optimization": given}) == {
+    taken = DeepSpeedZeroConfig(stage=stage, **given)
+    lines = run(*files(config(zero_optimization={"stage": stage, **given}), "2", "--json"))[2].splitlines()
+    said = dict(line.rpartition(": ")[2].split(" = ") for line in lines)
+    assert {path: json.loads(value) for path, value in said.items()} == {
         "zero_optimization.reduce_bucket_size": taken.reduce_bucket_size,
         "zero_optimization.overlap_comm": taken.overlap_comm,
         "zero_optimization.compute_grad_norm": taken.compute_grad_norm,
-        "zero_optimization.cpu_offload": bool(taken.cpu_offload),
         "zero_optimization.offload_optimizer.ratio": taken.offload_optimizer.ratio}
-    assert left_to_deepspeed(config()) == {}
+    assert taken.overlap_comm is (stage == 3)
 
 
 def test_other_autos_are_said_with_what_deepspeed_takes(files):
@@ -570,12 +572,27 @@ def test_ranks_are_numbers(ranks, must, files, capsys):
     assert f"argument --ranks: must be {must}\n" in capsys.readouterr().err
 
 
-def test_it_takes_no_torch(files):
-    code = ("import sys; from ds_layerwise import cli; code = cli.main(sys.argv[1:]); "
-            "print(code, sorted({'torch', 'deepspeed'} & {*sys.modules}))")
-    done = subprocess.run([sys.executable, "-c", code, *map(str, files(config()))], cwd=ROOT, capture_output=True,
-                          text=True)
-    assert done.stdout.endswith("0 []\n"), done.stderr
+def test_nothing_that_deepspeed_says_of_a_config_is_in_the_json(files):
+    """DeepSpeed logs on stdout that a vocabulary is not aligned, and that a scheduler has not started."""
+    given = config(vocabulary_size=50257, scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 3e-4}})
+    done = subprocess.run([sys.executable, "-m", "ds_layerwise.cli", *map(str, files(given, "2", "--json"))], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and json.loads(done.stdout)[0]["ranks"] == 2, done.stderr
+
+
+@pytest.mark.parametrize("sizes, says", [
+    ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4}, "8 != 1 * 4 * 4"),
+    ({"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": "auto"}, ""),
+    ({"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": 3}, ""),
+    ({"train_batch_size": 8, "sequence_parallel_size": 2, "gradient_accumulation_steps": 2,
+      "train_micro_batch_size_per_gpu": 2}, "")])
+def test_batch_sizes_multiply_out_on_each_number_of_ranks(sizes, says, files):
+    """Sizes that fit 2 ranks do not fit 4; what a Trainer fills in fits any, and ranks may share sequences."""
+    if says:
+        assert run(*files(config(**sizes), "2"))[0] == 0
+        assert_refused(says, *files(config(**sizes), "2,4"))
+    else:
+        assert run(*files(config(**sizes), "4"))[::2] == (0, "")
 
 
 def test_a_plan_takes_the_defaults_of_deepspeed():
