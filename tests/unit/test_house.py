@@ -34,7 +34,7 @@ FLOORS = (
     ("cli", "run"),
 )
 
-#: Plans take milliseconds and run anywhere, because these load neither torch nor deepspeed, not even indirectly.
+#: These load neither torch nor deepspeed, not even indirectly: shapes and settings need neither.
 PURE = {"errors", "output", "recipes", "config", "plan"}
 
 #: DeepSpeed's internals change with every release; only these know them.

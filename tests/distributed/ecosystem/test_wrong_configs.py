@@ -225,7 +225,7 @@ class TestAlike(DistributedTest):
     world_size = 1
 
     def test_in_a_plan_and_in_training(self, monkeypatch):
-        """Of a process that has no engine yet, and so no hooks, plans are made first."""
+        """Plans are also made before this process has an engine, and so hooks."""
         # Nobody fills "auto" in, as in training.
         monkeypatch.setattr("ds_layerwise.tools.dry_run.fill_in", lambda given, **_: (copy.deepcopy(given), {}))
         planned = [plan(with_value(path, value)) for path, value, _ in WRONG]
