@@ -216,8 +216,8 @@ def test_a_plan_fits_if_the_rank_that_needs_most_has_room():
     assert ("rank: the one that needs most; between steps: its total; in a pass: at stages 2 and 3 gradients that "
             "wait, at stage 3 also parameters that are whole; needed: between steps, under way, and the more of in a "
             "step and in a pass together, or at start if that is more. Not counted: what else the forward and the "
-            "backward pass keep, activations above all; and what drivers and libraries take for themselves. fits: with what "
-            "is left for that." in words)
+            "backward pass keep, activations above all; and what drivers and libraries take for themselves. fits: with "
+            "what is left for that." in words)
     # The way out is there for a plan that does not fit, and only then.
     assert all(key in words for key in ("too much: more ranks", "stage 2", "reduce_bucket_size", "offload_optimizer"))
     assert "too much" not in fitting(16 * GIB, plan)
@@ -232,7 +232,8 @@ def test_gradients_that_wait_count_in_what_is_needed(stage, whole):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_one_bucket_fills_while_others_wait(most):
+def test_a_bucket_fills_while_others_wait(most):
+    """A bound of waiting buckets leaves room for the one whose gradients still come."""
     plan = forecast(SPECS, ALIKE, replace(RUN, stage=2), 2, bucket_numel=1)
     sizes = sorted(4 * bucket.numel for bucket in plan.layout.buckets)
     assert len(sizes) > 3 and plan.waiting == sum(sizes)
