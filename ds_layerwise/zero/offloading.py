@@ -49,13 +49,15 @@ class Offloading:
                 if include is None or kind in include:
                     wanted[kind.value] = tensors
             room = self.parking.find_room(wanted, pin_memory=pin_memory)
-        self.parking.park(room)
-        if OffloadStateTypeEnum.lp_params.value in self.parking.kinds:
+        if OffloadStateTypeEnum.lp_params.value in room:
+            # Before their memory moves, of which an error may leave a part.
             self._run.take_away()
             if not self._hooks:
                 for module in self._holders:
                     register: Any = module.register_state_dict_pre_hook
                     self._hooks.append(register(_refuse))
+        with comm.errors_on_all_ranks():
+            self.parking.park(room)
         get_accelerator().empty_cache()
 
     def reload(self) -> None:

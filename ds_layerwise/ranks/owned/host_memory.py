@@ -48,11 +48,12 @@ class Parking:
         room: Room = {}
         seen: set[int] = set()
         for kind, each in tensors.items():
-            if kind in self._parked:
-                continue
             room[kind] = []
             for tensor in each:
                 storage = tensor.untyped_storage()
+                # Memory that numpy has seen cannot be freed, and is on the host.
+                if not storage.resizable():
+                    continue
                 if storage.nbytes() and storage.data_ptr() not in seen:
                     seen.add(storage.data_ptr())
                     pin = pin_memory and tensor.device.type != "cpu"
@@ -61,12 +62,15 @@ class Parking:
         return room
 
     def park(self, room: Room) -> None:
-        """Move the storages of ``room`` into the host memory from :meth:`find_room`."""
-        for parked in room.values():
+        """Move the storages of ``room`` into the host memory from :meth:`find_room`. After an
+        error, :meth:`unpark` brings those back that have moved.
+        """
+        for kind, parked in room.items():
+            moved = self._parked.setdefault(kind, [])
             for storage, away in parked:
                 away.copy_(_bytes(storage, storage.device))
+                moved.append((storage, away))
                 storage.resize_(0)
-        self._parked.update(room)
 
     def unpark(self) -> None:
         """Bring everything back. After an error, storages that are back stay, and the rest can be

@@ -9,7 +9,7 @@ import torch
 
 from ds_layerwise.ranks.comm import streams
 from ds_layerwise.ranks.owned import host_memory
-from ds_layerwise.ranks.owned.host_memory import HostMemory
+from ds_layerwise.ranks.owned.host_memory import HostMemory, Parking
 from tests.support.rooms import rooms
 
 pytestmark = rooms("host_memory")
@@ -169,3 +169,46 @@ def test_two_buckets_at_a_time_are_on_the_device_and_none_between_steps(accelera
     for stream in accelerator.streams:
         stream.queue, stream.done = [], 0
     assert [slot() for slot in slots] == [None, None]
+
+
+@pytest.mark.parametrize("number", range(7))
+def test_an_exception_while_storages_move_loses_nothing(number, monkeypatch):
+    kinds = {"a": [torch.full((3, ), 1.0), torch.full((2, ), 2.0)], "b": [torch.full((4, ), 3.0)]}
+    values = {kind: [tensor.clone() for tensor in tensors] for kind, tensors in kinds.items()}
+    parking, calls, resize = Parking(), [], torch.UntypedStorage.resize_
+
+    def interrupted(tensor_or_storage, *args):
+        calls.append(args)
+        if len(calls) == number:
+            raise KeyboardInterrupt
+        return resize(tensor_or_storage, *args) if isinstance(args[0], int) else copy(tensor_or_storage, *args)
+
+    copy = torch.Tensor.copy_
+    room = parking.find_room(kinds, pin_memory=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", interrupted)
+        patch.setattr(torch.UntypedStorage, "resize_", interrupted)
+        if number:
+            with pytest.raises(KeyboardInterrupt):
+                parking.park(room)
+        else:
+            parking.park(room)
+    if number == 3:
+        # The rest may move later.
+        parking.park(parking.find_room(kinds, pin_memory=False))
+        assert not any(tensor.untyped_storage().nbytes() for tensors in kinds.values() for tensor in tensors)
+    parking.unpark()
+    assert not parking.kinds
+    for kind, tensors in kinds.items():
+        for tensor, value in zip(tensors, values[kind], strict=True):
+            assert torch.equal(tensor, value)
+
+
+def test_what_numpy_has_seen_stays_on_the_host():
+    tensors = [torch.ones(3), torch.ones(2)]
+    tensors[0].numpy()
+    parking = Parking()
+    parking.park(parking.find_room({"a": tensors}, pin_memory=False))
+    assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [12, 0] and parking.kinds == ("a", )
+    parking.unpark()
+    assert torch.equal(torch.cat(tensors), torch.ones(5))
