@@ -41,6 +41,13 @@ class PieceRecord:
         return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
 
 
+def fits(saved: Sequence[int], own: Sequence[int]) -> bool:
+    """Tell whether a tensor of the shape ``saved`` is one of the shape ``own``: ZeRO stage 3 makes
+    0-d parameters 1-D.
+    """
+    return (tuple(saved) or (1,)) == (tuple(own) or (1,))
+
+
 def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Return a state of a whole parameter in the form of :class:`PieceRecord`: 1-D if it has the
     parameter's ``shape``. A state of another shape may have the same number of elements by chance.

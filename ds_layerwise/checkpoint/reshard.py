@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord
+from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord, fits
 from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import LONG_LOAD, progress
@@ -107,7 +107,9 @@ def check_shapes(own: Mapping[str, tuple[int, ...]], saved: Mapping[str, tuple[i
             leaves parameters of ZeRO-3 flat; then the number of elements is compared.
     """
     for name, shape in own.items():
-        if name in saved and tuple(saved[name]) not in (tuple(shape), (math.prod(shape),)):
+        if name not in saved or fits(saved[name], shape):
+            continue
+        if tuple(saved[name]) != (math.prod(shape),):
             raise LayerWiseError(
                 f"{name} is {tuple(saved[name])} in the checkpoint, {tuple(shape)} in the model; a "
                 "parameter that changed its shape needs another name, or a checkpoint without it"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.checkpoint.formats.checkpoint_folder import MODEL_FILE, ModelFile
 from ds_layerwise.checkpoint.new_names import Renamed, new_names
+from ds_layerwise.checkpoint.record import fits
 from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
 
@@ -53,7 +54,7 @@ def find_others(
     for name, value in held.items():
         if id(value) in restored or not isinstance(value, Tensor):
             continue
-        if name in in_file and in_file[name].shape == value.shape:
+        if name in in_file and fits(in_file[name].shape, value.shape):
             others[name] = in_file[name]
         elif known := saved.header.shapes.keys() & names[id(value)]:
             first = min(known, key=names[id(value)].index)

@@ -130,8 +130,10 @@ class Contents:
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, joined(f"{key} of {name}", values, self.trained[name]).reshape(-1)
             elif all(torch.equal(value, values[0]) for value in values):
-                # The states of a 0-d parameter are 0-d in one form and 1-D in the other.
-                yield key, values[0] if self.trained[name] else values[0].reshape(-1)
+                # The states of a 0-d parameter are 0-d in one form and 1-D in the other, and so is
+                # the parameter.
+                is_one = math.prod(self.trained[name]) == 1
+                yield key, values[0].reshape(-1) if is_one else values[0]
             else:
                 raise LayerWiseError(
                     f"{name} has several {key}, one for each of its {len(values)} pieces, which "

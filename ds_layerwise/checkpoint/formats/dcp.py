@@ -41,7 +41,7 @@ from ds_layerwise.checkpoint.files.manifest import leads_out
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, naming
 from ds_layerwise.checkpoint.formats.headers import Beside
 from ds_layerwise.checkpoint.new_names import new_names
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, fits
 from ds_layerwise.errors import LayerWiseError
 
 #: The names of weights, states, and the header in the file.
@@ -314,7 +314,7 @@ class ShardedCheckpoint:
     ) -> dict[str, tuple[str, torch.dtype]]:
         """Return those of ``others`` that the file has, with their names and dtypes in it."""
         for name, value in others.items():
-            if name in old and shapes[old[name]] != tuple(value.shape):
+            if name in old and not fits(shapes[old[name]], value.shape):
                 raise LayerWiseError(
                     f"{name}, which is not trained, is {shapes[old[name]]} in {self._where}, "
                     f"{tuple(value.shape)} in the model; load into the model that was saved"

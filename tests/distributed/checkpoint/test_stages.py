@@ -22,7 +22,10 @@ pytestmark = rooms("stage3_files", "cut_sync", "loading", "saving")
 
 
 def make(frozen=False):
+    """A model with parameters without dimensions, which have one at stage 3."""
     net = Net(tied=True, frozen=frozen)
+    net.norm.scale = torch.nn.Parameter(torch.tensor(2.0))
+    net.norm.shift = torch.nn.Parameter(torch.tensor(3.0), requires_grad=not frozen)
     net.register_buffer("counter", torch.arange(3.0))
     return net
 
@@ -32,8 +35,14 @@ def config_of(stage, precision="bf16"):
 
 
 def values_of(model):
-    """Every parameter, whole, and every buffer."""
-    return {**{name: whole(param).cpu() for name, param in model.named_parameters()}, **dict(model.named_buffers())}
+    """Every parameter, whole, and every buffer, 1-D."""
+    return {**{name: whole(param).cpu().flatten() for name, param in model.named_parameters()},
+            **{name: buffer.flatten() for name, buffer in model.named_buffers()}}
+
+
+def whole_ones(engine):
+    """The parameters that are whole now."""
+    return [name for name, param in engine.module.named_parameters() if param.numel() == param.ds_numel]
 
 
 def save(folder, frozen=False):
@@ -123,11 +132,12 @@ class TestPartsOfACheckpoint(DistributedTest):
     @staticmethod
     def load(src, dst):
         with deepspeed.zero.GatheredParameters(list(dst.parameters()), modifier_rank=0):
-            dst.load_state_dict(src)
+            dst.load_state_dict({name: src[name].view_as(value) for name, value in dst.state_dict().items()})
 
     @pytest.mark.parametrize("stage", [2, 3])
     def test_an_error_on_one_rank_leaves_all_as_they_were(self, saved, stage, monkeypatch):
         engine = train_engine(start(make(True), config_of(3)), 1)
+        stay = whole_ones(engine)
         states, values = whole_states(engine), values_of(engine.module)
 
         def wrong(*_, **__):
@@ -137,6 +147,7 @@ class TestPartsOfACheckpoint(DistributedTest):
             monkeypatch.setattr(loading, "check_scheduler", wrong)
         with pytest.raises(LayerWiseError, match="of rank 1 alone"):
             engine.load_checkpoint(str(saved), tag=f"stage{stage}-bf16-2ranks")
+        assert whole_ones(engine) == stay != []
         assert_equal_states(whole_states(engine), states)
         assert_equal_states(values_of(engine.module), values)
 
@@ -360,8 +371,8 @@ class TestDeepSpeedsScripts(DistributedTest):
         for (name, key), master in states.items():
             if key == "fp32":
                 assert torch.equal(found[name].flatten(), master), name
-        for name in ("tall.weight", "norm.bias"):
-            assert torch.equal(found[name].to(values[name]), values[name])
+        for name in ("tall.weight", "norm.bias", "norm.shift"):
+            assert torch.equal(found[name].flatten().to(values[name]), values[name])
         assert torch.equal(found["counter"], values["counter"])
 
     def test_ds_to_universal(self, saved, tmp_path):
