@@ -39,14 +39,13 @@ def as_at_stage_2(engine: DeepSpeedEngine) -> ExitStack:
 
 def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
     """Make the engine save the untrained tensors of the module, whole, until the returned stack is
-    closed. Every rank must call this at the same point.
+    closed. Every rank must call this at the same point, while no parameter is whole.
 
     Args:
         with_frozen: True to include frozen parameters.
     """
     if not is_cut(engine):
         return ExitStack()
-    engine.optimizer.checkpoint_event_prologue()
     with comm.errors_on_all_ranks():
         shared = engine._get_shared_params()
         named = _named(engine)

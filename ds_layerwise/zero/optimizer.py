@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
@@ -372,6 +374,18 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Make persistent parameters of ZeRO stage 3 whole again after a save. A collective."""
         self._run.fetch_again()
 
+    @contextmanager
+    def checkpoint_event(self) -> Iterator[None]:
+        """Begin and end a save or a load. An ``Exception`` in the block must be one of all ranks:
+        they all end it.
+        """
+        self.checkpoint_event_prologue()
+        with (attempt := Attempt()):
+            yield
+        self.checkpoint_event_epilogue()
+        if attempt.error is not None:
+            raise attempt.error
+
     def state_dict(self) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
         :mod:`.checkpoint.formats.regular`.
@@ -404,8 +418,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         Every rank must call this; rank 0 writes. The file does not contain frozen parameters, the
         scheduler, the engine's counters or the gradients of an unfinished step.
         """
-        self.checkpoint_event_prologue()
-        self.checkpointing.save_file(Path(path))
+        with self.checkpoint_event():
+            self.checkpointing.save_file(Path(path))
 
     def load_state_dict_from_file(
         self, path: str | os.PathLike[str], *, states: bool = True, strict: bool = True
@@ -420,8 +434,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             LayerWiseError: on every rank, if any rank lacks the file, or the file is damaged or
                 does not fit.
         """
-        self.checkpoint_event_prologue()
-        self.checkpointing.load_file(Path(path), states=states, strict=strict)
+        with self.checkpoint_event():
+            self.checkpointing.load_file(Path(path), states=states, strict=strict)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a dict for ``torch.distributed.checkpoint.save``: {"model", "optim"} as for FSDP2,
@@ -430,8 +444,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         Every rank must call this between two steps. The tensors are views: save them before the
         next step. The gradients of an unfinished step are not included.
         """
-        self.checkpoint_event_prologue()
-        return self.checkpointing.sharded_state_dict()
+        with self.checkpoint_event():
+            return self.checkpointing.sharded_state_dict()
 
     def load_sharded_state_dict(
         self, checkpoint: Any, *, states: bool = True, strict: bool = True
@@ -446,8 +460,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         Raises:
             LayerWiseError: on every rank, if the checkpoint is damaged or does not fit any rank.
         """
-        self.checkpoint_event_prologue()
-        self.checkpointing.load_sharded(checkpoint, states=states, strict=strict)
+        with self.checkpoint_event():
+            self.checkpointing.load_sharded(checkpoint, states=states, strict=strict)
 
     # --- reports and the end
 

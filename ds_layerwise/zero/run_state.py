@@ -90,7 +90,6 @@ class RunState:
         """The shapes of whole parameters by name."""
         self._places: dict[str, Tensor] = {}
         self._cuts: ParamCuts | None = None
-        self._were_whole = False
         self.device = next(iter(self.params.values())).device
         self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other pipeline stages hold as well, each with the group of the ranks
@@ -152,16 +151,14 @@ class RunState:
         """Let no parameter be whole at ZeRO stage 3; cuts have what was written into it."""
         if self._cuts is not None:
             self._cuts.follow_persistent()
-            self._were_whole = self._were_whole or bool(self._cuts.persistent())
             self._cuts.release()
 
     def fetch_again(self) -> None:
         """Make persistent parameters whole that :meth:`release_params` has found so. A
         collective.
         """
-        if self._cuts is not None and self._were_whole:
+        if self._cuts is not None:
             self._cuts.fetch_persistent()
-        self._were_whole = False
 
     def _move_in(self, name: str, place: Tensor) -> None:
         """Move a parameter to ``place`` and free the memory that it had."""

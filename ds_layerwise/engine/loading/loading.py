@@ -108,6 +108,7 @@ def _load_checked(
         has_no_weights=has_no_weights,
     )
     with (
+        engine.optimizer.checkpoint_event(),
         checkpointing.loading(load),
         _as_before(engine, universal=is_universal),
         as_at_stage_2(engine),

@@ -97,7 +97,11 @@ def _save_whole(
             _choose_writer(engine, save)
             state = {} if client_state is None else client_state
             with_frozen = not options.get("exclude_frozen_parameters")
-            with saving_the_rest(engine, with_frozen=with_frozen), as_at_stage_2(engine):
+            with (
+                optimizer.checkpoint_event(),
+                saving_the_rest(engine, with_frozen=with_frozen),
+                as_at_stage_2(engine),
+            ):
                 done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():

@@ -99,12 +99,20 @@ def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: 
         ep_size: the number of ranks in a row with other experts under a name; 1 where missing.
 
     Raises:
-        StepError: ranks have different values for a name, of which most would be lost.
+        StepError: ranks have different names, or different values for a name, of which most would
+            be lost.
     """
     with comm.errors_on_all_ranks():
         mine = {name: checksum_of(value).tolist() for name, value in params.items()}
     everyone = comm.gather_objects(mine, group=group)
     with comm.errors_on_all_ranks():
+        for rank, sums in enumerate(everyone):
+            if lonely := everyone[0].keys() ^ sums.keys():
+                raise StepError(
+                    f"{min(lonely)} is whole on only one of ranks 0 and {rank}: they do not freeze "
+                    "the same parameters, or do not run the same modules, as ZeRO stage 3 needs "
+                    "it; do so, or set zero_optimization.stage to 2"
+                )
         for name in params:
             for rank, sums in enumerate(everyone):
                 first = rank % ep_size.get(name, 1)

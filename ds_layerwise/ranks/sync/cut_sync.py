@@ -87,7 +87,7 @@ class Cuts(Protocol):
         """Release all parameters, so that none is whole."""
 
     def fetch_persistent(self) -> None:
-        """Gather the parameters that stay whole. A collective."""
+        """Gather the parameters that stay whole, once the model has run. A collective."""
 
     def persistent(self) -> Mapping[str, Tensor]:
         """Return those that stay whole, and are, by name."""
@@ -196,17 +196,13 @@ class CutSync:
         return cuts
 
     def send(self, indices: Iterable[int]) -> None:
-        """Send the buckets ``indices``, in this order, and wait until nothing is pending.
-
-        Persistent parameters stay released. Before the first forward pass, DeepSpeed must meet them
-        so: it takes note of those that a module uses of another while it fetches them.
-        """
+        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
         for index in indices:
             self.launch(index)
-        self._wait()
+        self.finish()
 
     def finish(self) -> None:
-        """Wait for all pending rounds of a step, and make persistent parameters whole."""
+        """Wait for all pending rounds, and make persistent parameters whole."""
         if self._launched:
             self._wait()
             self._all_cuts.fetch_persistent()

@@ -16,8 +16,9 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import Tensor, nn
 
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
+from ds_layerwise.output import announce
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
@@ -30,7 +31,7 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
     return the object that fetches them.
 
     Raises:
-        ConfigError: they are cut over other ranks than those of ``group``.
+        ConfigError: they are cut over other ranks than those of ``group``, or twice.
     """
     fetcher = DeepSpeedZeRoOffload(
         engine.module,
@@ -50,6 +51,7 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
         zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
         log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
     )
+    told = []
     with comm.errors_on_all_ranks():
         for name, param in engine.module.named_parameters():
             if comm.ranks_of(param.ds_process_group) != comm.ranks_of(group):
@@ -58,6 +60,22 @@ def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
                     f"gradients are averaged over {comm.ranks_of(group)}; give zero.Init() the "
                     "same config and the same mpu as initialize()"
                 )
+            if param.ds_zero_param_process_group is not None:
+                raise ConfigError(
+                    f"{name} has a second cut, as zero_hpz_partition_size of the config of "
+                    "zero.Init() asks for, which would keep old weights; give zero.Init() the same "
+                    "config as initialize()"
+                )
+            cut = param.ds_tensor
+            # A script may have converted the module, which does nothing to cuts.
+            if param.dtype != cut.dtype and cut.is_floating_point():
+                told.append(f"{name} from {cut.dtype} to {param.dtype}")
+                param.data = param.data.to(cut.dtype)
+    if told and comm.rank_of(None) == 0:
+        announce(
+            f"ds_layerwise: the script has converted {few(told)} after zero.Init(), which converts "
+            "no cuts: they are trained in the former dtype"
+        )
     return fetcher
 
 
@@ -127,6 +145,8 @@ class ParamCuts:
         self._places: dict[str, Tensor] = {}
         self._fetched: Tensor | None = None
         """The checksum of what stays whole, as it was fetched; None where that is not known."""
+        self._were_whole = False
+        """True once persistent parameters have been whole."""
         self._refusing: dict[nn.Parameter, ExitStack] = {}
         apart: dict[str, list[tuple[Slot, int]]] = {}
         for bucket in layout.buckets:
@@ -172,13 +192,19 @@ class ParamCuts:
         """Let no parameter be whole, so that the next who uses one fetches it anew. What was
         written into persistent ones is lost; see :meth:`follow_persistent`.
         """
+        self._were_whole = self._were_whole or bool(self.persistent())
         self._fetcher.partition_all_parameters()
         self._fetched = None
 
     def fetch_persistent(self) -> None:
-        """Gather the parameters that stay whole between steps. A collective."""
-        persistent = self._fetcher.persistent_parameters
-        if persistent:
+        """Gather the parameters that stay whole between steps, if they have been whole before. A
+        collective.
+
+        In the first forward pass, DeepSpeed must meet them released: it takes note of those that a
+        module uses of another while it fetches them.
+        """
+        if self._were_whole:
+            persistent = self._fetcher.persistent_parameters
             persistent[0].all_gather(persistent)
             self._fetched = self._checksum()
 
@@ -241,7 +267,10 @@ class ParamCuts:
             param.data.view(-1).copy_(value)
 
     def take_away(self) -> None:
-        """Let whoever makes a parameter whole meet an error, while the memory of cuts is away."""
+        """Let whoever makes a parameter whole meet an error, while the memory of cuts is away.
+        Cuts have what was written into persistent ones.
+        """
+        self.follow_persistent()
         self.release()
         for param in self._fetcher.module.parameters():
             if param not in self._refusing:

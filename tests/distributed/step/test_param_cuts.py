@@ -25,13 +25,14 @@ from deepspeed.utils import (
 )
 from pytorch_optimizer import SOAP
 from torch import nn
+from torch.distributed import checkpoint as dcp
 from torch.utils.checkpoint import checkpoint
 
 import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.support import internals
 from tests.support.attention import Attends, model_of
-from tests.support.checkpoints import assert_same_run, whole_states
+from tests.support.checkpoints import assert_equal_states, assert_same_run, whole_states
 from tests.support.expected import assert_gradients_equal, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.models import TinyGpt, tiny_gpt, token_batch, token_loss
@@ -236,6 +237,19 @@ class TestAgainstTheOracle(DistributedTest):
                 assert relative_error(master, expected.params[name].flatten()) < 1e-5, name
 
 
+class Routed(nn.Module):
+    """A model that computes in the dtypes that its weights have before they are fetched."""
+
+    def __init__(self):
+        super().__init__()
+        self.inp, self.router, self.out = nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 8)
+
+    def forward(self, place):
+        x = torch.full((2, 16), float(sum(place)))
+        h = torch.tanh(self.inp(x.to(self.inp.weight.dtype)))
+        return self.out(h * self.router(h.to(self.router.weight.dtype)).to(h.dtype)).float().square().mean()
+
+
 class TestModelsThatZeroInitHasCut(DistributedTest):
     world_size = [2, 3]
     thorough_on = (2, )
@@ -256,6 +270,25 @@ class TestModelsThatZeroInitHasCut(DistributedTest):
             model.inner = inner
             runs.append(train_engine(start(model, config), 2))
         assert_same_run(*runs)
+
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_what_is_converted_later_is_trained_as_it_was_cut(self, frozen, capsys):
+        runs = []
+        for converts in (False, True):
+            config = config_of(3, **PRECISIONS["bf16"])
+            with deepspeed.zero.Init(config_dict_or_path=config):
+                model = Routed().requires_grad_(True)
+            model.router.requires_grad_(not frozen)
+            for param in model.parameters():
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+                    param.data.copy_(torch.arange(param.numel()).view(param.shape) % 5 / 8)
+            if converts:
+                model.router.float()
+            runs.append(train_engine(start(model, config), 2))
+        assert_same_run(*runs)
+        said = "converted router.weight from torch.bfloat16 to torch.float32, router.bias from"
+        assert capsys.readouterr().out.count(said) == (dist.get_rank() == 0)
 
 
 class TestWrittenByScripts(DistributedTest):
@@ -314,6 +347,47 @@ class TestWrittenByScripts(DistributedTest):
             engines += [train_engine(each, 1, first=1) for each in (engine, other)]
         for engine in engines[1:]:
             assert_same_run(engine, engines[0])
+
+    def test_writes_into_persistent_parameters_stay_after_each_event(self, precision, tmp_path):
+        """Frozen parameters are among them."""
+        def save(engine, folder):
+            engine.save_checkpoint(folder, tag="t")
+
+        def fails(event):
+            with pytest.raises(LayerWiseError):
+                event()
+
+        def offload(engine, folder):
+            engine.module.square.weight.data.mul_(2)
+            engine.offload_states()
+            engine.reload_states()
+
+        events = {
+            "load the weights": lambda e, d: (save(e, d), e.load_checkpoint(d, tag="t", load_module_only=True)),
+            "load universal": lambda e, d: (save(e, d), e.load_checkpoint(d, tag="t_universal")),
+            "one file": lambda e, d: (e.optimizer.save_state_dict_to_file(d / "f"),
+                                      e.optimizer.load_state_dict_from_file(d / "f")),
+            "save one file": lambda e, d: e.optimizer.save_state_dict_to_file(d / "f"),
+            "sharded": lambda e, d: dcp.save(e.optimizer.sharded_state_dict(), checkpoint_id=str(d / "dcp")),
+            "load sharded": lambda e, d: e.optimizer.load_sharded_state_dict(str(d / "dcp")),
+            "weights from masters": lambda e, d: e.optimizer.update_lp_params(),
+            "a save that fails": lambda e, d: fails(lambda: e.save_checkpoint(d, client_state={"f": lambda: 0})),
+            "no file": lambda e, d: fails(lambda: e.optimizer.load_state_dict_from_file(d / "nothing")),
+            "offload": offload,
+        }
+        zero = {"stage3_param_persistence_threshold": 10**6}
+        engines = []
+        for stage in (2, 3):
+            config = config_of(stage, zero=zero, layerwise={"save_universal": True}, **PRECISIONS[precision])
+            engines.append(train_engine(start(Net(frozen=True), config), 1))
+        for step, (what, event) in enumerate(events.items(), 1):
+            for stage, engine in zip((2, 3), engines, strict=True):
+                event(engine, tmp_path / f"{stage}")
+                for param in engine.module.parameters():
+                    param.data.mul_(0.5 if step % 2 else 2)
+                train_engine(engine, 1, first=step)
+            assert_equal_states(*map(whole_states, engines), what)
+        assert_same_run(engines[1], engines[0])
 
     def test_writes_into_a_cut_stay_where_the_parameter_is_whole(self, precision):
         engines = []
@@ -586,6 +660,30 @@ class TestRefused(DistributedTest):
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):
             start(Net(odd=True), config_of(3))
+
+    def test_second_cuts_of_zero_init(self):
+        config = config_of(3, zero={"zero_hpz_partition_size": 2})
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = TinyGpt()
+        with pytest.raises(ConfigError, match="^tokens.weight has a second cut, as zero_hpz_partition_size"):
+            start(model, config_of(3))
+
+    def test_ranks_that_freeze_different_blocks(self):
+        model = Gpt(tied=False)
+        blocks = model.inner.blocks
+        engine = start(model, config_of(3))
+        for name, param in model.named_parameters():
+            param.requires_grad_("block" in name)
+        for step in range(2):
+            for index, block in enumerate(blocks):
+                # In the second step, rank 0 trains the first block, and rank 1 the last.
+                block.requires_grad_(index == (len(blocks) - 1) * (dist.get_rank() or not step))
+            engine.backward(engine((step, 0, dist.get_rank())))
+            if step:
+                with pytest.raises(StepError, match=r"^\S+ is whole on only one of ranks 0 and 1: they do not freeze"):
+                    engine.step()
+            else:
+                engine.step()
 
     def test_modules_that_were_added_uncut(self):
         engine = train_engine(start(Net(), config_of(3)), 1)
