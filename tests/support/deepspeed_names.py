@@ -251,7 +251,8 @@ READ = (
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers", "read", ("self",)),
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.persistent_parameters", "read"),
     *_used("deepspeed.runtime.zero.partition_parameters.Init", "read", """
-        all_gather all_gather_coalesced ds_id ds_numel ds_process_group ds_shape ds_tensor partition"""),
+        all_gather all_gather_coalesced ds_id ds_numel ds_process_group ds_shape ds_tensor ds_zero_param_process_group
+        partition"""),
     Used(f"{_ENGINE}.backward", "read", ("self", "loss")),
     Used(f"{_ENGINE}._backward_prologue_per_tensor", "read", ("self", "grad")),
     Used(f"{_ENGINE}._is_gradient_accumulation_boundary", "read"),

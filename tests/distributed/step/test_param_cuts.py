@@ -273,7 +273,7 @@ class TestModelsThatZeroInitHasCut(DistributedTest):
 
 
     @pytest.mark.parametrize("frozen", [True, False])
-    def test_what_is_converted_later_is_trained_as_it_was_cut(self, frozen, capsys):
+    def test_parts_converted_later_are_trained_as_they_were_cut(self, frozen, capsys):
         runs = []
         for converts in (False, True):
             config = config_of(3, **PRECISIONS["bf16"])

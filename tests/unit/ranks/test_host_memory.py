@@ -204,7 +204,7 @@ def test_an_exception_while_storages_move_loses_nothing(number, monkeypatch):
             assert torch.equal(tensor, value)
 
 
-def test_what_numpy_has_seen_stays_on_the_host():
+def test_memory_that_numpy_has_seen_stays_where_it_is():
     tensors = [torch.ones(3), torch.ones(2)]
     tensors[0].numpy()
     parking = Parking()
