@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from ds_layerwise.checkpoint.record import Header, PieceRecord, Saved
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
+from ds_layerwise.output import announce
+
+#: The settings that let a load continue if parameters are missing or unexpected.
+LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
+
+#: The parts of names that come from wrappers of modules: torch.compile, activation checkpointing,
+#: DistributedDataParallel, PEFT.
+_WRAPPER = re.compile(
+    r"(?<![^.])(?:_orig_mod|_checkpoint_wrapped_module|module|base_layer|base_model\.model)\."
+)
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 
 
 def new_names(
@@ -46,6 +60,69 @@ def new_names(
             )
         old_of[new] = old
     return renamed
+
+
+def bare(name: str) -> str:
+    """Return ``name`` without the parts that wrappers add."""
+    return _WRAPPER.sub("", name)
+
+
+def check_names(
+    what: str,
+    saved: Set[str],
+    needed: Set[str],
+    known: Set[str],
+    *,
+    rename: Mapping[str, str] | None,
+    strict: bool,
+    quiet: bool,
+) -> None:
+    """Compare the names in a checkpoint with those of the model.
+
+    Args:
+        what: the checkpoint, or the part of it that has the names ``saved``, for the error.
+        needed, known: the names that a load needs, and all names of the model.
+        rename: ``layerwise.rename``, which has made ``saved``; None if it is not supported.
+        strict: False to report what keeps its values, unless ``quiet``.
+
+    Raises:
+        LayerWiseError: with ``strict``, names differ; says which entries of ``layerwise.rename``
+            mend those that differ only by wrappers.
+    """
+    lacking = needed - saved
+    unknown = saved - known
+    told = f"{what} has {few(sorted(unknown))}, which the model lacks"
+    if lacking:
+        told = f"{what} lacks {few(sorted(lacking))}, which the model has"
+    if strict and (lacking or unknown):
+        way_out = f"load what fits with {LENIENT}"
+        if rename is not None:
+            way_out = f"rename it with layerwise.rename, or {way_out}"
+        if rename == {} and (entries := _entries(saved, unknown, [*known, *lacking])):
+            text = json.dumps({"rename": entries})
+            way_out = f'set "layerwise": {text}; what differs even so needs {LENIENT}'
+        raise LayerWiseError(f"{told}; {way_out}")
+    if lacking and not quiet:
+        announce(f"ds_layerwise: {told}: these keep their own values")
+
+
+def _entries(saved: Set[str], unknown: Set[str], wanted: Iterable[str]) -> dict[str, str]:
+    """Return entries of ``layerwise.rename`` for those of ``unknown`` that differ from a name of
+    the model by wrappers alone.
+    """
+    by_bare = {bare(name): name for name in wanted}
+    found = {}
+    for old in unknown:
+        if new := by_bare.get(bare(old)):
+            tail = min(_WRAPPER.split(old)[-1], _WRAPPER.split(new)[-1], key=len)
+            found[f"{old.removesuffix(tail)}*"] = f"{new.removesuffix(tail)}*"
+    # The first match wins.
+    entries = {old: found[old] for old in sorted(found, key=lambda old: (-len(old), old))}
+    numbered = {_NUMBER.sub("*", old): _NUMBER.sub("*", new) for old, new in entries.items()}
+    with suppress(LayerWiseError):
+        if new_names(saved, numbered) == new_names(saved, entries):
+            return numbered
+    return entries
 
 
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")

@@ -82,14 +82,16 @@ class RuleRecord:
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one
     class under two of its paths, see :func:`.any_torch_recipe.family_at`. ``gradient_average``
     names the state that is an exponential moving average of the gradient; other families may
-    continue from it. ``meaning`` describes the meaning of states beyond their names and shapes;
-    empty if there is nothing to add, or it is unknown.
+    continue from it. ``meaning`` describes the meaning of states beyond their names and shapes, and
+    ``scale`` the size of updates at a learning rate; empty if there is nothing to add, or it is
+    unknown.
     """
 
     family: str
     state_keys: tuple[str, ...]
     gradient_average: str | None
     meaning: str = ""
+    scale: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "family", family_at(self.family))
@@ -98,6 +100,10 @@ class RuleRecord:
         """Tell whether it is of the family of ``saved`` and has the same states, by name."""
         same_keys = {*self.state_keys} == {*saved.state_keys}
         return same_keys and are_one_family(saved.family, self.family)
+
+    def has_rates_of(self, saved: RuleRecord) -> bool:
+        """Tell whether a learning rate means to it the same as to ``saved``, as far as known."""
+        return self.has_states_of(saved) and saved.scale in ("", self.scale)
 
 
 #: The assumed optimizer if a checkpoint has Adam's two moments and no further information.

@@ -21,26 +21,24 @@ from ds_layerwise.errors import LayerWiseError
 
 def find_others(
     saved: Renamed,
-    folder: Path,
     model: nn.Module,
     *,
     trained: Collection[str],
     in_file: Mapping[str, Tensor],
-    strict: bool,
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], set[str]]:
     """Return everything in the ``state_dict`` of ``model`` except the parameters ``trained``, by
-    name.
+    name; and the names of what the checkpoint lacks.
 
     Args:
-        saved: the checkpoint in ``folder``, or the file that this is, by new names.
+        saved: the checkpoint, or the file of whole parameters, by new names.
         in_file: the tensors of its model's file, by new names.
-        strict: whether all of it must be there.
 
     Raises:
-        LayerWiseError: something is missing, or has another shape.
+        LayerWiseError: something has another shape.
     """
     restored = {id(param) for name, param in model.named_parameters() if name in trained}
     others = {}
+    lacking = set()
     params = dict(model.named_parameters(remove_duplicate=False))
     # A hook of the module may have copied parameters.
     held = {
@@ -61,14 +59,11 @@ def find_others(
             check_shapes({first: tuple(value.shape)}, saved.header.shapes)
             pieces = saved.pieces(first, 0, value.numel())
             others[name] = torch.cat([piece.master for piece in pieces])
-        elif strict:
-            raise LayerWiseError(
-                f"{name}, which is not trained, cannot be restored: it is not in {folder}; with "
-                "load_module_strict=False it keeps its value"
-            )
+        else:
+            lacking.add(name)
         # Its other names, if it is tied, stand for it.
         restored.add(id(value))
-    return others
+    return others, lacking
 
 
 def in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:

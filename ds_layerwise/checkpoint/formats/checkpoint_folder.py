@@ -210,7 +210,7 @@ class ModelFile:
             raise LayerWiseError(
                 f"{path} has no module, as DeepSpeed's model files do; load another checkpoint"
             )
-        shapes = {**_shapes_of_others(path, load), **_shapes(content)}
+        shapes = {**_shapes_of_others(path, load), **shapes_in(content)}
         if is_zero3:
             elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
         else:
@@ -241,7 +241,8 @@ class ModelFile:
         return found
 
 
-def _shapes(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_in(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the trained parameters that the model's file ``content`` lists."""
     shapes = {}
     for group in content.get(PARAM_SHAPES) or ():
         shapes.update({name: tuple(shape) for name, shape in group.items()})
@@ -253,7 +254,7 @@ def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tupl
     shapes = {}
     for stage in sorted(path.parent.glob("mp_rank_*_model_states.pt"), reverse=True):
         if stage != path:
-            shapes.update(_shapes(load(stage)))
+            shapes.update(shapes_in(load(stage)))
     return shapes
 
 

@@ -233,11 +233,10 @@ class ShardedCheckpoint:
         others: frozen parameters and buffers, by name.
         second: the other names of tied parameters that are trained.
         rename: the names of this run by names in the file, as in ``layerwise.rename``.
-        strict: True if all of ``others`` must be there.
 
     Raises:
         LayerWiseError: it is missing or damaged, or has no weights under ``model``; or one of
-            ``others`` has another shape, or is missing with ``strict``.
+            ``others`` has another shape.
     """
 
     def __init__(
@@ -248,7 +247,6 @@ class ShardedCheckpoint:
         others: Mapping[str, Tensor],
         second: Collection[str] = (),
         rename: Mapping[str, str] | None = None,
-        strict: bool = True,
     ) -> None:
         self._where = str(checkpoint)
         with self._naming(
@@ -274,7 +272,9 @@ class ShardedCheckpoint:
         old = {}
         for name, new in new_names(shapes, rename or {}).items():
             old[self.wrapped.get(new, new)] = name
-        self._others = self._found_of(others, old, shapes, strict=strict)
+        self._others = self._found_of(others, old, shapes)
+        self.lacking = others.keys() - self._others.keys()
+        """The names of ``others`` that it lacks."""
         not_own = {old.get(name) for name in second}
         self._shapes = {name: shape for name, shape in shapes.items() if name not in not_own}
         if self.beside is None:
@@ -309,8 +309,6 @@ class ShardedCheckpoint:
         others: Mapping[str, Tensor],
         old: Mapping[str, str],
         shapes: Mapping[str, tuple[int, ...]],
-        *,
-        strict: bool,
     ) -> dict[str, tuple[str, torch.dtype]]:
         """Return those of ``others`` that the file has, with their names and dtypes in it."""
         for name, value in others.items():
@@ -318,11 +316,6 @@ class ShardedCheckpoint:
                 raise LayerWiseError(
                     f"{name}, which is not trained, is {shapes[old[name]]} in {self._where}, "
                     f"{tuple(value.shape)} in the model; load into the model that was saved"
-                )
-            if name not in old and strict:
-                raise LayerWiseError(
-                    f"{name}, which is not trained, is not in {self._where}; with strict=False it "
-                    "keeps its value"
                 )
         return {name: (old[name], value.dtype) for name, value in others.items() if name in old}
 

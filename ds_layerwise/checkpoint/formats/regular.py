@@ -386,8 +386,9 @@ def _prefix(folder: Path, ending: str) -> str:
     if len(found) != 1:
         raise LayerWiseError(
             f"{folder} has {'two kinds of' if found else 'no'} files named "
-            f"*zero_pp_rank_*{ending}, so no optimizer states to load; for only the weights, "
-            "load_checkpoint(..., load_optimizer_states=False)"
+            f"*zero_pp_rank_*{ending}, so no optimizer states to load, and no weights that were "
+            "saved at ZeRO stage 3; for those of another stage alone, load_checkpoint(..., "
+            "load_optimizer_states=False)"
         )
     return found.pop()
 

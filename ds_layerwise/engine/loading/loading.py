@@ -25,11 +25,16 @@ from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME
-from ds_layerwise.checkpoint.files.safe_load import naming
+from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import ZERO3_MODEL_FILE, manifest_of
+from ds_layerwise.checkpoint.formats.checkpoint_folder import (
+    MODEL_FILE,
+    ZERO3_MODEL_FILE,
+    manifest_of,
+    shapes_in,
+)
 from ds_layerwise.checkpoint.formats.regular import mp_size
-from ds_layerwise.checkpoint.new_names import new_names
+from ds_layerwise.checkpoint.new_names import bare, new_names
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.loading.model_checks import (
     check_layers,
@@ -83,10 +88,10 @@ def _load_checked(
         return _nothing_loaded(engine, load_dir)
     folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
-    is_universal = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
+    is_universal, all_files = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
     checkpointing = engine.optimizer.checkpointing
     found = None
-    if is_universal or states or _has_masters_only(engine, folder):
+    if is_universal or all_files:
         found = checkpointing.prepare_load(
             folder,
             universal=is_universal,
@@ -94,8 +99,7 @@ def _load_checked(
             strict=load_module_strict,
             masters=is_universal or engine.zero_load_from_fp32_weights(),
         )
-    has_no_weights = found is not None and not found.header.has_weights
-    if has_no_weights and custom_load_fn is not None:
+    if found is not None and not found.header.has_weights and custom_load_fn is not None:
         raise LayerWiseError(
             f"{folder} was saved at ZeRO stage 3, where trained weights are only in the "
             "optimizer's files, so custom_load_fn would get none of them; load without it, and "
@@ -105,7 +109,6 @@ def _load_checked(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
         weights_win=custom_load_fn is not None,
-        has_no_weights=has_no_weights,
     )
     with (
         engine.optimizer.checkpoint_event(),
@@ -116,22 +119,27 @@ def _load_checked(
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
         with _pipeline_loading(engine.module, load), _Alone(load):
             done = original(load_dir, tag, *options)
-        if has_no_weights and not states:
-            # The engine does not look for masters.
+        if load.found is not None:
+            # The engine has not looked for masters.
             checkpointing.finish_load()
         if found is None:
             checkpointing.restart_step()
         return done
 
 
-def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Return True if a file of the optimizer in ``folder`` says that the trained weights are in
-    these files only. A file that cannot be read says nothing. Every rank must call this at the same
-    point.
+def _has_masters_only(folder: Path) -> bool:
+    """Return True if the model's file in ``folder`` lacks all that was trained, which is then in
+    the optimizer's files only. A file that cannot be read says nothing. Every rank must call this
+    at the same point.
     """
     found = False
-    with suppress(LayerWiseError):
-        found = not engine.optimizer.checkpointing.open_regular(folder).header.has_weights
+    path = folder / MODEL_FILE.format(mp_rank=0)
+    with suppress(LayerWiseError), naming(path):
+        content = load_safely(path, with_objects=True)
+        trained = set(map(bare, shapes_in(content)))
+        module = content["module"]
+        # A pipeline has its layers in files of their own.
+        found = bool(trained) and module is not None and trained.isdisjoint(map(bare, module))
     return any(comm.gather_objects(found, group=None))
 
 
@@ -139,12 +147,10 @@ def _check_first(
     engine: DeepSpeedEngine, load_dir: str, tag: str, *, universal: bool, strict: bool
 ) -> None:
     """Check for errors that the engine would find only after it has loaded half of the model."""
-    is_stage = pipeline.is_pipeline(engine.module)
     with comm.errors_on_all_ranks():
-        if is_stage and not universal:
+        if pipeline.is_pipeline(engine.module) and not universal:
             check_layers(engine, Path(load_dir, tag), strict=strict)
-        if is_stage or universal:
-            check_model_file(engine, load_dir, tag)
+        check_model_file(engine, load_dir, tag)
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:
@@ -168,9 +174,9 @@ def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]
 
 def _checked(
     engine: DeepSpeedEngine, folder: Path, *, states: bool, custom_load_fn: object
-) -> bool:
-    """Finish an interrupted save of ``folder``, and check its files. Return True if it is
-    universal.
+) -> tuple[bool, bool]:
+    """Finish an interrupted save of ``folder``, and check its files. Return whether it is
+    universal, and whether more than the model's file is loaded.
 
     Raises:
         LayerWiseError: on every rank, if a file is missing or differs from the saved one.
@@ -182,7 +188,7 @@ def _checked(
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
-    all_files = states or _has_masters_only(engine, folder)
+    all_files = states or _has_masters_only(folder)
     with comm.errors_on_all_ranks():
         is_universal = _check_files(engine, folder, states=states, all_files=all_files)
         if is_universal and custom_load_fn is not None:
@@ -192,7 +198,7 @@ def _checked(
                 "afterwards"
             )
     disks.check_one_save(folder, own_disks=own_disks)
-    return is_universal
+    return is_universal, all_files
 
 
 @contextmanager
@@ -353,7 +359,8 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
             there = ", ".join(tags) or there
         raise LayerWiseError(f"{folder} does not exist; {folder.parent} holds {there}")
     is_universal = universal.is_universal(folder)
-    if not is_universal and (folder / ZERO3_MODEL_FILE).exists():
+    is_listed = (folder / FILE_NAME).exists()
+    if not any((is_universal, is_listed)) and (folder / ZERO3_MODEL_FILE).exists():
         raise LayerWiseError(
             f"{folder} was saved at ZeRO stage 3 by an optimizer of DeepSpeed, so its model files "
             "hold no weights. Convert AdamW's with `python -m deepspeed.checkpoint.ds_to_universal "
@@ -363,7 +370,7 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
         )
     _check_parts(engine, folder, is_universal=is_universal)
     # DeepSpeed's converter and its other optimizers write no list.
-    if states or (folder / FILE_NAME).exists():
+    if states or is_listed:
         manifest = manifest_of(folder)
     else:
         manifest = None
@@ -412,9 +419,7 @@ def _load_zero_checkpoint(
 ) -> Any:
     checkpointing = engine.optimizer.checkpointing
     if checkpointing.load is not None:
-        # From here on, the ranks communicate.
-        checkpointing.load.alone = False
-        comm.raise_on_all_ranks(None)
+        checkpointing.load.agree()
     checkpointing.finish_load()
     return True
 
@@ -430,12 +435,13 @@ def _load_module_state_dict(
     """Load the weights in ``checkpoint`` under the names of ``layerwise.rename``, once they fit."""
     load: Load | None = engine.optimizer.checkpointing.load
     place = Path("the model's file")
+    has_no_weights = False
     if load is not None and load.found is not None:
         place = load.found.folder
+        has_no_weights = not load.found.header.has_weights
     with _agreeing(load), naming(place):
         if custom_load_fn is None:
             module = checkpoint["module"]
-            has_no_weights = load is not None and load.has_no_weights
             rename = engine.optimizer.config.rename
             renamed = new_names(module, rename, use_all=not has_no_weights)
             with whole_shapes(engine.module.parameters()):

@@ -14,10 +14,12 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
+from ds_layerwise.checkpoint.new_names import check_names
 from ds_layerwise.checkpoint.record import fits
 from ds_layerwise.engine.loading.scheduler_state import check_scheduler as check_state
-from ds_layerwise.errors import LayerWiseError, few
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
+from ds_layerwise.parallel.pipeline import is_pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint.load_request import Load
 
@@ -29,28 +31,33 @@ def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stric
         LayerWiseError: names or shapes differ, or there are two values for one parameter.
     """
     values = engine.module.state_dict(keep_vars=True)
-    _check_names_and_shapes(checkpoint["module"], values, strict=strict)
+    _check_names_and_shapes(engine, "the checkpoint", checkpoint["module"], values, strict=strict)
     load: Load | None = engine.optimizer.checkpointing.load
     if load is not None and load.found is not None:
         _check_tied(checkpoint["module"], values)
 
 
 def _check_names_and_shapes(
-    saved: Mapping[str, Any], wanted: Mapping[str, Any], *, strict: bool, where: str = ""
+    engine: DeepSpeedEngine,
+    what: str,
+    saved: Mapping[str, Any],
+    wanted: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> None:
-    if strict and saved.keys() != wanted.keys():
-        lacking = sorted(wanted.keys() - saved.keys())
-        more = sorted(saved.keys() - wanted.keys())
-        if lacking:
-            which = f"lacks {few(lacking)}"
-        else:
-            which = f"has {few(more)}"
-        raise LayerWiseError(
-            f"the checkpoint {which}{where}, which the model {'has' if lacking else 'lacks'}; "
-            # The layers of a pipeline have numbers, not names.
-            f"{'' if where else 'rename it with layerwise.rename, or '}load what fits with "
-            "load_module_strict=False"
-        )
+    loaded = {id(wanted[name]) for name in wanted.keys() & saved.keys()}
+    # The layers of a pipeline have numbers, not names.
+    rename = None if is_pipeline(engine.module) else engine.optimizer.config.rename
+    check_names(
+        what,
+        saved.keys(),
+        # A tied parameter may be loaded by another name.
+        {name for name, value in wanted.items() if strict or id(value) not in loaded},
+        wanted.keys(),
+        rename=rename,
+        strict=strict,
+        quiet=engine.optimizer.rank != 0,
+    )
     for name in wanted.keys() & saved.keys():
         own = wanted[name]
         if not isinstance(own, Tensor) or own.shape == saved[name].shape:
@@ -58,8 +65,7 @@ def _check_names_and_shapes(
         # torch loads 1-D values as 0-d ones, and cuts have no shape.
         if not fits(saved[name].shape, own.shape) or own.dim() and not hasattr(own, "ds_tensor"):
             raise LayerWiseError(
-                f"{name}{where} is {tuple(saved[name].shape)} in the checkpoint, "
-                f"{tuple(own.shape)} in the model"
+                f"{name} is {tuple(saved[name].shape)} in {what}, {tuple(own.shape)} in the model"
             )
 
 
@@ -97,10 +103,11 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
                 "by a model of other layers, or not by a pipeline"
             )
         _check_names_and_shapes(
+            engine,
+            f"layer {number} of the checkpoint",
             load_safely(Path(paths[0])),
-            layer.state_dict(),
+            layer.state_dict(keep_vars=True),
             strict=strict,
-            where=f" of layer {number}",
         )
     saved = set()
     for path in folder.glob("layer_*-model_states.pt"):
@@ -142,7 +149,7 @@ def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> N
 
 
 def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
-    """Check the model's file of a universal checkpoint. The engine loads no weights from it.
+    """Check the model's file, from which the engine loads no weights of a universal checkpoint.
 
     Raises:
         LayerWiseError: there is none, or it lacks the state that the scheduler needs to continue.
@@ -151,7 +158,7 @@ def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
     if not names:
         raise LayerWiseError(
             f"{Path(load_dir, tag)} has no mp_rank_00_model_states.pt, from which the number of "
-            "steps is read; copy it from the checkpoint that was converted"
+            "steps is read; restore it, or copy it from the checkpoint that was converted"
         )
     try:
         checkpoint = load_safely(Path(names[0]), with_objects=True)

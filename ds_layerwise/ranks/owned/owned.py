@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
@@ -424,30 +424,6 @@ class Owned:
         if value.dtype == torch.float32:
             return master
         return followed(master, value)
-
-    def rule_records(self, elsewhere: Routes = NONE) -> dict[str, RuleRecord]:
-        """Return the optimizers for a checkpoint, by the parameter's name in it, over all ranks.
-        Parameters in ``elsewhere``, which are not in this layout, are included.
-        """
-        routes = dict(elsewhere)
-        for bucket in self.layout.buckets:
-            for slot in bucket.slots:
-                routes.update(dict.fromkeys(self._names[slot.name], self._routes[slot.name]))
-        records: dict[object, RuleRecord] = {}
-        found: dict[str, RuleRecord] = {}
-        for name, route in routes.items():
-            # The states of a foreign class may depend on the shape, and each part has states of its
-            # own.
-            kind = (route.recipe, route.parts, route.matrix_shape, route.is_cut)
-            if kind not in records:
-                records[kind] = RuleRecord(
-                    route.recipe.family,
-                    tuple(sorted(route.states(1))),
-                    route.recipe.gradient_average,
-                    route.meaning,
-                )
-            found[name] = records[kind]
-        return found
 
     def state_keys(self, name: str) -> tuple[str, ...]:
         """Return the names of the states of ``name`` with one element per element of the parameter,

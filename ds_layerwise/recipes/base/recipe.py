@@ -158,6 +158,13 @@ class Recipe(Section):
         """
         return ""
 
+    @property
+    def scale(self) -> str:
+        """The settings that determine the size of updates at a learning rate, with the rule, in
+        words; empty if the family alone does.
+        """
+        return ""
+
     def low_bit_dtypes(self) -> dict[str, StateDtype]:
         """Return the dtypes of states that are stored in fewer bits than float32, by state."""
         dtypes = {}

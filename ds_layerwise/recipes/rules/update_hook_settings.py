@@ -23,6 +23,15 @@ from ds_layerwise.recipes.rules.newton_schulz_cost import (
 #: :func:`.orthogonalize.spectral.capped`.
 CLIP_STEPS = 8
 
+#: The settings of the size of an update, in any recipe.
+_OF_SIZE = (
+    "scale_mode",
+    "extra_scale_factor",
+    "spectral_radius",
+    "moment2_rescale",
+    "sizing_hook",
+)
+
 
 class UpdateHooks(Recipe):
     """The settings that every recipe of whole matrices may have. None and false, the defaults, do
@@ -96,6 +105,12 @@ class UpdateHooks(Recipe):
         if self.relative_update:
             return "relative_update"
         return None
+
+    @property
+    def scale(self) -> str:
+        """The rule, and the settings that determine the size of its updates, in words."""
+        words = [f"{key} {getattr(self, key)}" for key in _OF_SIZE if hasattr(self, key)]
+        return f"{self.rule} with {', '.join(words)}"
 
     @property
     def own_weight_decay(self) -> float | None:

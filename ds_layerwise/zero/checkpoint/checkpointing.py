@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from ds_layerwise.checkpoint.formats.pipeline_files import PipelineCheckpoint
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, to_state_dict
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint
-from ds_layerwise.checkpoint.new_names import Renamed
+from ds_layerwise.checkpoint.new_names import Renamed, check_names
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.checkpoint.untrained import beside_masters, find_others, in_model_file
@@ -34,9 +34,10 @@ from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
 from ds_layerwise.zero.checkpoint.load_request import (
     Found,
     Load,
-    check_names,
+    check_tied,
     converted,
     kept_of,
+    rule_records,
 )
 from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
@@ -116,9 +117,9 @@ class Checkpointing:
             has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(run.grad_sync.gradients),
             shapes=shapes,
-            rules=run.owned.rule_records(planned.routes_elsewhere),
+            rules=rule_records(planned.saved_routes),
             dtypes=planned.layout.dtypes,
-            kept=kept_of({**planned.routes_elsewhere, **planned.routes}, planned.names),
+            kept=kept_of(planned.saved_routes),
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
             configured=resumed_groups.described(run.optimizer.configured),
@@ -204,28 +205,38 @@ class Checkpointing:
             masters = masters or not saved.header.has_weights
             if states:
                 self._check_groups(folder, saved.header)
+            others: dict[str, Tensor] = {}
+            if universal or not saved.header.has_weights:
+                here = planned.saved_shapes.keys()
+                may_lack: Set[str] = frozenset()
+                if universal:
+                    in_file = in_model_file(folder, config.rename)
+                else:
+                    in_file = beside_masters(folder, old_names, config.rename)
+                    # The engine loads them from there.
+                    may_lack = in_file.keys()
+                others, lacking = self._others(opened, saved, in_file)
+                check_names(
+                    f"the checkpoint in {folder}",
+                    saved.header.shapes.keys(),
+                    here - may_lack | lacking,
+                    of_all_stages | here,
+                    rename=None if pipeline.is_pipeline(run.model) else config.rename,
+                    strict=strict,
+                    quiet=run.rank != 0,
+                )
+                if strict:
+                    check_tied(saved, folder, here, run.model)
             mine = run.owned.record()
             plan = plan_load(
                 mine,
                 saved,
-                run.owned.rule_records(),
+                rule_records(planned.saved_routes),
                 masters=masters,
                 states=states,
                 on_missing_state=config.on_missing_state,
                 on_optimizer_change=config.on_optimizer_change,
             )
-            others: dict[str, Tensor] = {}
-            if universal or not saved.header.has_weights:
-                in_file, may_lack = self._in_model_file(folder, old_names, universal=universal)
-                if strict:
-                    check_names(
-                        saved,
-                        folder,
-                        planned.saved_shapes.keys() - may_lack,
-                        run.model,
-                        of_all_stages=of_all_stages,
-                    )
-                others = self._others(opened, saved, folder, in_file, strict=strict)
             found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
         # Each rank may have read its own file or disk, so compare: all ranks must have the same
         # save.
@@ -241,42 +252,20 @@ class Checkpointing:
             )
         return found
 
-    def _in_model_file(
-        self, folder: Path, masters: Iterable[str], *, universal: bool
-    ) -> tuple[dict[str, Tensor], Set[str]]:
-        """Return the tensors of the model's file in ``folder``, by new names, and the names that
-        the optimizer's files may lack because the engine loads them from there.
-
-        Args:
-            masters: the names of masters in the checkpoint.
-        """
-        rename = self._run.config.rename
-        if universal:
-            return in_model_file(folder, rename), frozenset()
-        found = beside_masters(folder, masters, rename)
-        return found, found.keys()
-
     def _others(
-        self,
-        opened: Any,
-        saved: Renamed,
-        folder: Path,
-        in_file: Mapping[str, Tensor],
-        *,
-        strict: bool,
-    ) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers that the engine does not load itself."""
+        self, opened: Any, saved: Renamed, in_file: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Tensor], Set[str]]:
+        """Return frozen parameters and buffers that the engine does not load itself, and the names
+        of those that the checkpoint should have and lacks.
+        """
         if isinstance(opened, ShardedCheckpoint):
-            return opened.read_others()
-        return find_others(
-            saved,
-            folder,
-            self._run.model,
-            trained={spec.name for spec in self._run.planned.specs},
-            in_file=in_file,
-            # One file has what was trained at its save, which may be frozen now, and nothing else.
-            strict=strict and not isinstance(opened, OneFile),
-        )
+            return opened.read_others(), opened.lacking
+        trained = {spec.name for spec in self._run.planned.specs}
+        others, lacking = find_others(saved, self._run.model, trained=trained, in_file=in_file)
+        if isinstance(opened, OneFile):
+            # It has what was trained at its save, which may be frozen now, and nothing else.
+            lacking = set()
+        return others, lacking
 
     def _check_groups(self, folder: Path, header: Header) -> None:
         """Check that the parameter groups and the loss scale of this run can continue from the
@@ -361,11 +350,10 @@ class Checkpointing:
         def open_it() -> ShardedCheckpoint:
             return ShardedCheckpoint(
                 checkpoint,
-                run.owned.rule_records(),
+                rule_records(run.planned.saved_routes),
                 others=whole_states.untrained(run.model, shapes),
                 second=whole_states.tied(run.model, shapes),
                 rename=run.config.rename,
-                strict=strict,
             )
 
         self._load_whole(Path(str(checkpoint)), open_it, states=states, strict=strict)
@@ -466,16 +454,19 @@ class Checkpointing:
 
     def _resumption(self, header: Header, **scheduler: Any) -> resumed_groups.Resumption:
         run = self._run
-        # A rule that the config names has its settings in the config, not in the groups.
-        rules = run.owned.rule_records() if run.optimizer.recipes_by_group else {}
+        routes = run.planned.saved_routes
         group_of = {}
-        for name, names in run.planned.names.items():
-            group_of.update(dict.fromkeys(names, run.planned.routes[name].group))
+        for name, route in routes.items():
+            # A rate that an override sets is the config's, whatever a group has.
+            if route.lr is None or run.optimizer.recipes_by_group:
+                group_of[name] = route.group
         return resumed_groups.Resumption(
             optimizer=run.optimizer,
             header=header,
             wins=run.config.on_hyper_change,
-            otherwise=resumed_groups.otherwise_trained(rules, header.rules, group_of),
+            otherwise=resumed_groups.otherwise_trained(
+                rule_records(routes), header.rules, group_of
+            ),
             **scheduler,
         )
 
@@ -508,7 +499,7 @@ class Checkpointing:
             return
         lines = found.described(everywhere, out_of=len(run.planned.specs))
         if found.states:
-            kept = kept_of(run.planned.routes, run.planned.names)
+            kept = kept_of(run.planned.saved_routes)
             lines += converted(found.header, kept, everywhere)
         # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
         # missed.
@@ -520,6 +511,8 @@ class Checkpointing:
     @torch.no_grad()
     def masters_from_weights(self) -> None:
         """Set the masters from the model's weights, after a load of the weights alone."""
+        if self.load is not None:
+            self.load.agree()
         self._fetch_cuts()
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.values_to_masters(bucket.index)

@@ -6,17 +6,17 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence, Set
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.new_names import Renamed
-from ds_layerwise.checkpoint.record import Header, ShardRecord
+from ds_layerwise.checkpoint.new_names import LENIENT, Renamed
+from ds_layerwise.checkpoint.record import Header, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
-from ds_layerwise.errors import LayerWiseError, few
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
@@ -81,20 +81,38 @@ class Load:
     checkpoint.
     """
 
-    has_no_weights: bool = False
-    """True if the checkpoint has the trained weights only as masters."""
-
     alone: bool = False
     """True while an error of this rank has not been agreed on by all ranks."""
 
+    def agree(self) -> None:
+        """Raise an error of any rank on all ranks, which communicate from here on."""
+        if self.alone:
+            self.alone = False
+            comm.raise_on_all_ranks(None)
 
-def kept_of(routes: Routes, names: Mapping[str, Sequence[str]]) -> dict[str, dict[str, str]]:
-    """Return the dtypes of states stored in fewer bits than float32, by name in a checkpoint.
 
-    Args:
-        names: by parameter, the names of its experts in a checkpoint. A parameter that is only in
-            ``routes`` has its own name.
-    """
+def rule_records(routes: Routes) -> dict[str, RuleRecord]:
+    """Return the optimizers of ``routes`` as a checkpoint stores them, by name."""
+    records: dict[object, RuleRecord] = {}
+    found: dict[str, RuleRecord] = {}
+    for name, route in routes.items():
+        # The states of a foreign class may depend on the shape, and each part has states of its
+        # own.
+        kind = (route.recipe, route.parts, route.matrix_shape, route.is_cut)
+        if kind not in records:
+            records[kind] = RuleRecord(
+                route.recipe.family,
+                tuple(sorted(route.states(1))),
+                route.recipe.gradient_average,
+                route.meaning,
+                route.recipe.scale,
+            )
+        found[name] = records[kind]
+    return found
+
+
+def kept_of(routes: Routes) -> dict[str, dict[str, str]]:
+    """Return the dtypes of states stored in fewer bits than float32, by name."""
     found = {}
     for name, route in routes.items():
         kept = {}
@@ -102,7 +120,7 @@ def kept_of(routes: Routes, names: Mapping[str, Sequence[str]]) -> dict[str, dic
             if spec.kept_as:
                 kept[key] = str(spec.kept_as)
         if kept:
-            found.update(dict.fromkeys(names.get(name, (name,)), kept))
+            found[name] = kept
     return found
 
 
@@ -132,30 +150,12 @@ def converted(
     ]
 
 
-#: The settings that let a load continue if parameters are missing or unexpected.
-LENIENT = "load_module_strict=False (strict=False for one file or a sharded checkpoint)"
+def check_tied(saved: Renamed, folder: Path, here: Container[str], model: nn.Module) -> None:
+    """Refuse two values for a parameter that ``model`` ties.
 
-
-def check_names(
-    saved: Renamed, folder: Path, here: Set[str], model: nn.Module, *, of_all_stages: Set[str]
-) -> None:
-    """Compare the names in a universal checkpoint with the names ``here`` and those of other
-    stages.
-
-    Raises:
-        LayerWiseError: either has a name that the other lacks, or there are two values for a
-            parameter that ``model`` ties.
+    Args:
+        here: the names that parameters are trained under.
     """
-    if missing := here - saved.header.shapes.keys():
-        raise LayerWiseError(
-            f"{min(missing)} is not in the checkpoint in {folder}, which has "
-            f"{len(saved.header.shapes)} parameters; with {LENIENT} it keeps its weights"
-        )
-    if unknown := sorted(saved.header.shapes.keys() - of_all_stages - here):
-        raise LayerWiseError(
-            f"the checkpoint in {folder} has {few(unknown)}, which the model lacks; rename it with "
-            f"layerwise.rename, or load what fits with {LENIENT}"
-        )
     for second, first in tied(model, here).items():
         # All ranks have the same two values, which may be large, so one rank compares them.
         if (

@@ -70,7 +70,9 @@ class Resumption:
     header: Header
     wins: OnHyperChange
     otherwise: Mapping[int, str]
-    """The groups whose values in the checkpoint are of another optimizer, with its name."""
+    """The groups whose values in the checkpoint are of another optimizer, or of another size of
+    its updates, with its name.
+    """
     scheduler: Any = None
     goes_on: bool | None = None
     """True if the scheduler continues from its state in the checkpoint. False if its values in this
@@ -80,9 +82,9 @@ class Resumption:
     """True if the scheduler continues from rates in its state."""
     stays: set[str] = field(default_factory=set, init=False)
     """The keys that keep their values of this run."""
-    changes: dict[tuple[str, str, str, bool], list[int]] = field(default_factory=dict, init=False)
-    """The groups by key, value in the saved run, value in this run, and whether this run's value is
-    used.
+    changes: dict[tuple[str, str, str, str], list[int]] = field(default_factory=dict, init=False)
+    """The groups by key, value in the saved run, value in this run, and the reason why this run's
+    value is used; empty if it is not.
     """
 
     def after(self) -> list[dict[str, Any]]:
@@ -99,7 +101,8 @@ class Resumption:
             before = self._before(index)
             # Another optimizer may use the same name for a value of another kind.
             held = {**built, **self.optimizer.param_groups[index]}
-            if index in self.otherwise:
+            why = self._wins(index)
+            if index in self.otherwise and not _has_ratios(built):
                 held = {"lr": group["lr"]}
             for what, said in (("param_groups", saved), ("configured", before)):
                 check_kind(held, said, f"{what}[{index}]")
@@ -109,7 +112,7 @@ class Resumption:
                 continue
             for key in saved.keys() & group.keys() - {*_RATES}:
                 changed = key in built and key in before and before[key] != built[key]
-                if not (changed and self.wins == "config"):
+                if not (changed and why):
                     group[key] = saved[key]
         return groups
 
@@ -171,7 +174,7 @@ class Resumption:
             )
         elif is_named and not was_named and self.header.configured:
             why = "was passed an optimizer; the values of this run's config"
-        elif index in self.otherwise:
+        elif index in self.otherwise and not is_named:
             why = f"used {self.otherwise[index]}; the values of this run's optimizer"
         else:
             return ""
@@ -179,6 +182,16 @@ class Resumption:
             _set(self.optimizer.param_groups[index], "lr", self._saved[index]["lr"])
             self._move(index, ("lr",))
         return why
+
+    def _wins(self, index: int) -> str:
+        """Return why this run's values of a group are used where they differ; empty if they are
+        not.
+        """
+        if self.wins == "config":
+            return "as layerwise.on_hyper_change says"
+        if index in self.otherwise:
+            return f"because the saved run used {self.otherwise[index]}"
+        return ""
 
     def _take_group(self, index: int) -> None:
         built = self.optimizer.built_with[index]
@@ -191,9 +204,12 @@ class Resumption:
         sets_lr = self.scheduler is not None and not self.follows and "lr" in different
         configured = dict(before)
         for key in different:
-            is_taken = self.wins == "config" or sets_lr and key in _RATES
-            self.changes.setdefault((key, str(old[key]), str(new[key]), is_taken), []).append(index)
-            if is_taken:
+            why = self._wins(index)
+            if sets_lr and key in _RATES and not why:
+                kind = type(self.scheduler).__name__
+                why = f"because {kind} starts from the lr of this run's config"
+            self.changes.setdefault((key, str(old[key]), str(new[key]), why), []).append(index)
+            if why:
                 configured |= self._take(index, key)
         # A rate in an override becomes a ratio to this one, which must not be 0.
         configured["lr"] = configured["lr"] or built["lr"]
@@ -234,15 +250,11 @@ class Resumption:
         if _move_state(state, index, *ends):
             self.scheduler.load_state_dict(state)
 
-    def _line(self, key: str, old: str, new: str, is_taken: bool) -> str:
-        if not is_taken:
-            outcome = f"{old} is used, set layerwise.on_hyper_change to 'config' for {new}"
-        elif self.wins == "config":
-            outcome = f"{new} is used, as layerwise.on_hyper_change says"
-        else:
-            kind = type(self.scheduler).__name__
-            outcome = f"{new} is used, because {kind} starts from the lr of this run's config"
-        groups = ", ".join(map(str, self.changes[key, old, new, is_taken]))
+    def _line(self, key: str, old: str, new: str, why: str) -> str:
+        outcome = f"{old} is used, set layerwise.on_hyper_change to 'config' for {new}"
+        if why:
+            outcome = f"{new} is used, {why}"
+        groups = ", ".join(map(str, self.changes[key, old, new, why]))
         return (
             f"param_groups[{groups}].{key} was {old} in the saved run and is {new} in this "
             f"run's config; {outcome}"
@@ -252,18 +264,19 @@ class Resumption:
 def otherwise_trained(
     own: Mapping[str, RuleRecord], saved: Mapping[str, RuleRecord], group_of: Mapping[str, int]
 ) -> dict[int, str]:
-    """Return the groups whose optimizer in the checkpoint is of another class, or had settings for
-    other states, with the name of that optimizer. The values of such a group do not apply to this
-    run.
+    """Return the groups with a parameter whose optimizer in the checkpoint is another, had settings
+    for other states, or scales its updates otherwise, with that optimizer in words. Values of such
+    a group mean something else in this run.
 
     Args:
         own, saved: by parameter, the optimizers of this run and of the checkpoint.
+        group_of: the groups of the parameters that count, by their names in a checkpoint.
     """
     found: dict[int, str] = {}
-    for name, now in own.items():
-        if (old := saved.get(name)) and not now.has_states_of(old):
+    for name, index in group_of.items():
+        if (old := saved.get(name)) and not own[name].has_rates_of(old):
             states = ", ".join(old.state_keys) or "none"
-            found.setdefault(group_of[name], f"{old.family} (states {states})")
+            found.setdefault(index, f"{old.scale or old.family} (states {states})")
     return found
 
 

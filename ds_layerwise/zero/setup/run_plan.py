@@ -73,6 +73,14 @@ class Planned:
         return tuple(dict.fromkeys(self.routes[spec.name].recipe for spec in self.specs))
 
     @property
+    def saved_routes(self) -> dict[str, Route]:
+        """The routes by checkpoint name, of the parameters of all ranks and pipeline stages."""
+        routes = dict(self.routes_elsewhere)
+        for name, names in self.names.items():
+            routes.update(dict.fromkeys(names, self.routes[name]))
+        return routes
+
+    @property
     def saved_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes by checkpoint name, of the parameters of all ranks."""
         shapes = {}

@@ -1,5 +1,9 @@
 """Changes between a save and a resume, of the model and of how it is trained, in every form of checkpoint."""
 
+import json
+import re
+from collections import OrderedDict
+
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -19,6 +23,7 @@ from tests.support.training import (
     ds_config,
     start,
     train_engine,
+    whole,
     whole_gradients,
 )
 from tests.support.universal import convert
@@ -147,7 +152,7 @@ class TestParameters(DistributedTest):
             assert_equal_states(whole_states(engine), without(expected, self.FROZEN), tag)
             assert_equal_states(engine.module.state_dict(), saved.module.state_dict(), tag)
 
-    def test_added(self, tmp_path):
+    def test_added(self, tmp_path, capsys):
         saved = save(Net(), tmp_path, **BF16)
         expected = values(saved)
         assert_refused(start(Plus(), ds_config(**BF16)), tmp_path, r"extra\.(weight|bias).*load_module_strict")
@@ -155,7 +160,10 @@ class TestParameters(DistributedTest):
         initial = of(values(engine), self.EXTRA)
         engine.load_checkpoint(tmp_path, tag="saved_universal", load_module_strict=False)
         assert_equal_states(of(values(engine), self.EXTRA), initial)
+        capsys.readouterr()
         for tag in loaded(engine, tmp_path, load_module_strict=False):
+            told = "lacks extra.bias, extra.weight, which the model has: these keep their own values"
+            assert capsys.readouterr().out.count(told) == (dist.get_rank() == 0), tag
             assert engine.optimizer.fresh_states == dict.fromkeys(self.EXTRA, "no state in the checkpoint")
             found = values(engine)
             assert_equal_states(without(found, self.EXTRA), expected, tag)
@@ -180,6 +188,36 @@ class TestParameters(DistributedTest):
 
 
 class TestNames(DistributedTest):
+    @pytest.mark.parametrize("stage, wrapped", [(1, "now"), (3, "now"), (2, "before")])
+    def test_the_entry_in_the_error_is_the_one_to_write(self, stage, wrapped, tmp_path):
+        """A module that torch.compile has wrapped has longer names."""
+        def net(is_wrapped):
+            module = Net(frozen=True)
+            if is_wrapped:
+                module.square = nn.Sequential(OrderedDict(_orig_mod=module.square))
+            return module
+
+        saved = save(net(wrapped == "before"), tmp_path, stage=stage)
+        expected = {(name, key): value for (name, key), value in whole_states(saved).items()}
+        values = [whole(param) for param in saved.module.parameters()]
+        for tag in ("saved", "saved_universal"):
+            engine = start(net(wrapped == "now"), ds_config(stage=stage))
+            with pytest.raises(LayerWiseError, match='set "layerwise"') as caught:
+                engine.load_checkpoint(tmp_path, tag=tag)
+            entries = json.loads(re.search(r'"layerwise": (\{.*\}); what differs', str(caught.value))[1])
+            assert entries == {"rename": {"square.*": "square._orig_mod.*"} if wrapped == "now" else
+                               {"square._orig_mod.*": "square.*"}}
+            engine.destroy()
+            engine = start(net(wrapped == "now"), ds_config(stage=stage, layerwise=entries))
+            engine.load_checkpoint(tmp_path, tag=tag)
+            assert engine.optimizer.fresh_states == {}
+            assert_equal_states({(name.replace("_orig_mod.", ""), key): value
+                                 for (name, key), value in whole_states(engine).items()},
+                                {(name.replace("_orig_mod.", ""), key): value
+                                 for (name, key), value in expected.items()}, tag)
+            for param, value in zip(engine.module.parameters(), values, strict=True):
+                assert torch.equal(whole(param), value), tag
+
     def test_other_names_for_weights_and_states(self, tmp_path):
         kwargs = {"tied": True, "frozen": True, "odd": True}
         saved = save(Net(**kwargs), tmp_path, **BF16)

@@ -11,6 +11,7 @@ import deepspeed.comm as dist
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -30,7 +31,7 @@ from ds_layerwise.checkpoint.plain_values import like, plain
 from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import resumed_groups
-from tests.support.checkpoints import assert_equal_states, assert_same_run, states
+from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import MUON, Net, ds_config, start, train_engine, train_engines, weights
@@ -273,6 +274,23 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert resumed.optimizer.param_groups[0]["use_muon"] is True
 
 
+#: The values of the saved run below.
+RATES = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1}
+
+#: Runs that go on from one of Muon and AdamW with another optimizer, or another scale, for some parameters; and whether
+#: the group of those goes by this run's config then.
+OTHERWISE = {
+    "another rule": ({"matrix_optimizer": "soap", "muon_lr": 0.004}, {}, True),
+    "one rule for all": ({"matrix_optimizer": "adamw", "lr": 0.002, "muon_lr": 0.002}, {}, True),
+    "the same states": ({"matrix_optimizer": "polargrad", "muon_lr": 0.25}, {}, True),
+    "another scale": ({"scale_mode": "match_rms_adamw", "muon_lr": 0.002}, {}, True),
+    "another size by a hook": ({"relative_update": True, "muon_lr": 0.01}, {}, True),
+    "the scalar one": ({"scalar_optimizer": "lion", "lr": 0.0003, "betas": [0.5, 0.75]}, {}, True),
+    "an override": ({"muon_lr": 0.01}, {"optimizer": "normuon"}, True),
+    "an override with a rate": ({"muon_lr": 0.01}, {"optimizer": "soap", "lr": 0.004}, False),
+    "none": ({"muon_lr": 0.01, "nesterov": False}, {}, False),
+}
+
 #: What a config says otherwise than the one before it, and what a group then goes on with.
 OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "betas": [0.25, 0.5], "eps": 1e-3}
 
@@ -325,6 +343,63 @@ ONWARD = {
     "sequential cosine": lambda optimizer: SequentialLR(optimizer, [
         LambdaLR(optimizer, lambda step: (1 + step) / 2), CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)], [1]),
 }
+
+
+class TestAnotherOptimizer(DistributedTest):
+    """Rates of another optimizer are this run's, in every form of checkpoint."""
+
+    @pytest.mark.parametrize("policy, stage", [("reset", 1), ("keep_shared", 3)])
+    def test_rates_are_those_of_the_config(self, policy, stage, tmp_path, capsys):
+        config = ds_config(stage=stage, layerwise={"save_universal": True})
+        # A script's scheduler has moved the rate: it goes on from this run's.
+        saved = train_engine(start(Net(), config, lr_scheduler=AFRESH["lambda"]), 3)
+        saved.save_checkpoint(tmp_path, tag="tag")
+        saved.optimizer.save_state_dict_to_file(tmp_path / ONE_FILE)
+        dcp.save(saved.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "sharded"))
+        for kind, (params, override, is_this_runs) in OTHERWISE.items():
+            layerwise = {"on_optimizer_change": policy}
+            if override:
+                layerwise["overrides"] = [{"name": "square.weight", **override}]
+            config = ds_config(stage=stage, layerwise=layerwise, optimizer={
+                "type": "LayerWise", "params": {"matrix_optimizer": "muon", **RATES, **params}})
+            engine, fresh = (start(Net(), config, lr_scheduler=AFRESH["lambda"]) for _ in range(2))
+            expected = effective(fresh if is_this_runs else saved)
+            for key in ("muon_lr", "adam_lr"):
+                if is_this_runs:
+                    expected[key] = pytest.approx(expected[key].expected / 4, rel=1e-12)
+            for tag in ("tag", "tag_universal", None, "sharded"):
+                capsys.readouterr()
+                if tag == "sharded":
+                    engine.optimizer.load_sharded_state_dict(tmp_path / tag)
+                else:
+                    go_on_from(engine, tmp_path, tag)
+                if tag in ("tag", "tag_universal"):
+                    assert effective(engine) == expected, (kind, tag)
+                else:
+                    # A script restores the scheduler of these.
+                    assert engine.optimizer.param_groups[0]["matrix_lr_ratio"] == pytest.approx(
+                        (fresh if is_this_runs else saved).optimizer.param_groups[0]["matrix_lr_ratio"]), (kind, tag)
+                if dist.get_rank() == 0:
+                    said = capsys.readouterr().out
+                    assert ("is used, because the saved run used" in said) == is_this_runs, (kind, tag)
+            train_engine(engine, 1, first=3)
+            engine.destroy()
+            fresh.destroy()
+
+    def test_a_group_that_goes_to_another_one(self, tmp_path):
+        """The other group goes on as it was saved."""
+        def started(use_muon, lr, other):
+            module = Net()
+            rest = [p for p in module.parameters() if p is not module.square.weight]
+            return ds_layerwise.initialize(model=module, config=ds_config(layerwise={
+                "on_optimizer_change": "reset"}), model_parameters=[
+                    {"params": [module.square.weight], "use_muon": use_muon, "lr": lr},
+                    {"params": rest, "use_muon": False, "lr": other}])[0]
+
+        engine, resumed = started(False, 0.004, 0.001), started(True, 0.02, 0.002)
+        engine.save_checkpoint(tmp_path)
+        resumed.load_checkpoint(tmp_path)
+        assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.02, 0.001]
 
 
 class TestWhatWins(DistributedTest):

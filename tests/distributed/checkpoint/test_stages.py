@@ -30,8 +30,8 @@ def make(frozen=False):
     return net
 
 
-def config_of(stage, precision="bf16"):
-    return ds_config(stage=stage, clip=5.0, **PRECISIONS[precision])
+def config_of(stage, precision="bf16", **layerwise):
+    return ds_config(stage=stage, clip=5.0, layerwise=layerwise, **PRECISIONS[precision])
 
 
 def values_of(model):
@@ -50,7 +50,8 @@ def save(folder, frozen=False):
     num_ranks = dist.get_world_size()
     for stage in (1, 2, 3):
         for precision in PRECISIONS:
-            engine = train_engine(start(make(frozen), config_of(stage, precision)), 2)
+            config = config_of(stage, precision, save_universal=stage == 3)
+            engine = train_engine(start(make(frozen), config), 2)
             engine.module.counter.add_(stage)
             tag = f"stage{stage}-{precision}-{num_ranks}ranks"
             engine.save_checkpoint(str(folder), tag=tag)
@@ -95,13 +96,14 @@ class TestWeightsAlone(DistributedTest):
         return made_once(class_tmpdir / "saved", [2], save)
 
     @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
-    @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
-    def test_they_are_there(self, saved, options, stage, into):
+    @pytest.mark.parametrize("stage, into, form", [
+        (3, 3, ""), (3, 2, ""), (2, 3, ""), (3, 3, "_universal"), (3, 1, "_universal")])
+    def test_they_are_there(self, saved, options, stage, into, form):
         tag = f"stage{stage}-bf16-2ranks"
         _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
         engine = train_engine(start(make(), config_of(into)), 1)
         before = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
-        loaded(engine, str(saved), tag=tag, **options)
+        loaded(engine, str(saved), tag=tag + form, **options)
         assert_equal_states(values_of(engine.module), values)
         assert_equal_states({key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}, before)
         train_engine(engine, 1, first=2)
@@ -115,6 +117,31 @@ class TestWeightsAlone(DistributedTest):
         on_rank_0(lambda: path.write_bytes(path.read_bytes()[:-200] + bytes(200)))
         with pytest.raises(LayerWiseError, match="damaged"):
             start(make(), config_of(3)).load_checkpoint(str(tmp_path), tag=tag, **options)
+
+    @pytest.mark.parametrize("stage, gone, told", [
+        (3, ["*_rank_1_*_optim_states.pt"], "rank_1_mp_rank_00_optim_states.pt is missing"),
+        (3, ["*_optim_states.pt"], "optim_states.pt is missing"),
+        (3, ["*_optim_states.pt", "*.json"], "no files named .*optim_states.pt"),
+        (3, ["mp_rank*"], "mp_rank_00_model_states.pt is missing"),
+        (1, ["mp_rank*", "*.json"], "has no mp_rank_00_model_states.pt"),
+        ("3_universal", ["zero"], "zero/.* is missing")], ids=str)
+    def test_files_that_are_gone_are_named(self, saved, stage, gone, told, tmp_path):
+        form = "_universal" * (stage == "3_universal")
+        tag = f"stage{3 if form else stage}-bf16-2ranks{form}"
+
+        def take_away():
+            shutil.copytree(saved / tag, tmp_path / tag)
+            for path in itertools.chain(*map((tmp_path / tag).glob, gone)):
+                path.unlink() if path.is_file() else shutil.rmtree(path)
+
+        on_rank_0(take_away)
+        engine = start(make(), config_of(3))
+        before = values_of(engine.module)
+        for options in ({"load_module_only": True}, {"load_module_only": True, "load_module_strict": False},
+                        {"load_optimizer_states": False}):
+            with pytest.raises(LayerWiseError, match=told):
+                engine.load_checkpoint(str(tmp_path), tag=tag, **options)
+            assert_equal_states(values_of(engine.module), before)
 
     def test_a_file_that_lacks_the_optimizers_is_refused(self, saved, tmp_path):
         engine = start(make(), config_of(3))
@@ -152,12 +179,15 @@ class TestPartsOfACheckpoint(DistributedTest):
         assert_equal_states(values_of(engine.module), values)
 
     @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
-    def test_a_layer_that_is_not_in_it_keeps_its_weights(self, saved, stage, into):
+    def test_a_layer_that_is_not_in_it_keeps_its_weights(self, saved, stage, into, capsys):
         net = make(True)
         net.more = torch.nn.Linear(12, 12)
         engine = start(net, config_of(into))
         before = values_of(engine.module)
+        capsys.readouterr()
         loaded(engine, str(saved), tag=f"stage{stage}-bf16-2ranks", load_module_strict=False)
+        told = "lacks more.bias, more.weight, which the model has: these keep their own values"
+        assert capsys.readouterr().out.count(told) == (dist.get_rank() == 0)
         _, values = torch.load(saved / f"stage{stage}-bf16-2ranks.pt", weights_only=True)
         expected = {name: values.get(name, before[name]) for name in before}
         assert before["more.weight"].any()
@@ -166,6 +196,11 @@ class TestPartsOfACheckpoint(DistributedTest):
     def test_a_custom_load_of_stage_2_at_stage_3(self, saved):
         _, values = torch.load(saved / "stage2-bf16-2ranks.pt", weights_only=True)
         engine = start(make(True), config_of(3))
+        for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+            # Rank 0 waits for the error of rank 1 before it fetches what it has loaded.
+            with pytest.raises((LayerWiseError, ZeroDivisionError), match="by zero"):
+                engine.load_checkpoint(str(saved), tag="stage2-bf16-2ranks", **options,
+                                       custom_load_fn=lambda src, dst: 1 // (1 - dist.get_rank()))
         engine.load_checkpoint(str(saved), tag="stage2-bf16-2ranks", custom_load_fn=self.load)
         assert_equal_states(values_of(engine.module), values)
         train_engine(engine, 1, first=2)

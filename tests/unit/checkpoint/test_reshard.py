@@ -1,5 +1,6 @@
 """Pieces of any layout to pieces of any other: every element from exactly where it was, and what else may happen."""
 
+import json
 import random
 import sys
 from types import SimpleNamespace
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from ds_layerwise.checkpoint.formats.regular import describe, header_of
-from ds_layerwise.checkpoint.new_names import Renamed, expert_names, new_names
+from ds_layerwise.checkpoint.new_names import Renamed, check_names, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
@@ -27,6 +28,44 @@ MUON = RuleRecord("muon", ("momentum_buffer",), "momentum_buffer")
 LION = RuleRecord("lion", ("exp_avg",), "exp_avg")
 SGD = RuleRecord("sgd", ("momentum_buffer",), None)
 PLAIN = RuleRecord("plain", (), None)
+
+
+@pytest.mark.parametrize("wrap, expected", [
+    (lambda name: f"_orig_mod.{name}", {"*": "_orig_mod.*"}),
+    (lambda name: f"module.{name}", {"*": "module.*"}),
+    (lambda name: name.replace("layers.1.", "layers.1._orig_mod."), {"layers.1.*": "layers.1._orig_mod.*"}),
+    # One entry for all layers.
+    (lambda name: f"base_model.model.{name}".replace(".q.", ".q.base_layer."), {
+        "layers.*.q.*": "base_model.model.layers.*.q.base_layer.*", "*": "base_model.model.*"}),
+])
+def test_names_that_wrappers_have_made_are_told_with_the_entry_that_mends_them(wrap, expected):
+    plain = {f"layers.{layer}.{name}" for layer in range(12) for name in ("q.weight", "q.bias", "norm.weight")}
+    for saved, wanted in ((plain, set(map(wrap, plain))), (set(map(wrap, plain)), plain)):
+        with pytest.raises(LayerWiseError) as caught:
+            check_names("it", saved, wanted, wanted, rename={}, strict=True, quiet=False)
+        entries = json.loads(str(caught.value).split('"layerwise": ')[1].split("; what differs")[0])["rename"]
+        assert set(new_names(saved, entries).values()) == wanted
+        if saved is plain:
+            assert entries == expected
+    # There is something else that a config renames, or nothing to rename with.
+    for rename in ({"a": "b"}, None):
+        with pytest.raises(LayerWiseError, match="which the model has; ") as caught:
+            check_names("it", saved, wanted, wanted, rename=rename, strict=True, quiet=False)
+        assert '"layerwise"' not in str(caught.value)
+
+
+@pytest.mark.parametrize("saved, known, told", [
+    ({"a", "b"}, {"a"}, "it has b, which the model lacks; rename it with layerwise.rename, or load what fits"),
+    ({"a"}, {"a", "b"}, "it lacks b, which the model has; rename it with layerwise.rename, or load what fits"),
+    ({"a", "c"}, {"a", "b"}, "it lacks b, which the model has; rename it with layerwise.rename, or load what fits"),
+])
+def test_names_that_differ_otherwise(saved, known, told, capsys):
+    with pytest.raises(LayerWiseError, match=told):
+        check_names("it", saved, known, known, rename={}, strict=True, quiet=False)
+    for quiet in (True, False):
+        check_names("it", saved, known, known, rename={}, strict=False, quiet=quiet)
+        assert ("it lacks b, which the model has: these keep" in capsys.readouterr().out) == (
+            not quiet and "b" in known)
 
 
 def whole(name, key, numel):
