@@ -15,6 +15,7 @@ _PUBLIC = {
     "register": "engine.register",
     "unregister": "engine.register",
     "initialize": "engine.register",
+    "measure_attention": "zero.qk_clip.attention_hook",
     "ParamKey": "recipes.targets.param_keys",
     "ParamPredicate": "recipes.targets.param_keys",
     "ParamWithNamePredicate": "recipes.targets.param_keys",

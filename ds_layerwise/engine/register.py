@@ -11,6 +11,7 @@ from ds_layerwise.engine import final_error, python_overrides
 from ds_layerwise.engine.contract import contract, patches
 from ds_layerwise.recipes.targets.overrides import overrides_of
 from ds_layerwise.recipes.targets.param_keys import ParamKey
+from ds_layerwise.zero.qk_clip import attention_hook
 
 
 def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:
@@ -62,6 +63,7 @@ def unregister() -> None:
     """
     with patches.changing():
         patches.unwrap()
+        attention_hook.forget_asked()
         final_error.end()
         python_overrides.keep(())
 

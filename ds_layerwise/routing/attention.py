@@ -1,37 +1,35 @@
-"""Attention modules: the parameters that make queries and keys, and the outputs of each head.
-
-Note: which modules are found without configuration
-    Modules of transformers with a ``config`` and "Attention" in the name of their class, and no
-    other such module inside, by the names of their layers: separate queries and keys, see
-    :data:`.model_names.QUERY_KEY_PAIRS`; the fused projections that
-    :mod:`.routing.find_fused_parts` knows; multi-head latent attention, which has ``kv_b_proj``.
-"""
+"""Attention modules: the parameters that make queries and keys, and the outputs of each head."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.routes.group_defaults import QK_NORM
-from ds_layerwise.recipes.targets.model_names import QKV, QUERY_KEY_PAIRS
-from ds_layerwise.recipes.targets.qk_clip_settings import AttentionEntry, Outputs, QkClip, Run
-from ds_layerwise.routing.find_fused_parts import is_one, lies_by_head
-from ds_layerwise.routing.heads import heads_of, is_transposed, number_of, sources_of
+from ds_layerwise.recipes.targets.qk_clip_settings import AttentionEntry, QkClip
+from ds_layerwise.routing.heads import is_transposed
+from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.tensor_marks import axis_of, heads_here, is_cut
-
-_WAY_OUT = (
-    "say where queries and keys are in layerwise.qk_clip.attention, which then names every module "
-    "to be clipped"
-)
 
 
 class _Unfit(RoutingError):
-    """A module does not match its entry, or any known kind."""
+    """A module does not match its entry."""
+
+
+class Outputs(NamedTuple):
+    """The outputs of a layer, as consecutive blocks."""
+
+    widths: tuple[int, ...]
+    """The number of outputs of each block."""
+    units: tuple[int, ...]
+    """The group of heads that each block belongs to."""
+    powers: tuple[float, ...]
+    """The power of eta by which each block is multiplied."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +54,8 @@ class Attention:
     """The number of groups of consecutive heads. The heads of a group are scaled by one factor."""
     scaled: tuple[Scaled, ...] = ()
     """The parameters to scale; empty if all of them are frozen."""
+    entry: str = ""
+    """The name of its entry; empty if it needs none."""
 
 
 def attentions_of(
@@ -65,7 +65,8 @@ def attentions_of(
     trained: Collection[str],
     tp_size: int = 1,
 ) -> list[Attention]:
-    """Return the attention modules of ``model`` in model order.
+    """Return the attention modules of ``model`` in model order; to only measure logits, all modules
+    of transformers, which tell no more.
 
     Args:
         clip: the settings of QK-clip; None to only measure logits.
@@ -73,26 +74,36 @@ def attentions_of(
         tp_size: the number of ranks that tensor parallelism has cut parameters for.
 
     Raises:
-        RoutingError: an attention module is of an unknown kind, or scaling its queries and keys
-            would not scale its logits.
+        RoutingError: an entry does not fit a module, or scaling its queries and keys would not
+            scale its logits.
     """
-    if clip is None:
-        return [Attention(path, module) for path, module in _of_transformers(model)]
-    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     attentions = []
+    if clip is None:
+        for path, module in model.named_modules():
+            if implementation_of(module) is not None:
+                attentions.append(Attention(path, module))
+        return attentions
+    names: dict[Tensor, str] = {param: name for name, param in model.named_parameters()}
     owners: dict[str, str] = {}
-    for path, module, entry in _entries(model, clip, tp_size):
+    # The model itself has no path.
+    for path, module in list(model.named_modules())[1:]:
+        entries = [entry for entry in clip.attention if fnmatchcase(path, entry.name)]
+        if len(entries) > 1:
+            raise RoutingError(
+                f"layerwise.qk_clip.attention has {len(entries)} entries for {path}: "
+                f"{', '.join(repr(entry.name) for entry in entries)}; narrow a pattern"
+            )
+        if not entries:
+            continue
+        entry = entries[0]
         try:
-            attention = _attention(path, module, entry, names, trained, tp_size)
+            attention = _attention(path, module, entry, names, trained, tp_size, clip.alpha)
         except _Unfit as error:
-            way_out = _WAY_OUT
-            if clip.attention:
-                way_out = (
-                    f"it matches the entry {entry.name!r} of layerwise.qk_clip.attention; correct "
-                    "the entry, or make its name match only attention modules, like "
-                    "'blocks.*.attn'"
-                )
-            raise RoutingError(f"{error}; {way_out}") from None
+            raise RoutingError(
+                f"{error}; it matches the entry {entry.name!r} of layerwise.qk_clip.attention; "
+                "correct the entry, or make its name match only attention modules, like "
+                "'blocks.*.attn'"
+            ) from None
         for scaled in attention.scaled:
             if (owner := owners.setdefault(scaled.name, path)) != path:
                 raise RoutingError(
@@ -103,116 +114,9 @@ def attentions_of(
     return attentions
 
 
-def matched(model: nn.Module, clip: QkClip | None) -> set[int]:
-    """Return the indices of the entries of ``clip`` that match a module of ``model``."""
-    found = set()
-    for path, _ in _inside(model):
-        for i, entry in enumerate(clip.attention if clip else ()):
-            if fnmatchcase(path, entry.name):
-                found.add(i)
-    return found
-
-
-def _inside(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return all modules except the model itself, which has no path."""
-    return list(model.named_modules())[1:]
-
-
-def _of_transformers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    found = {
-        path: module
-        for path, module in model.named_modules()
-        if "Attention" in type(module).__name__
-        and getattr(getattr(module, "config", None), "model_type", None) is not None
-    }
-    for path, module in found.items():
-        inside = f"{path}." if path else ""
-        if not any(other != path and other.startswith(inside) for other in found):
-            yield path, module
-
-
-def _entries(
-    model: nn.Module, clip: QkClip, tp_size: int
-) -> Iterator[tuple[str, nn.Module, AttentionEntry]]:
-    """Yield the modules to clip, each with its entry, which locates its queries and keys."""
-    if not clip.attention:
-        for path, module in _of_transformers(model):
-            yield path, module, _known(path, module, tp_size)
-        return
-    for path, module in _inside(model):
-        entries = []
-        for entry in clip.attention:
-            if fnmatchcase(path, entry.name):
-                entries.append(entry)
-        if len(entries) > 1:
-            raise RoutingError(
-                f"layerwise.qk_clip.attention has {len(entries)} entries for {path}: "
-                f"{', '.join(repr(entry.name) for entry in entries)}; narrow a pattern"
-            )
-        if entries:
-            yield path, module, entries[0]
-
-
-def _known(path: str, module: nn.Module, tp_size: int) -> AttentionEntry:
-    """Return the entry of an attention module of transformers, which locates its queries and keys.
-
-    Raises:
-        RoutingError: its kind is unknown.
-    """
-    layers = set()
-    for name, child in module.named_children():
-        if isinstance(getattr(child, "weight", None), Tensor):
-            layers.add(name)
-    heads, kv_heads, _ = heads_of(sources_of(module, module, tp_size))
-    where = None
-    why = "the number of its heads is not told"
-    if heads is not None:
-        where = _latents(module, layers) or _pair(module, layers, heads)
-        where = where or _fused(module, layers, kv_heads)
-        known = ", ".join(sorted(layers)) or "no layers"
-        why = f"what gives its queries and keys is not known; it has {known}"
-    if heads is None or where is None:
-        raise RoutingError(
-            f"layerwise.qk_clip does not understand {path}, {type(module).__name__}: {why}; "
-            f"{_WAY_OUT}"
-        )
-    return AttentionEntry(name=path, heads=heads, **where)
-
-
-def _latents(module: nn.Module, layers: Collection[str]) -> dict[str, Any] | None:
-    if "kv_b_proj" not in layers:
-        return None
-    sources = (module, module.config)
-    return {
-        "q": "q_b_proj" if "q_b_proj" in layers else "q_proj",
-        "k": "kv_b_proj",
-        "rotated": number_of(sources, ("qk_rope_head_dim",)),
-        "values": number_of(sources, ("v_head_dim",)),
-    }
-
-
-def _pair(module: nn.Module, layers: Collection[str], heads: int) -> dict[str, Any] | None:
-    for q, k in QUERY_KEY_PAIRS:
-        if q in layers and k in layers:
-            layers_of_both = (getattr(module, q), getattr(module, k))
-            queries, keys = (_length(layer, layer.weight) for layer in layers_of_both)
-            # Key heads are as wide as query heads. If the division leaves a rest, the sizes do not
-            # fit, and a later check raises the error.
-            return {"q": q, "k": k, "kv_heads": max(1, heads * keys // queries)}
-    return None
-
-
-def _fused(
-    module: nn.Module, layers: Collection[str], kv_heads: int | None
-) -> dict[str, Any] | None:
-    for layer in layers:
-        if is_one(QKV, module, layer) and not getattr(module, "is_cross_attention", False):
-            return {"qkv": layer, "kv_heads": kv_heads, "by_head": lies_by_head(module)}
-    return None
-
-
-def _length(layer: nn.Module, weight: Tensor) -> int:
-    return weight.shape[int(is_transposed(layer, weight))]
+def implementation_of(module: nn.Module) -> Any:
+    """Return the attention implementation of a module of transformers; None for other modules."""
+    return config_value(getattr(module, "config", None), "_attn_implementation")
 
 
 def _attention(
@@ -222,6 +126,7 @@ def _attention(
     names: Mapping[Tensor, str],
     trained: Collection[str],
     tp_size: int,
+    alpha: float,
 ) -> Attention:
     """Return ``module`` as ``entry`` describes it, with parameter names and sizes on this rank.
 
@@ -229,24 +134,24 @@ def _attention(
         RoutingError: scaling would not scale its logits, or the entry does not fit.
     """
     _refuse_norms(path, module)
-    layers = [_layer(path, module, where) for where in _paths(entry)]
+    layers = [_layer(path, module, where) for where in entry.paths]
     kv_heads = entry.kv_heads or entry.heads
-    if entry.heads % kv_heads:
-        raise _Unfit(
-            f"layerwise.qk_clip does not understand {path}: {kv_heads} heads of keys do not divide "
-            f"{entry.heads} of queries"
-        )
     if tp_size > 1:
         counts = [kv_heads] if entry.qkv else [entry.heads, kv_heads]
         for (_, weight), count in zip(layers, counts, strict=True):
             _check_cut(names[weight], weight, count, entry, tp_size)
     heads = entry.heads // tp_size
     kv_heads //= tp_size
-    lengths = [_length(layer, weight) for layer, weight in layers]
+    lengths = [weight.shape[int(is_transposed(layer, weight))] for layer, weight in layers]
+    each = _outputs(entry, lengths, heads, kv_heads, alpha)
+    if [sum(outputs.widths) for outputs in each] != lengths or each[0].widths[0] <= 0:
+        raise _Unfit(
+            f"layerwise.qk_clip does not understand {path}: {heads} heads of queries and "
+            f"{kv_heads} of keys do not fit {' and '.join(map(str, lengths))} outputs of "
+            f"{', '.join(entry.paths)}"
+        )
     scaled: list[Scaled] = []
-    for (layer, weight), outputs in zip(
-        layers, _outputs(path, entry, lengths, heads, kv_heads), strict=True
-    ):
+    for (layer, weight), outputs in zip(layers, each, strict=True):
         scaled += _scaled(path, layer, weight, outputs, names)
     frozen = [each.name for each in scaled if each.name not in trained]
     if frozen and len(frozen) < len(scaled):
@@ -256,7 +161,7 @@ def _attention(
         )
     if frozen:
         scaled = []
-    return Attention(path, module, heads, kv_heads, tuple(scaled))
+    return Attention(path, module, heads, kv_heads, tuple(scaled), entry.name)
 
 
 def _refuse_norms(path: str, module: nn.Module) -> None:
@@ -267,14 +172,6 @@ def _refuse_norms(path: str, module: nn.Module) -> None:
                 "weights before it does not change logits, which are bounded anyway; leave "
                 "qk_clip out, or name other modules in layerwise.qk_clip.attention"
             )
-
-
-def _paths(entry: AttentionEntry) -> list[str]:
-    found = []
-    for where in (entry.q, entry.k, entry.qkv):
-        if where is not None:
-            found.append(where)
-    return found
 
 
 def _layer(path: str, module: nn.Module, where: str) -> tuple[nn.Module, nn.Parameter]:
@@ -322,46 +219,35 @@ def _check_cut(name: str, weight: Tensor, heads: int, entry: AttentionEntry, tp_
 
 
 def _outputs(
-    path: str, entry: AttentionEntry, lengths: list[int], heads: int, kv_heads: int
+    entry: AttentionEntry, lengths: list[int], heads: int, kv_heads: int, alpha: float
 ) -> list[Outputs]:
-    """Return the outputs of each layer.
-
-    Raises:
-        RoutingError: their number differs from ``lengths``.
-    """
+    """Return the outputs of each layer, which fit if their numbers are ``lengths``."""
     if entry.qkv is not None:
         width = lengths[0] // (heads + 2 * kv_heads)
         groups = 1
         if entry.by_head:
             groups = kv_heads
         keys = kv_heads // groups
-        key_run = Run("key", keys, width)
-        runs = (Run("query", heads // groups, width), key_run, replace(key_run, role="other"))
-        outputs = [Outputs(runs, groups)]
-        fit = width > 0
-    else:
-        rotated = entry.rotated or 0
-        values = entry.values or 0
-        query = lengths[0] // heads - rotated
-        key = lengths[1] // kv_heads - values
-        fit = query == key > 0
-        outputs = [
-            _by_head(heads, Run("query", 1, query), Run("rotated", 1, rotated)),
-            _by_head(kv_heads, Run("key", 1, key), Run("other", 1, values)),
-        ]
-    if not fit or [each.length for each in outputs] != lengths:
-        raise _Unfit(
-            f"layerwise.qk_clip does not understand {path}: {heads} heads of queries and "
-            f"{kv_heads} of keys do not fit {' and '.join(map(str, lengths))} outputs of "
-            f"{', '.join(_paths(entry))}"
-        )
-    return outputs
+        of_query = (heads // groups, width, alpha)
+        return [_blocks(kv_heads, groups, of_query, (keys, width, 1 - alpha), (keys, width, 0.0))]
+    rotated = entry.rotated or 0
+    values = entry.values or 0
+    # Keys are as wide as queries; if not, they do not fit.
+    width = lengths[0] // heads - rotated
+    return [
+        _blocks(kv_heads, heads, (1, width, alpha), (1, rotated, 1.0)),
+        _blocks(kv_heads, kv_heads, (1, width, 1 - alpha), (1, values, 0.0)),
+    ]
 
 
-def _by_head(heads: int, first: Run, second: Run) -> Outputs:
-    if second.width:
-        return Outputs((first, second), heads)
-    return Outputs((replace(first, heads=heads),))
+def _blocks(kv_heads: int, groups: int, *runs: tuple[int, int, float]) -> Outputs:
+    """Return ``groups`` times ``runs``; a run is a number of heads, their width and power."""
+    blocks = []
+    for group in range(groups):
+        for heads, width, power in runs:
+            for head in range(group * heads, (group + 1) * heads):
+                blocks.append((width, head * kv_heads // (groups * heads), power))
+    return Outputs(*zip(*blocks, strict=True))
 
 
 def _scaled(
@@ -374,10 +260,10 @@ def _scaled(
         bias = getattr(layer, own.replace("weight", "bias"), None)
     yield Scaled(names[weight], outputs, 1 if is_transposed(layer, weight) else 0)
     if isinstance(bias, nn.Parameter):
-        if bias.numel() != outputs.length:
+        if bias.numel() != sum(outputs.widths):
             raise _Unfit(
                 f"layerwise.qk_clip does not understand {path}: {names[bias]} has {bias.numel()} "
-                f"elements, and {names[weight]} {outputs.length} outputs"
+                f"elements, and {names[weight]} {sum(outputs.widths)} outputs"
             )
         yield Scaled(names[bias], outputs)
     if getattr(weight, "allreduce", True) is False:

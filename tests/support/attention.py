@@ -37,6 +37,19 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+def entry_of(kind: str, name: str = "*") -> dict[str, Any]:
+    """Return the entry of ``layerwise.qk_clip.attention`` for the attention modules of a kind of :data:`KINDS`."""
+    model_type, values = KINDS[kind]
+    entry = {"name": f"{name}.self_attn", "heads": HEADS, "kv_heads": values.get("num_key_value_heads")}
+    of_type: dict[str, dict[str, Any]] = {
+        "gpt2": {"name": f"{name}.attn", "qkv": "c_attn"},
+        "phi3": {"qkv": "qkv_proj"},
+        "gpt_neox": {"name": f"{name}.attention", "qkv": "query_key_value", "by_head": True},
+        "deepseek_v3": {"q": "q_b_proj" if values.get("q_lora_rank") else "q_proj", "k": "kv_b_proj", "rotated": 4,
+                        "values": 5}}
+    return {**entry, **of_type.get(model_type, {"q": "q_proj", "k": "k_proj"})}
+
+
 def model_of(kind: str, *, attention: str = "sdpa", large: float = 3.0) -> nn.Module:
     """Return a model of a kind of :data:`KINDS`. Its weights depend on nothing but ``large``, which multiplies them."""
     model_type, values = KINDS[kind]

@@ -20,16 +20,6 @@ FUSED_NAMES = (
     "in_proj_weight",
 )
 
-#: The pairs of layers of queries and of keys whose logits can be clipped.
-QUERY_KEY_PAIRS = (
-    ("q_proj", "k_proj"),
-    ("query", "key"),
-    ("q", "k"),
-    ("wq", "wk"),
-    ("q_lin", "k_lin"),
-    ("linear_q", "linear_k"),
-)
-
 #: The layers of queries, keys and values, in all families of transformers or in one.
 QKV = (
     "qkv",

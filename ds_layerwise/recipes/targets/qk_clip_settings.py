@@ -14,8 +14,6 @@ Note: the rule
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.recipes.base.fields import (
@@ -28,46 +26,6 @@ from ds_layerwise.recipes.base.fields import (
     build,
     entries_of,
 )
-
-#: The kind of outputs of a layer: queries, the rotated part of queries whose keys share theirs,
-#: keys, or something else.
-Role = Literal["query", "rotated", "key", "other"]
-
-
-@dataclass(frozen=True)
-class Run:
-    """Consecutive outputs of one kind: ``heads`` times ``width``."""
-
-    role: Role
-    heads: int
-    width: int
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """The outputs of a layer in order: ``groups`` times ``runs``."""
-
-    runs: tuple[Run, ...]
-    groups: int = 1
-
-    @property
-    def length(self) -> int:
-        """The number of outputs."""
-        return self.groups * sum(run.heads * run.width for run in self.runs)
-
-    def heads(self) -> tuple[tuple[Role, int, int], ...]:
-        """Return (role, index of the head of that role, number of outputs) in order."""
-        heads = []
-        for group in range(self.groups):
-            for run in self.runs:
-                for head in range(run.heads):
-                    heads.append((run.role, group * run.heads + head, run.width))
-        return tuple(heads)
-
-
-def power_of(role: Role, alpha: float) -> float:
-    """Return the power of eta by which outputs are multiplied."""
-    return {"query": alpha, "rotated": 1.0, "key": 1 - alpha, "other": 0.0}[role]
 
 
 class AttentionEntry(Section):
@@ -93,6 +51,11 @@ class AttentionEntry(Section):
     """The number of outputs at the end of each head of ``q`` whose keys all heads share."""
     values: OrNull[Count] = None
     """The number of outputs at the end of each head of ``k`` that are values."""
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its layers."""
+        return list(filter(None, (self.q, self.k, self.qkv)))
 
     def check_keys(self, where: str) -> None:
         """Refuse keys that contradict each other.
@@ -122,18 +85,14 @@ class AttentionEntry(Section):
 class QkClip(Section):
     """``layerwise.qk_clip``: see the note on the rule."""
 
-    example = '{"threshold": 100}'
+    example = f'{{"threshold": 100, "attention": [{AttentionEntry.example}]}}'
 
     threshold: Positive = 100.0
     """The bound for the largest logit of each head."""
     alpha: Share = 0.5
     """The share of the scaling that queries get; keys get the rest."""
-    hook: bool = True
-    """Measure logits in the attention of transformers; false if the script passes them to
-    ``note_attention_logits``.
-    """
-    attention: tuple[AttentionEntry, ...] = ()
-    """The attention modules; empty for the known modules of transformers."""
+    attention: tuple[AttentionEntry, ...]
+    """The attention modules."""
 
     @classmethod
     def from_section(cls, where: str, section: object) -> QkClip:
@@ -142,8 +101,19 @@ class QkClip(Section):
         Raises:
             ConfigError: names the key.
         """
-        if isinstance(section, Mapping) and "attention" in section:
-            entries = entries_of(_entry, f"{where}.attention", section["attention"])
+        if isinstance(section, Mapping):
+            if "hook" in section:
+                raise ConfigError(
+                    f"{where}.hook is no option any more: attention of transformers is measured, "
+                    "and what note_attention_logits is given counts as well; remove it"
+                )
+            entries = entries_of(_entry, f"{where}.attention", section.get("attention", ()))
+            if not entries:
+                raise ConfigError(
+                    f"{where}.attention has to say where queries and keys are, like "
+                    f"[{AttentionEntry.example}]; docs/qk_clip.md has the entries for Llama, Qwen "
+                    f"and DeepSeek; or leave {where.rpartition('.')[2]} out"
+                )
             section = {**section, "attention": entries}
         return build(cls, where, section)
 

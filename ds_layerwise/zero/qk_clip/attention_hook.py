@@ -1,31 +1,33 @@
-"""The hook into the attention of transformers' models, at the point where a module looks up its
-implementation.
+"""Attention of transformers whose logits are measured, by its public registry of implementations.
 
-Note: why not the public registry
-    ``AttentionInterface.register`` sets implementations for all models at once. "eager" is in no
-    registry: a module passes its own function, which a registered function would not get. And an
-    implementation registered after the start, such as a kernel of the hub, would be missed.
-    ``get_interface`` is called in each forward pass, with the name and that function.
+Note: why under the name of the implementation
+    ``AttentionInterface.register`` replaces an implementation ("sdpa", "flash_attention_2") by a
+    function that measures logits and then calls it, under the same name. Under a name of its own,
+    flash attention of transformers would look for a kernel with that name, Accelerate would refuse
+    it for sequence parallelism, and models that ask for "sdpa" would take other ways.
 
-Note: what changes, and for how long
-    ``AttentionInterface.get_interface`` returns the attention function. For a module that an engine
-    watches, it returns a function that passes its arguments to the engine and then does the same as
-    the original. Other modules are not affected, and the last engine to go restores the method. The
-    engine needs the arguments because attention returns at most the probabilities, not the logits.
+    DeepSpeed's Ulysses looks an implementation up by name when it is set up. The function that it
+    finds gets whole sequences and this rank's share of the heads. So :func:`measure_attention`
+    comes first; registered later, the function is not called at all.
+
+    "eager" is in no registry: each module passes its own function, which nobody else gets.
 """
 
 from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.zero.qk_clip.max_logits import counts_for, largest_logits
+from ds_layerwise.routing.attention import implementation_of
+from ds_layerwise.zero.qk_clip.max_logits import counts_for, is_measured, largest_logits
 
 #: A method that records the largest logits of a module by head.
 Note = Callable[[nn.Module, Tensor], None]
@@ -33,65 +35,105 @@ Note = Callable[[nn.Module, Tensor], None]
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
     weakref.WeakKeyDictionary()
 )
-_original: list[Any] = []
+#: The implementations that a script has asked for, which stay when engines go.
+_asked: set[str] = set()
 
 
-def watch(modules: Iterable[nn.Module], note: Note) -> None:
-    """Call ``note`` in every forward pass of ``modules`` in training. ``note`` is a bound method
-    and is not kept alive.
+def measure_attention(*implementations: str) -> None:
+    """Measure logits in attention ``implementations`` of transformers, for the engines whose config
+    asks for it.
+
+    An engine does so at start for the implementations of its model. Call it before other code wraps
+    one of them by name: before ``UlyssesSPAttentionHF.register_with_transformers``, which
+    Accelerate and the Trainer call for ``ParallelismConfig(sp_backend="deepspeed")``. It lasts
+    until ``unregister()``.
+
+    Args:
+        implementations: "sdpa", or names with "flash" in them, as in ``attn_implementation``.
 
     Raises:
-        ConfigError: the installed transformers has no ``get_interface``.
+        ConfigError: transformers has no such implementation, or it cannot be measured.
     """
-    modules = list(modules)
-    transformers = sys.modules.get("transformers.modeling_utils")
-    if not modules or transformers is None:
-        return
-    interface: Any = getattr(transformers, "AttentionInterface", None)
-    if not hasattr(interface, "get_interface"):
-        raise ConfigError(
-            f"transformers {sys.modules['transformers'].__version__} has no "
-            "AttentionInterface.get_interface, which measuring attention logits needs; install 5 "
-            "or later, or set layerwise.qk_clip.hook to false and give logits to "
-            "engine.optimizer.note_attention_logits"
-        )
+    import_module("transformers.modeling_utils")
+    for name in implementations:
+        if not _register(name):
+            raise ConfigError(
+                f"measure_attention got {name!r}; it measures 'sdpa' and what has 'flash' in its "
+                "name, of those in transformers' AttentionInterface: load the model with one of "
+                "these, or give logits to engine.optimizer.note_attention_logits"
+            )
+        _asked.add(name)
+
+
+def watch(modules: Collection[nn.Module], note: Note) -> None:
+    """Call ``note`` for every attention of ``modules`` in training. ``note`` is a bound method and
+    is not kept alive.
+    """
     for module in modules:
         _watched[module] = weakref.WeakMethod(note)
-    if not _original:
-        _original.append(interface.get_interface)
-        interface.get_interface = _get_interface
+    for name in {implementation_of(module) for module in modules}:
+        _register(name)
 
 
-def forget(modules: Iterable[nn.Module], note: Note | None = None) -> None:
-    """Undo :func:`watch` for ``note``; watchers registered since stay. With ``note`` None, the
-    watcher no longer exists.
-    """
-    for module in modules:
-        known = _watched.get(module)
-        if known is not None and known() in (None, note):
+def forget(note: Note | None = None) -> None:
+    """Undo :func:`watch` for ``note``, and for watchers that no longer exist."""
+    for module, known in list(_watched.items()):
+        if known() in (None, note):
             del _watched[module]
-    if not _watched and _original:
-        sys.modules[
-            "transformers.modeling_utils"
-        ].AttentionInterface.get_interface = _original.pop()
+    _put_back()
 
 
-def _get_interface(self: Any, attn_implementation: Any, default: Any) -> Any:
-    attend = _original[0](self, attn_implementation, default)
+def forget_asked() -> None:
+    """Undo :func:`measure_attention`, as soon as no engine needs it."""
+    _asked.clear()
+    _put_back()
 
-    def noted(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Any = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        _note(attn_implementation or "eager", module, query, key, attention_mask, kwargs)
-        return attend(module, query, key, value, attention_mask, *args, **kwargs)
 
-    return noted
+def _register(name: Any) -> bool:
+    """Measure an implementation; return False if it cannot be measured, or is in no registry."""
+    interface = _interface()
+    core = interface.get(name)
+    if core is None or not is_measured(name):
+        return False
+    if _core_of(core) is None:
+        interface.register(name, partial(_attend, name, core))
+    return True
+
+
+def _put_back() -> None:
+    interface = _interface()
+    for name in interface:
+        core = _core_of(interface[name])
+        if core is not None and name not in _asked and not _watched:
+            interface.register(name, core)
+
+
+def _interface() -> Any:
+    """Return the registry; an empty one if no model of transformers is there."""
+    transformers = sys.modules.get("transformers.modeling_utils")
+    return {} if transformers is None else transformers.AttentionInterface()
+
+
+def _core_of(function: Any) -> Any:
+    """Return the implementation that ``function`` measures; None if it measures none."""
+    if isinstance(function, partial) and function.func is _attend:
+        return function.args[1]
+    return None
+
+
+def _attend(
+    implementation: str,
+    core: Any,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    _note(implementation, module, query, key, attention_mask, kwargs)
+    return core(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 # A compiler cannot trace the lookup of a module, and need not.

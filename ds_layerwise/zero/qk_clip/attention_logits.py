@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -23,9 +24,14 @@ from ds_layerwise.output import announce
 from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.recipes.targets.qk_clip_settings import QkClip, power_of
-from ds_layerwise.routing.attention import Attention, Scaled, attentions_of, matched
+from ds_layerwise.routing.attention import (
+    Attention,
+    Scaled,
+    attentions_of,
+    implementation_of,
+)
 from ds_layerwise.zero.qk_clip import attention_hook
+from ds_layerwise.zero.qk_clip.max_logits import is_measured
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
@@ -64,69 +70,52 @@ class AttentionLogits(StepObserver):
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
-        # If a script names a module whose attention is unknown, the module may be in evaluation
-        # mode.
-        known = {attention.name: attention.module for attention in self._attentions}
-        self._by_path = known or dict(run.model.named_modules())
+        self._others = Attention("", run.model)
+        self._by_path = dict(run.model.named_modules())
+        # Also attention that needs no entry counts where nothing is clipped.
+        self._watches = list(self._places if self.clip else self._by_path.values())
         # The last element is for all modules that need not be known.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
-        if self.clip is not None:
-            self._find_outputs(self.clip)
-        with comm.errors_on_all_ranks():
-            if self.clip is None or self.clip.hook:
-                attention_hook.watch(self._places, self._note)
-        weakref.finalize(self, attention_hook.forget, list(self._places)).atexit = False
+        self._find_outputs()
+        attention_hook.watch(self._watches, self._note_measured)
+        weakref.finalize(self, attention_hook.forget).atexit = False
 
     def _compare(self) -> None:
         """Gather the attention modules of all parts of the model.
 
         Raises:
-            ConfigError: an entry of the config matches no module of any part, or there is no
-                attention.
+            ConfigError: an entry of the config matches no module of any part.
         """
-        clipped = {}
-        for attention in self._attentions:
-            clipped[attention.name] = bool(attention.scaled)
-        parts = [(clipped, matched(self._run.model, self.clip))]
-        if self._run.settings.model_group is not None:
-            parts = comm.gather_objects(parts[0], group=self._run.settings.model_group)
         everywhere = {}
-        self._never: set[str] = set()
-        used = set()
-        for theirs, entries in parts:
-            everywhere.update(dict.fromkeys(theirs))
-            self._never.update(filter(theirs.get, theirs))
-            used.update(entries)
-        self._everywhere = list(everywhere)
-        if self.clip is None:
-            return
-        for index, entry in enumerate(self.clip.attention):
-            if index not in used:
+        for attention in self._attentions:
+            everywhere[attention.name] = (attention.entry, bool(attention.scaled))
+        if self._run.settings.model_group is not None:
+            parts = comm.gather_objects(everywhere, group=self._run.settings.model_group)
+            everywhere = dict(chain.from_iterable(part.items() for part in parts))
+        # "" is for modules that need not be known.
+        self._everywhere = dict.fromkeys([*everywhere, ""])
+        self._never = {name for name, (_, clipped) in everywhere.items() if clipped}
+        used = {entry for entry, _ in everywhere.values()}
+        for index, entry in enumerate(self.clip.attention if self.clip else ()):
+            if entry.name not in used:
                 raise ConfigError(
                     f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module "
                     "is called so; correct it, or remove the entry"
                 )
-        if not self._everywhere:
-            raise ConfigError(
-                "layerwise.qk_clip finds attention in models of transformers, and none in this "
-                'one; say where it is in layerwise.qk_clip.attention, like {"name": '
-                '"blocks.*.attn", "heads": 8, "qkv": "qkv"}, or leave qk_clip out'
-            )
 
-    def _find_outputs(self, clip: QkClip) -> None:
+    def _find_outputs(self) -> None:
         run = self._run
         for attention in self._attentions:
             for scaled in attention.scaled:
                 name = scaled.name
                 # verify_first_step also needs parameters that this rank does not own.
                 if name in run.pieces or run.config.verify_first_step:
-                    shape = run.shapes[name]
-                    self._outputs[name] = _indices(scaled, shape, attention, clip, run.device)
+                    self._outputs[name] = _indices(scaled, run.shapes[name], run.device)
 
     def destroy(self) -> None:
         """Stop watching modules."""
-        attention_hook.forget(self._places, self._note)
+        attention_hook.forget(self._note_measured)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
@@ -156,32 +145,36 @@ class AttentionLogits(StepObserver):
             name = attention
         if module is not None and not module.training:
             return
-        if module in self._places:
-            self._note(module, largest)
-        elif self.clip is None and not self._attentions:
-            self._raise_to(self._noted[-1:], _flat(largest).amax().reshape(1))
-        else:
+        found, place = self._places.get(module, (self._others, slice(-1, None)))
+        if found is self._others and self.clip is not None:
             known = ", ".join(known.name for known in self._attentions)
             raise StepError(
                 f"note_attention_logits got {name}, which is not among the attention modules of "
                 f"this model: {known or 'none'}"
             )
-
-    def _note(self, module: nn.Module, largest: Any) -> None:
-        attention, place = self._places[module]
-        values = _flat(largest)
-        if attention.heads is not None and values.numel() != attention.heads:
+        noted = self._noted[place]
+        values = torch.as_tensor(largest, dtype=noted.dtype, device=noted.device).reshape(-1)
+        if found.heads not in (None, values.numel()):
             raise StepError(
-                f"note_attention_logits got {values.numel()} logits for {attention.name}, which "
-                f"has {attention.heads} heads on this rank; give the largest of each"
+                f"note_attention_logits got {values.numel()} logits for {found.name}, which "
+                f"has {found.heads} heads on this rank; give the largest of each"
             )
-        self._raise_to(self._noted[place], values.reshape(attention.units, -1).amax(1))
-
-    @staticmethod
-    def _raise_to(place: Tensor, values: Tensor) -> None:
+        values = values.reshape(found.units, -1).amax(1)
         # A maximum over ranks may lose a nan, so it becomes inf.
-        values = torch.nan_to_num(values.to(place), nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        torch.maximum(place, values, out=place)
+        torch.nan_to_num(values, nan=math.inf, posinf=math.inf, neginf=-math.inf, out=values)
+        torch.maximum(noted, values, out=noted)
+
+    def _note_measured(self, module: nn.Module, largest: Tensor) -> None:
+        """Note the logits of attention of transformers, of which a rank of a sequence group has its
+        share of the heads.
+        """
+        group = self._run.settings.sequence_group
+        if self.clip is not None and group is not None:
+            # Ulysses deals heads out in the order of ranks.
+            shares = largest.new_full((comm.size_of(group), largest.numel()), -math.inf)
+            shares[comm.rank_of(group)] = largest
+            largest = shares
+        self.note(module, largest)
 
     def restart(self) -> None:
         """Forget the logits recorded since the last step: they belong to old weights."""
@@ -219,23 +212,32 @@ class AttentionLogits(StepObserver):
         reduced = comm.max_over_ranks(self._noted.clone(), group=settings.group)
         self.restart()
         own = dict.fromkeys(self._everywhere, torch.full_like(reduced[-1], -math.inf))
+        own[""] = reduced[-1]
         for attention, place in self._places.values():
             own[attention.name] = reduced[place].max()
-        largest = torch.stack([*own.values(), reduced[-1]])
+        largest = torch.stack(list(own.values()))
         if settings.model_group is not None:
             comm.max_over_ranks(largest, group=settings.model_group)
         # One transfer, so that the host waits once.
         values = torch.cat([largest, reduced]).tolist()
-        by_module = dict(zip(self._everywhere, values))
+        by_module = dict(zip(own, values))
         self._judge(by_module)
-        others = values[len(by_module)]
-        if others > -math.inf:
-            # Otherwise "" is the entry of the model itself, if the model is an attention module.
-            by_module[""] = others
         self.largest = {name: value for name, value in by_module.items() if value > -math.inf}
         if self.clip is None:
             return {}
         return self._scaled(reduced, values[len(largest) :], frozen, self.clip.threshold)
+
+    def _nothing_came(self) -> ConfigError:
+        found = sorted({implementation_of(module) for module in self._watches} - {None})
+        name = next(filter(is_measured, found), "sdpa")
+        return ConfigError(
+            "layerwise.qk_clip and layerwise.log_max_attention_logit need attention logits of "
+            "modules in training, and none came in the first update. Of transformers, 'sdpa' and "
+            f"flash attention are measured; this model attends by {' and '.join(found) or 'none'}. "
+            f"Call ds_layerwise.measure_attention({name!r}) before sequence parallelism takes "
+            f"{name!r} as its core_attn_implementation or sp_attn_implementation. Attention of "
+            "your own gives its logits to engine.optimizer.note_attention_logits"
+        )
 
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
@@ -272,10 +274,13 @@ class AttentionLogits(StepObserver):
         for name, value in largest.items():
             if value == math.inf:
                 raise StepError(
-                    f"an attention logit of {name} is not finite, though all gradients are; look "
-                    "for what makes it, or leave layerwise.qk_clip and "
+                    f"an attention logit of {name or 'the model'} is not finite, though all "
+                    "gradients are; look for what makes it, or leave layerwise.qk_clip and "
                     "layerwise.log_max_attention_logit out"
                 )
+        waits = self.clip is None or self._never
+        if self._updates == 1 and waits and max(largest.values()) == -math.inf:
+            raise self._nothing_came()
         if self.clip is not None and self._never and self._updates >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {min(self._never)} in "
@@ -288,10 +293,10 @@ class AttentionLogits(StepObserver):
         """Return a line for the start-up table; empty if nothing is measured."""
         if not self.measures:
             return ""
+        if self.clip is None:
+            return "attention logits: the largest are reported"
         count = len(self._attentions)
         modules = f"{count} attention module{'s' * (count != 1)}"
-        if self.clip is None:
-            return f"attention logits: the largest are reported, of {modules}"
         frozen = sum(not attention.scaled for attention in self._attentions)
         return (
             f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, "
@@ -315,30 +320,14 @@ def _check_hooks(attentions: Sequence[Attention], routes: Routes) -> None:
                 )
 
 
-def _flat(largest: Any) -> Tensor:
-    """Return ``largest`` as a 1-D tensor on its own device; a script's numbers become float32."""
-    if not isinstance(largest, Tensor):
-        largest = torch.as_tensor(largest, dtype=torch.float32, device="cpu")
-    flat: Tensor = largest.detach().reshape(-1)
-    return flat
-
-
 def _indices(
-    scaled: Scaled, shape: Sequence[int], attention: Attention, clip: QkClip, device: torch.device
+    scaled: Scaled, shape: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor, int, Any]:
     """Return how to scale a parameter: the unit and the power of each output, the number of
     columns, and the axis of outputs.
     """
-    per_unit = (attention.heads or attention.units) // attention.units
-    units = []
-    powers = []
-    for role, head, width in scaled.outputs.heads():
-        if role == "other":
-            head = 0
-        elif role != "key":
-            head //= per_unit
-        units += [head] * width
-        powers += [power_of(role, clip.alpha)] * width
-    unit = torch.tensor(units, dtype=torch.int64, device="cpu").to(device)
-    power = torch.tensor(powers, dtype=torch.float32, device="cpu").to(device)
+    widths, units = (torch.tensor(each, device="cpu") for each in scaled.outputs[:2])
+    powers = torch.tensor(scaled.outputs.powers, dtype=torch.float32, device="cpu")
+    unit = units.repeat_interleave(widths).to(device)
+    power = powers.repeat_interleave(widths).to(device)
     return unit, power, math.prod(shape[1:]), scaled.axis

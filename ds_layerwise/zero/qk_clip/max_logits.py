@@ -51,6 +51,11 @@ def largest_logits(query: Tensor, key: Tensor, *, scaling: float, counts: Counts
     return largest
 
 
+def is_measured(implementation: str) -> bool:
+    """Tell whether logits can be measured in an implementation of transformers."""
+    return implementation == "sdpa" or "flash" in implementation
+
+
 def counts_for(
     implementation: str,
     module: Any,
@@ -63,57 +68,34 @@ def counts_for(
     arguments.
 
     Raises:
-        StepError: the implementation is not "eager", "sdpa" or one with "flash" in its name, or the
-            mask is of another kind.
+        StepError: the mask is of another kind than those of transformers.
     """
+    keys = key.shape[2]
+    flash = "flash" in implementation
+    if not flash and isinstance(mask, Tensor) and mask.dim() == 4:
+        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., :keys]
+        return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
+    if mask is not None and not (flash and isinstance(mask, Tensor) and mask.dim() == 2):
+        raise StepError(
+            f"the attention logits of {type(module).__name__} cannot be measured in implementation "
+            f"{implementation!r} with a mask of {type(mask).__name__}; pass 2-D masks to flash "
+            "attention and 4-D ones to 'sdpa', as transformers does, or leave "
+            "layerwise.log_max_attention_logit and layerwise.qk_clip out"
+        )
+    length = query.shape[2]
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    if "flash" in implementation and (mask is None or isinstance(mask, Tensor) and mask.dim() == 2):
-        # The last row belongs to the last key.
-        length = query.shape[2]
-        return _band(
-            key,
-            causal,
-            window=kwargs.get("sliding_window"),
-            shift=key.shape[2] - length,
-            sequences=_sequences(length, key.shape[2], query.device, kwargs),
-            mask=mask,
-        )
-    if implementation in ("eager", "sdpa") and isinstance(mask, Tensor) and mask.dim() == 4:
-        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., : key.shape[2]]
-        return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
-    if mask is None and implementation in ("eager", "sdpa"):
-        # "eager" has no mask except the given one. In "sdpa", the implicit causal mask starts at
-        # the first key.
-        return _band(key, causal and implementation == "sdpa" and query.shape[2] > 1)
-    raise StepError(
-        f"the attention logits of {type(module).__name__} cannot be measured in implementation "
-        f"{implementation!r} with a mask of {type(mask).__name__}; load the model with "
-        "attn_implementation 'sdpa'; or leave layerwise.log_max_attention_logit out, or set "
-        "layerwise.qk_clip.hook to false and give them to engine.optimizer.note_attention_logits"
-    )
-
-
-def _band(
-    key: Tensor,
-    causal: bool,
-    *,
-    window: int | None = None,
-    shift: int = 0,
-    sequences: tuple[Tensor, Tensor] | None = None,
-    mask: Tensor | None = None,
-) -> Counts:
-    """Return the keys that count: not in the future, not too far away, in the same sequence, and
-    not padded. Row i is at key i + ``shift``.
-
-    Args:
-        window: the largest distance of a key; None for any distance.
-        sequences: see :func:`_sequences`.
-        mask: (batch, tokens), True for real tokens, for both queries and keys; None if all are
-            real.
-    """
-    keys = key.shape[2]
+    window = sequences = None
+    # Row i is at key i + shift: the implicit mask of "sdpa" starts at the first key, and in flash
+    # attention the last row belongs to the last key.
+    shift = 0
+    if flash:
+        shift = keys - length
+        window = kwargs.get("sliding_window")
+        sequences = _sequences(length, keys, query.device, kwargs)
+    elif length == 1:
+        causal = False
 
     def counts(first: int, last: int) -> Tensor:
         places = torch.arange(keys, device=key.device)
@@ -141,10 +123,14 @@ def _sequences(
     """Return the sequence number of each query and of each key; None if there is a single
     sequence.
     """
-    query_ends = kwargs.get("cu_seq_lens_q")
-    key_ends = kwargs.get("cu_seq_lens_k")
-    if isinstance(query_ends, Tensor) and isinstance(key_ends, Tensor):
-        return _numbers(query_ends, length, device), _numbers(key_ends, keys, device)
+    numbers = []
+    for name, count in (("cu_seq_lens_q", length), ("cu_seq_lens_k", keys)):
+        ends = kwargs.get(name)
+        if isinstance(ends, Tensor):
+            places = torch.arange(count, device=device, dtype=ends.dtype)
+            numbers.append(torch.searchsorted(ends.to(device).contiguous(), places, right=True))
+    if len(numbers) == 2:
+        return numbers[0], numbers[1]
     positions = kwargs.get("position_ids")
     if not isinstance(positions, Tensor) or not positions.shape == (1, length) == (1, keys):
         return None
@@ -153,11 +139,3 @@ def _sequences(
     begins = (positions[0] == 0).long().cumsum(0).to(device)
     number = begins * (torch.diff(positions[0]) < 0).any().to(device)
     return number, number
-
-
-def _numbers(ends: Tensor, count: int, device: torch.device) -> Tensor:
-    """Return the sequence number of each of ``count`` places, given the ``ends`` of the
-    sequences.
-    """
-    places = torch.arange(count, device=device, dtype=ends.dtype)
-    return torch.searchsorted(ends.to(device).contiguous(), places, right=True)

@@ -38,6 +38,8 @@ class Settings(RunConfig):
     """The ranks that hold the tensor-parallel parts of the same parameters, in the order of the
     parts; None without tensor parallelism.
     """
+    sequence_group: comm.Group | None
+    """The ranks that process parts of the same sequences; None without sequence parallelism."""
     compute_dtype: torch.dtype
     """The dtype that the model computes in. In float16 the loss is scaled."""
     divide_by: float

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+import ds_layerwise
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.ranks.owned.row_scaling import Factors
@@ -20,7 +21,7 @@ from ds_layerwise.routing.attention import attentions_of
 from ds_layerwise.zero.qk_clip import attention_hook, max_logits
 from ds_layerwise.zero.qk_clip.attention_logits import _indices
 from ds_layerwise.zero.qk_clip.max_logits import counts_for
-from tests.support.attention import KINDS, _rows, attention_modules, model_of, tokens_of
+from tests.support.attention import KINDS, _rows, attention_modules, entry_of, model_of, tokens_of
 from tests.support.rooms import rooms
 
 pytestmark = rooms("attention", "attention_hook", "max_logits", "qk_clip_settings", "row_scaling", "sections")
@@ -63,10 +64,9 @@ ENDS = torch.tensor([0, 3, 7], dtype=torch.int32)
 
 #: Implementation, the mask, more, and what counts.
 CASES = {
-    "eager, no mask": ("eager", None, {}, lambda b, i, j: True),
-    "eager, added": ("eager", torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -3e38)[None, None], {},
+    "sdpa, added": ("sdpa", torch.zeros(7, 7).masked_fill(torch.ones(7, 7).triu(1).bool(), -3e38)[None, None], {},
                      lambda b, i, j: j <= i),
-    "eager, added as of old": ("eager", torch.ones(7, 7).triu(1)[None, None] * -1e4 - 1, {}, lambda b, i, j: j <= i),
+    "sdpa, added as of old": ("sdpa", torch.ones(7, 7).triu(1)[None, None] * -1e4 - 1, {}, lambda b, i, j: j <= i),
     "sdpa, causal by itself": ("sdpa", None, {}, lambda b, i, j: j <= i),
     "sdpa, told that it is not": ("sdpa", None, {"is_causal": False}, lambda b, i, j: True),
     "sdpa, one for all rows": ("sdpa", LENGTHS[:, None, None].bool(), {}, lambda b, i, j: bool(LENGTHS[b, j])),
@@ -123,11 +123,11 @@ def test_products_are_made_in_the_dtype_of_queries_outside_of_autocast():
     assert halves.dtype == torch.float32 and torch.equal(halves, halves.bfloat16().float())
 
 
-@pytest.mark.parametrize("implementation, mask", [("flex_attention", None), ("ulysses", None), ("paged|eager", None),
-                                                  ("sdpa", object()), ("flash_attention_2", torch.ones(1, 1, 7, 7))])
-def test_attention_that_cannot_be_measured_is_refused(implementation, mask):
-    with pytest.raises(StepError, match=r"the attention logits of Head cannot be measured in implementation .*hook to "
-                                        "false and give them to engine.optimizer.note_attention_logits"):
+@pytest.mark.parametrize("implementation, mask", [("sdpa", object()), ("flash_attention_2", torch.ones(1, 1, 7, 7)),
+                                                  ("sdpa", torch.ones(2, 7))])
+def test_a_mask_that_is_not_transformers_is_refused(implementation, mask):
+    with pytest.raises(StepError, match=r"the attention logits of Head cannot be measured in implementation .* with a "
+                                        "mask of .*; pass 2-D masks to flash attention and 4-D ones to 'sdpa'"):
         counts_for(implementation, Head(), *qkm(), mask, {})
 
 
@@ -137,18 +137,22 @@ def names_of(model):
     return dict(model.named_parameters()).keys()
 
 
+def clip_of(kind, **values):
+    return QkClip.from_section("layerwise.qk_clip", {"attention": [entry_of(kind)], **values})
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_every_kind_are_scaled_as_the_plain_clip_scales_them(kind):
     """The plain clip gives the head's number and the power, by output."""
-    model, clip = model_of(kind), QkClip(alpha=0.25)
-    found = attentions_of(model, clip, trained=names_of(model))
+    model = model_of(kind)
+    found = attentions_of(model, clip_of(kind, alpha=0.25), trained=names_of(model))
     assert [each.name for each in found] == list(attention_modules(model))
     kv_heads = KINDS[kind][1].get("num_key_value_heads", 4)
     for attention in found:
         assert attention.heads == 4 and attention.units == kv_heads
         for scaled in attention.scaled:
             shape = tuple(model.get_parameter(scaled.name).shape)
-            units, powers, cols, axis = _indices(scaled, shape, attention, clip, torch.device("cpu"))
+            units, powers, cols, axis = _indices(scaled, shape, torch.device("cpu"))
             expected = {}
             for head in range(4):
                 kv = head // (4 // kv_heads)
@@ -184,8 +188,8 @@ def test_a_power_of_zero_is_a_factor_of_exactly_1():
 
 def test_a_witness_scales_as_we_do():
     """pytorch_optimizer's MuonClip, whose author read the same paper, on latent attention."""
-    model, clip, largest = model_of("latent"), QkClip(threshold=4.0, alpha=0.5), torch.tensor([3.0, 5.0, 8.0, 40.0])
-    attention = attentions_of(model, clip, trained=names_of(model))[0]
+    model, largest = model_of("latent"), torch.tensor([3.0, 5.0, 8.0, 40.0])
+    attention = attentions_of(model, clip_of("latent", alpha=0.5), trained=names_of(model))[0]
     name = f"{attention.name}.q_b_proj.weight"
     weight = model.get_parameter(name).detach().clone()
     heads = weight.view(4, 10, -1)
@@ -197,7 +201,7 @@ def test_a_witness_scales_as_we_do():
               for role, param in params.items()], lr=1e-30, qk_clip_threshold=4.0).step(
                   attention_max_logits={"a": largest})
     scaled = next(each for each in attention.scaled if each.name == name)
-    units, powers, cols, axis = _indices(scaled, tuple(weight.shape), attention, clip, torch.device("cpu"))
+    units, powers, cols, axis = _indices(scaled, tuple(weight.shape), torch.device("cpu"))
     Factors((4.0 / largest.clamp(min=4.0))[units] ** powers, axis, cols).scale_(weight.view(-1), 0)
     torch.testing.assert_close(weight.view(4, 10, -1)[:, :6].reshape(24, -1), params["query"].detach())
     torch.testing.assert_close(weight.view(4, 10, -1)[:, 6:].reshape(16, -1), params["query_rotary"].detach())
@@ -211,35 +215,31 @@ def from_config(model_type, **values):
     return AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**base, **values}))
 
 
-def refused(model, match, clip=QkClip(), trained=None):
+def refused(model, match, clip, trained=None):
     with pytest.raises(RoutingError, match=match):
         attentions_of(model, clip, trained=names_of(model) if trained is None else trained)
 
 
 def test_norms_over_queries_and_keys_undo_it():
     model = from_config("qwen3", head_dim=8, num_key_value_heads=2)
-    refused(model, r"model\.layers\.0\.self_attn\.q_norm normalises queries or keys, so scaling the weights before it")
-    assert len(attentions_of(model, None, trained=())) == 1
-
-
-def test_a_layer_that_is_not_understood_is_named():
-    refused(from_config("jetmoe"), r"does not understand model\.layers\.0\.self_attention, JetMoeAttention: what "
-                                   "gives its queries and keys is not known; it has kv_proj; say where")
+    refused(model, r"model\.layers\.0\.self_attn\.q_norm normalises queries or keys, so scaling the weights before it",
+            clip_of("grouped, with biases"))
+    assert "model.layers.0.self_attn" in [each.name for each in attentions_of(model, None, trained=())]
 
 
 def test_all_of_a_module_is_trained_or_none():
-    model = model_of("separate")
+    model, clip = model_of("separate"), clip_of("separate")
     trained = [name for name in names_of(model) if "layers.0.self_attn.q_proj" not in name]
-    refused(model, r"layers\.0\.self_attn\.q_proj\.weight is not trained, and others", trained=trained)
+    refused(model, r"layers\.0\.self_attn\.q_proj\.weight is not trained, and others", clip, trained)
     none = [name for name in trained if "layers.0.self_attn.k_proj" not in name]
-    first, second = attentions_of(model, QkClip(), trained=none)
+    first, second = attentions_of(model, clip, trained=none)
     assert first.scaled == () and len(second.scaled) == 2
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 def test_adapters_beside_a_weight():
     model = get_peft_model(model_of("separate"), LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    refused(model, r"q_proj has lora_A\.default\.weight in addition to weight and bias")
+    refused(model, r"q_proj has lora_A\.default\.weight in addition to weight and bias", clip_of("separate"))
 
 
 class Own(nn.Module):
@@ -252,7 +252,12 @@ class Own(nn.Module):
 
 
 def entries(*each):
-    return QkClip.from_section("layerwise.qk_clip", {"attention": list(each)})
+    return QkClip.from_section("layerwise.qk_clip", {"attention": list(each), "alpha": 0.25})
+
+
+def blocks(scaled):
+    """The number of outputs, the group of heads and the power of each block."""
+    return list(zip(*scaled.outputs, strict=True))
 
 
 def test_own_models_say_where():
@@ -262,16 +267,14 @@ def test_own_models_say_where():
                                                   "k": "inner.kv", "rotated": 2, "values": 6}),
                                   trained=names_of(model))
     assert [each.name for each in first.scaled] == ["a.in_proj_weight", "a.in_proj_bias"]
-    assert [run.role for run in first.scaled[0].outputs.runs] == ["query", "key", "other"]
+    assert blocks(first.scaled[0]) == [(2, head, power) for power in (0.25, 0.75, 0.0) for head in range(4)]
     assert [each.name for each in second.scaled] == ["b.inner.q.weight", "b.inner.q.bias", "b.inner.kv.weight",
                                                      "b.inner.kv.bias"]
-    assert second.scaled[0].outputs.heads() == (("query", 0, 4), ("rotated", 0, 2), ("query", 1, 4), ("rotated", 1, 2))
-    assert second.scaled[2].outputs.heads() == (("key", 0, 4), ("other", 0, 6))
+    assert blocks(second.scaled[0]) == [(4, 0, 0.25), (2, 0, 1.0)] * 2
+    assert blocks(second.scaled[2]) == [(4, 0, 0.75), (6, 0, 0.0)]
     by_head = attentions_of(model, entries({"name": "a", "heads": 4, "kv_heads": 2, "qkv": "in_proj_weight",
                                             "by_head": True}), trained=names_of(model))
-    assert by_head[0].scaled[0].outputs.heads() == tuple(
-        (role, head, 3) for kv in range(2) for role, head in (("query", 2 * kv), ("query", 2 * kv + 1), ("key", kv),
-                                                              ("other", kv)))
+    assert blocks(by_head[0].scaled[0]) == [(3, kv, power) for kv in range(2) for power in (0.25, 0.25, 0.75, 0.0)]
 
 
 @pytest.mark.parametrize("each, message", [
@@ -293,12 +296,16 @@ def test_two_entries_for_one_module_and_one_weight_of_two():
     refused(model, "a.in_proj_weight makes queries or keys for both a and b", entries({"name": "?", **entry}))
 
 
+ENTRY = entry_of("separate")
+
+
 @pytest.mark.parametrize("section, message", [
-    (3, r"layerwise.qk_clip must be an object like \{\"threshold\": 100\}, got 3"),
-    ({"treshold": 3}, "layerwise.qk_clip.treshold is not an option; did you mean 'threshold'"),
-    ({"threshold": 0}, r"layerwise.qk_clip.threshold must be in \(0, inf\), got 0"),
-    ({"alpha": 1.5}, r"layerwise.qk_clip.alpha must be in \[0, 1\], got 1.5"),
-    ({"hook": "yes"}, "layerwise.qk_clip.hook must be true or false"),
+    (3, r"layerwise.qk_clip must be an object like \{\"threshold\": 100, \"attention\": \[\{.*\}\]\}, got 3"),
+    ({"attention": [ENTRY], "treshold": 3}, "layerwise.qk_clip.treshold is not an option; did you mean 'threshold'"),
+    ({"attention": [ENTRY], "threshold": 0}, r"layerwise.qk_clip.threshold must be in \(0, inf\), got 0"),
+    ({"attention": [ENTRY], "alpha": 1.5}, r"layerwise.qk_clip.alpha must be in \[0, 1\], got 1.5"),
+    ({"hook": False}, "layerwise.qk_clip.hook is no option any more: .* what note_attention_logits is given counts as"),
+    ({"threshold": 3}, "layerwise.qk_clip.attention has to say where queries and keys are, like .* docs/qk_clip.md"),
     ({"attention": {}}, "layerwise.qk_clip.attention must be a list"),
     ({"attention": [3]}, r"layerwise.qk_clip.attention\[0\] must be an object like"),
     ({"attention": [{"heads": 3}]}, r"layerwise.qk_clip.attention\[0\].name is missing; it needs name, heads"),
@@ -314,12 +321,12 @@ def test_a_bad_section_is_refused(section, message):
 
 
 def test_defaults_are_megatrons():
-    clip = LayerWiseConfig.from_section({"qk_clip": {}}).qk_clip
-    assert (clip.threshold, clip.alpha, clip.hook, clip.attention) == (100.0, 0.5, True, ())
+    clip = LayerWiseConfig.from_section({"qk_clip": {"attention": [ENTRY]}}).qk_clip
+    assert (clip.threshold, clip.alpha, len(clip.attention)) == (100.0, 0.5, 1)
     assert LayerWiseConfig.from_section({"qk_clip": None}).qk_clip is None
 
 
-# --- the hook -------------------------------------------------------------------------------------------------------
+# --- in transformers --------------------------------------------------------------------------------------------------
 
 class Notes:
     def __init__(self):
@@ -329,29 +336,49 @@ class Notes:
         self.found.append((module, largest))
 
 
-def test_the_hook_is_there_while_somebody_watches_and_only_for_training():
-    before, notes, model = AttentionInterface.get_interface, Notes(), model_of("separate")
-    other = model_of("separate")
-    modules = list(attention_modules(model).values())
-    attention_hook.watch(modules, notes.note)
+PLAIN = AttentionInterface()["sdpa"]
+
+
+def is_plain():
+    return AttentionInterface()["sdpa"] is PLAIN
+
+
+def test_attention_is_measured_while_somebody_watches_and_only_in_training():
+    notes, model, other = Notes(), model_of("separate"), model_of("separate")
+    attention_hook.watch(list(model.modules()), notes.note)
     with torch.no_grad():
         plain = other.train()(input_ids=tokens_of((0, 0, 0))).logits
         watched = model.train()(input_ids=tokens_of((0, 0, 0))).logits
         model.eval()(input_ids=tokens_of((0, 0, 0)))
     assert torch.equal(plain, watched)
-    assert [module for module, _ in notes.found] == modules
-    attention_hook.forget(modules, Notes().note)  # another's
-    assert AttentionInterface.get_interface is not before
-    attention_hook.forget(modules, notes.note)
-    assert AttentionInterface.get_interface is before
+    assert [module for module, _ in notes.found] == list(attention_modules(model).values())
+    attention_hook.forget(Notes().note)  # another's
+    assert not is_plain()
+    attention_hook.forget(notes.note)
+    assert is_plain()
 
 
 def test_an_observer_may_go():
-    before, notes, model = AttentionInterface.get_interface, Notes(), model_of("separate")
-    modules = list(attention_modules(model).values())
-    attention_hook.watch(modules, notes.note)
+    notes, model = Notes(), model_of("separate")
+    attention_hook.watch(list(model.modules()), notes.note)
     del notes
     gc.collect()
     model.train()(input_ids=tokens_of((0, 0, 0)))
-    attention_hook.forget(modules)
-    assert AttentionInterface.get_interface is before
+    attention_hook.forget()
+    assert is_plain()
+
+
+def test_what_a_script_asks_for_stays_when_engines_go_and_is_asked_for_by_a_name_that_can_be_measured():
+    notes = Notes()
+    ds_layerwise.measure_attention("sdpa", "flash_attention_2")
+    ours = AttentionInterface()["sdpa"]
+    attention_hook.watch(list(model_of("separate").modules()), notes.note)
+    attention_hook.forget(notes.note)
+    # Asked for again, it does not measure twice.
+    ds_layerwise.measure_attention("sdpa")
+    assert AttentionInterface()["sdpa"] is ours
+    ds_layerwise.unregister()
+    assert is_plain() and not hasattr(AttentionInterface()["flash_attention_2"], "func")
+    for name in ("eager", "flex_attention", "flash_of_nobody"):
+        with pytest.raises(ConfigError, match=f"measure_attention got '{name}'; it measures 'sdpa' and what has 'fl"):
+            ds_layerwise.measure_attention(name)
