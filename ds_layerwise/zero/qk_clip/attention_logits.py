@@ -159,22 +159,23 @@ class AttentionLogits(StepObserver):
                 f"note_attention_logits got {values.numel()} logits for {found.name}, which "
                 f"has {found.heads} heads on this rank; give the largest of each"
             )
-        values = values.reshape(found.units, -1).amax(1)
+        by_unit = values.reshape(found.units, -1).amax(1)
         # A maximum over ranks may lose a nan, so it becomes inf.
-        torch.nan_to_num(values, nan=math.inf, posinf=math.inf, neginf=-math.inf, out=values)
-        torch.maximum(noted, values, out=noted)
+        by_unit.nan_to_num_(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        torch.maximum(noted, by_unit, out=noted)
 
     def _note_measured(self, module: nn.Module, largest: Tensor) -> None:
         """Note the logits of attention of transformers, of which a rank of a sequence group has its
         share of the heads.
         """
         group = self._run.settings.sequence_group
-        if self.clip is not None and group is not None:
+        if self.clip is None or group is None:
+            self.note(module, largest)
+        else:
             # Ulysses deals heads out in the order of ranks.
-            shares = largest.new_full((comm.size_of(group), largest.numel()), -math.inf)
-            shares[comm.rank_of(group)] = largest
-            largest = shares
-        self.note(module, largest)
+            by_rank = largest.new_full((comm.size_of(group), largest.numel()), -math.inf)
+            by_rank[comm.rank_of(group)] = largest
+            self.note(module, by_rank)
 
     def restart(self) -> None:
         """Forget the logits recorded since the last step: they belong to old weights."""
@@ -326,8 +327,6 @@ def _indices(
     """Return how to scale a parameter: the unit and the power of each output, the number of
     columns, and the axis of outputs.
     """
-    widths, units = (torch.tensor(each, device="cpu") for each in scaled.outputs[:2])
-    powers = torch.tensor(scaled.outputs.powers, dtype=torch.float32, device="cpu")
-    unit = units.repeat_interleave(widths).to(device)
-    power = powers.repeat_interleave(widths).to(device)
-    return unit, power, math.prod(shape[1:]), scaled.axis
+    of_blocks = torch.tensor(scaled.outputs, dtype=torch.float32, device="cpu")
+    _, unit, power = of_blocks.repeat_interleave(of_blocks[0].long(), 1).to(device)
+    return unit.long(), power, math.prod(shape[1:]), scaled.axis

@@ -70,11 +70,14 @@ def counts_for(
     Raises:
         StepError: the mask is of another kind than those of transformers.
     """
+    length = query.shape[2]
     keys = key.shape[2]
     flash = "flash" in implementation
     if not flash and isinstance(mask, Tensor) and mask.dim() == 4:
-        allowed = (mask if mask.dtype == torch.bool else mask > _HIDDEN)[..., :keys]
-        return lambda first, last: allowed if allowed.shape[2] == 1 else allowed[:, :, first:last]
+        if mask.dtype != torch.bool:
+            mask = mask > _HIDDEN
+        by_row = mask[..., :keys].expand(-1, -1, length, -1)
+        return lambda first, last: by_row[:, :, first:last]
     if mask is not None and not (flash and isinstance(mask, Tensor) and mask.dim() == 2):
         raise StepError(
             f"the attention logits of {type(module).__name__} cannot be measured in implementation "
@@ -82,17 +85,17 @@ def counts_for(
             "attention and 4-D ones to 'sdpa', as transformers does, or leave "
             "layerwise.log_max_attention_logit and layerwise.qk_clip out"
         )
-    length = query.shape[2]
     causal = kwargs.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    window = sequences = None
+    sequences = None
     # Row i is at key i + shift: the implicit mask of "sdpa" starts at the first key, and in flash
     # attention the last row belongs to the last key.
     shift = 0
+    window = keys + length
     if flash:
         shift = keys - length
-        window = kwargs.get("sliding_window")
+        window = kwargs.get("sliding_window") or window
         sequences = _sequences(length, keys, query.device, kwargs)
     elif length == 1:
         causal = False
@@ -100,11 +103,9 @@ def counts_for(
     def counts(first: int, last: int) -> Tensor:
         places = torch.arange(keys, device=key.device)
         away = torch.arange(first + shift, last + shift, device=key.device)[:, None] - places
-        allowed = torch.ones_like(away, dtype=torch.bool)
+        allowed = away.abs() < window
         if causal:
             allowed &= away >= 0
-        if window is not None:
-            allowed &= away.abs() < window
         if sequences is not None:
             of_query, of_key = sequences
             allowed &= of_query[first:last, None] == of_key

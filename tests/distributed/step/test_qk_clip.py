@@ -7,15 +7,21 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaConfig
 
+import ds_layerwise
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from tests.support import internals
 from tests.support.attention import (
     KINDS,
+    LENGTH,
     Attends,
     attention_modules,
     clip_plainly,
+    entry_of,
     largest_by_head,
     model_of,
     plain_logits,
@@ -40,13 +46,17 @@ def threshold_of(kind):
     return 4.5 if "latent" in kind else 7.5
 
 
-def engine_of(kind, *, layerwise=None, attention="sdpa", **changes):
-    clip = {"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA}, "auto_split": False}
-    return start(Attends(model_of(kind, attention=attention)),
+def clip_of(kind):
+    return {"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA, "attention": [entry_of(kind)]}}
+
+
+def engine_of(kind, *, layerwise=None, **changes):
+    clip = {**clip_of(kind), "auto_split": False}
+    return start(Attends(model_of(kind)),
                  ds_config(**{"layerwise": {**clip, **(layerwise or {})}, "bucket_numel": 1500, **changes}))
 
 
-def oracle_of(kind, *, world_size, gas=1, steps=STEPS, alpha=ALPHA, scalar=()):
+def oracle_of(kind, *, world_size, gas=1, steps=STEPS, alpha=ALPHA, scalar=(), length=LENGTH):
     """Masters, and by step the largest logits by module and head: plain updates, each followed by a plain clip."""
     module = Attends(model_of(kind, attention="eager"))
     params = trainable(module)
@@ -61,7 +71,7 @@ def oracle_of(kind, *, world_size, gas=1, steps=STEPS, alpha=ALPHA, scalar=()):
         places = [[(step, micro, rank) for micro in range(gas)] for rank in range(world_size)]
         with plain_logits(module.model) as found, torch.no_grad():
             for place in (place for of_rank in places for place in of_rank):
-                module.model(input_ids=tokens_of(place))
+                module.model(input_ids=tokens_of(place)[:, :length])
         seen.append(largest_by_head(found))
         oracle.step([[{name: whole_number_gradients(name, p.shape, *place) / gas for name, p in params.items()}
                       for place in of_rank] for of_rank in places])
@@ -106,12 +116,12 @@ class TestAgainstAPlainOne(DistributedTest):
             engine.destroy()
 
 
-#: Changes of an engine each: stage, update of queries, time of sending, host, attention.
+#: Changes of an engine each: stage, update of queries, time of sending, host, micro-batches.
 SCALAR = ("q_proj.weight", "k_proj.bias")
 BY_ADAM = {"overrides": [{"name": f"*{name}", "optimizer": "scalar"} for name in SCALAR[:1]]}
 ON_HOST = {"stage": 1, "reduce_bucket_size": 1500, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
 CHANGES = [{"stage": 2}, {"layerwise": BY_ADAM}, {"layerwise": {"overlap_param_gather": True}},
-           {"zero_optimization": ON_HOST}, {"attention": "eager", "gas": 2}]
+           {"zero_optimization": ON_HOST}, {"gas": 2}]
 
 
 class TestHow(DistributedTest):
@@ -300,6 +310,17 @@ class TestGiven(DistributedTest):
             engine.optimizer.zero_grad()
         assert step_of(engine, [1.0, float("-inf")])["attn.q.weight"] == [1.0, 1.0]
 
+    def test_no_logits_at_all_are_an_error_in_the_first_update(self):
+        none = "need attention logits of modules in training, and none came in the first update"
+        for layerwise in (None, {"log_max_attention_logit": True}):
+            engine = start_own(layerwise)
+            with pytest.raises(ConfigError, match=f"{none}.*this model attends by none"):
+                step_of(engine)
+            assert engine.optimizer.step_count == 0
+        engine = start(Attends(model_of("separate", attention="eager")), ds_config(layerwise=clip_of("separate")))
+        with pytest.raises(ConfigError, match=f"{none}.*by eager.*own gives its logits to engine.optimizer.note_atten"):
+            train_engine(engine, 1)
+
     def test_attention_without_logits_is_an_error_after_ten_updates(self):
         entry = {**ENTRY, "name": "*"}
         engine = start_own({"qk_clip": {"attention": [ENTRY, {**entry, "name": "dropped"}]}})
@@ -321,8 +342,6 @@ class TestGiven(DistributedTest):
     def test_entries_must_be_for_something(self):
         with pytest.raises(ConfigError, match=r"qk_clip.attention\[0\].name is 'atn', and no module is called so"):
             start_own({"qk_clip": {"attention": [{**ENTRY, "name": "atn"}]}})
-        with pytest.raises(ConfigError, match="finds attention in models of transformers, and none in this one; say"):
-            start_own({"qk_clip": {}})
 
     def test_a_norm_that_is_kept_undoes_it(self):
         entry = {"name": "attn.k.weight", "hyperball": 1.0}
@@ -374,7 +393,7 @@ class TestReported(DistributedTest):
     def test_a_model_of_transformers_is_measured_by_itself(self, tmp_path):
         engine = start(Attends(model_of("latent")), ds_config(layerwise={"log_max_attention_logit": True},
                                                               **self.monitor(tmp_path)))
-        assert "attention logits: the largest are reported, of 2 attention modules" in engine.optimizer.describe()
+        assert "attention logits: the largest are reported" in engine.optimizer.describe()
         train_engine(engine, 1)
         _, (seen,) = oracle_of("latent", world_size=2, steps=1)
         dist.barrier()
@@ -443,6 +462,105 @@ class TestTensorParallel(DistributedTest):
             start(module, ds_config(layerwise={"qk_clip": {"attention": [ENTRY]}}), mpu=mpu)
 
 
+class AttendsToItsPart(Attends):
+    """A model of which every rank sees its part of a sequence; the first rank of a sequence has its gradients."""
+
+    def forward(self, place):
+        step, micro, rank = place
+        sequence, part = divmod(rank, self.parts)
+        own = slice(part * 8 // self.parts, (part + 1) * 8 // self.parts)
+        tokens = tokens_of((step, micro, sequence))[:, own]
+        with torch.no_grad():
+            self.model(input_ids=tokens, position_ids=torch.arange(8)[own].expand(2, -1))
+        return whole_number_loss(self, (step, micro, sequence)) * (part == 0)
+
+
+class TestSequences(DistributedTest):
+    """Ulysses in transformers, where a rank's attention has whole sequences and a share of the heads."""
+
+    world_size = [2, 4]
+
+    @pytest.fixture
+    def share(self):
+        """Let so many ranks share each sequence of a model; its arguments of ``initialize``."""
+        def share(model, size):
+            assert parallel_state_sp._SEQUENCE_PARALLEL_GROUP is None
+            return {"mpu": UlyssesSPAttentionHF.register_with_transformers(
+                model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=size,
+                micro_batch_size=2)}
+        ds_layerwise.measure_attention("sdpa")
+        yield share
+        self.forget()
+        ds_layerwise.unregister()
+
+    def forget(self):
+        """Forget the sequences of an engine: DeepSpeed makes no groups again, and Ulysses stays."""
+        parallel_state_sp._release_sequence_parallel_groups()
+        ALL_ATTENTION_FUNCTIONS._local_mapping.pop("sdpa", None)
+
+    def test_logits_and_weights_are_those_of_whole_sequences(self, share):
+        """Two heads share a key head, which four ranks of a sequence repeat; in "separate" each head has its own."""
+        world_size = dist.get_world_size()
+        for size, kind, changes in ((world_size, "grouped, with biases", {}), (2, "separate", {"stage": 2}),
+                                    (2, "grouped, with biases", {"layerwise": {"verify_first_step": True}})):
+            model = AttendsToItsPart(model_of(kind))
+            model.parts = size
+            layerwise = {**clip_of(kind), "auto_split": False, **changes.pop("layerwise", {})}
+            engine = start(model, ds_config(layerwise=layerwise, bucket_numel=1500, **changes),
+                           **share(model.model, size))
+            train_engine(engine, STEPS)
+            expected, seen = oracle_of(kind, world_size=world_size // size, length=8)
+            assert_close(masters(engine), expected, rtol=1e-6, atol=1e-6)
+            assert_same_on_all_ranks(engine.module)
+            assert engine.optimizer.max_attention_logits == pytest.approx(
+                {f"model.{path}": float(each.max()) for path, each in seen[-1].items()}, rel=1e-6)
+            over = torch.stack([torch.stack(list(each.values())) for each in seen]) > threshold_of(kind)
+            assert over[0].any() and not over.all()
+            engine.destroy()
+            self.forget()
+
+    def test_logits_that_are_only_reported(self, share):
+        model = AttendsToItsPart(model_of("separate"))
+        model.parts = dist.get_world_size()
+        engine = start(model, ds_config(layerwise={"log_max_attention_logit": True}), **share(model.model, model.parts))
+        train_engine(engine, 1)
+        _, (seen,) = oracle_of("separate", world_size=1, steps=1, length=8)
+        assert engine.optimizer.max_attention_logits == pytest.approx(
+            {f"model.{path}": float(each.max()) for path, each in seen.items()}, rel=1e-6)
+
+    def test_attention_that_ulysses_took_before_it_is_measured_is_an_error_in_the_first_step(self, share):
+        ds_layerwise.unregister()
+        for layerwise in (clip_of("separate"), {"log_max_attention_logit": True}):
+            model = AttendsToItsPart(model_of("separate"))
+            model.parts = dist.get_world_size()
+            engine = start(model, ds_config(layerwise=layerwise), **share(model.model, model.parts))
+            with pytest.raises(ConfigError, match=r"none came in the first update\. .*; this model attends by sdpa\. "
+                                                  r"Call ds_layerwise\.measure_attention\('sdpa'\) before sequence"):
+                train_engine(engine, 1)
+            assert engine.optimizer.step_count == 0
+            engine.destroy()
+            self.forget()
+
+    def test_logits_that_are_given(self, share):
+        """Each rank of a sequence has some of the heads, and gives -inf for the others."""
+        model = AttendsToItsPart(model_of("separate", attention="eager"))
+        model.parts = dist.get_world_size()
+        parallel_state_sp.initialize_sequence_parallel(model.parts)
+        engine = start(model, ds_config(layerwise=clip_of("separate")), mpu=parallel_state_sp)
+        stand_still(engine)
+        logits, given = torch.tensor([30.0, 5.0, 15.0, 60.0]), torch.full((4,), -torch.inf)
+        own = slice(dist.get_rank() * 4 // model.parts, (dist.get_rank() + 1) * 4 // model.parts)
+        given[own] = logits[own]
+        before = masters(engine)
+        name = "model.model.layers.1.self_attn"
+        engine.optimizer.note_attention_logits(name, given)
+        engine.backward(engine((0, 0, dist.get_rank())))
+        engine.step()
+        assert engine.optimizer.max_attention_logits == {name: 60.0}
+        clip_plainly("separate", before, name, logits, threshold_of("separate"), ALPHA)
+        assert_close(masters(engine), before, rtol=1e-6, atol=0)
+
+
 class Noting(Block):
     """A block that calls ``note`` in every forward pass, if it has one."""
 
@@ -467,9 +585,7 @@ class TestAutoTp(DistributedTest):
         before = {name: p.detach().clone() for name, p in plain.named_parameters()}
         for path, each in largest.items():
             clip_plainly(kind, before, path, each, threshold_of(kind), ALPHA)
-        engine = start(model_of(kind), ds_config(
-            layerwise={"qk_clip": {"threshold": threshold_of(kind), "alpha": ALPHA}},
-            tensor_parallel={"autotp_size": 2}))
+        engine = start(model_of(kind), ds_config(layerwise=clip_of(kind), tensor_parallel={"autotp_size": 2}))
         stand_still(engine)
         tokens = tokens_of((0, 0, 0))
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)

@@ -368,7 +368,7 @@ def test_an_observer_may_go():
     assert is_plain()
 
 
-def test_what_a_script_asks_for_stays_when_engines_go_and_is_asked_for_by_a_name_that_can_be_measured():
+def test_implementations_that_a_script_asks_for_stay_when_engines_go_and_have_to_be_measurable():
     notes = Notes()
     ds_layerwise.measure_attention("sdpa", "flash_attention_2")
     ours = AttentionInterface()["sdpa"]
