@@ -1,6 +1,7 @@
 """QK-clip without ranks: logits block by block, what counts of them, whose rows are scaled, and what is refused."""
 
 import gc
+import json
 import math
 
 import pytest
@@ -22,6 +23,7 @@ from ds_layerwise.zero.qk_clip import attention_hook, max_logits
 from ds_layerwise.zero.qk_clip.attention_logits import _indices
 from ds_layerwise.zero.qk_clip.max_logits import counts_for
 from tests.support.attention import KINDS, _rows, attention_modules, entry_of, model_of, tokens_of
+from tests.support.documents import DOCS, tables_of
 from tests.support.rooms import rooms
 
 pytestmark = rooms("attention", "attention_hook", "max_logits", "qk_clip_settings", "row_scaling", "sections")
@@ -324,6 +326,18 @@ def test_defaults_are_megatrons():
     clip = LayerWiseConfig.from_section({"qk_clip": {"attention": [ENTRY]}}).qk_clip
     assert (clip.threshold, clip.alpha, len(clip.attention)) == (100.0, 0.5, 1)
     assert LayerWiseConfig.from_section({"qk_clip": None}).qk_clip is None
+
+
+def test_the_entries_of_the_page_are_those_that_are_tested():
+    """All but the sizes of the models."""
+    _, table, *_ = tables_of(DOCS / "qk_clip.md")
+    found = [json.loads(row[1].strip("`")) for row in table[1:]]
+    wanted = [entry_of(kind) for kind in KINDS]
+    kinds = [[{key: value for key, value in entry.items() if isinstance(value, str | bool)} for entry in entries]
+             for entries in (found, wanted)]
+    assert len(found) == 6 and all(entry in kinds[1] for entry in kinds[0])
+    assert all(entry in kinds[0] for entry in kinds[1])
+    QkClip.from_section("layerwise.qk_clip", {"attention": found})
 
 
 # --- in transformers --------------------------------------------------------------------------------------------------
