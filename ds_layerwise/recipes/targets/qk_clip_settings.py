@@ -112,7 +112,7 @@ class QkClip(Section):
                 raise ConfigError(
                     f"{where}.attention has to say where queries and keys are, like "
                     f"[{AttentionEntry.example}]; docs/qk_clip.md has the entries for Llama, Qwen "
-                    f"and DeepSeek; or leave {where.rpartition('.')[2]} out"
+                    "and DeepSeek; or leave qk_clip out"
                 )
             section = {**section, "attention": entries}
         return build(cls, where, section)

@@ -35,21 +35,16 @@ Note = Callable[[nn.Module, Tensor], None]
 _watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
     weakref.WeakKeyDictionary()
 )
-#: The implementations that a script has asked for, which stay when engines go.
+#: The implementations that are measured, as they are without.
+_cores: dict[str, Any] = {}
+#: Those that a script has asked for, which stay when engines go.
 _asked: set[str] = set()
 
 
 def measure_attention(*implementations: str) -> None:
-    """Measure logits in attention ``implementations`` of transformers, for the engines whose config
-    asks for it.
-
-    An engine does so at start for the implementations of its model. Call it before other code wraps
-    one of them by name: before ``UlyssesSPAttentionHF.register_with_transformers``, which
-    Accelerate and the Trainer call for ``ParallelismConfig(sp_backend="deepspeed")``. It lasts
-    until ``unregister()``.
-
-    Args:
-        implementations: "sdpa", or names with "flash" in them, as in ``attn_implementation``.
+    """Let engines measure logits in attention of transformers ("sdpa", or with "flash" in its name)
+    that other code is going to wrap, such as Ulysses for
+    ``ParallelismConfig(sp_backend="deepspeed")``. Others need no call.
 
     Raises:
         ConfigError: transformers has no such implementation, or it cannot be measured.
@@ -71,7 +66,7 @@ def watch(modules: Collection[nn.Module], note: Note) -> None:
     """
     for module in modules:
         _watched[module] = weakref.WeakMethod(note)
-    for name in {implementation_of(module) for module in modules}:
+    for name in set(map(implementation_of, modules)):
         _register(name)
 
 
@@ -95,30 +90,22 @@ def _register(name: Any) -> bool:
     core = interface.get(name)
     if core is None or not is_measured(name):
         return False
-    if _core_of(core) is None:
+    if name not in _cores:
+        _cores[name] = core
         interface.register(name, partial(_attend, name, core))
     return True
 
 
 def _put_back() -> None:
-    interface = _interface()
-    for name in interface:
-        core = _core_of(interface[name])
-        if core is not None and name not in _asked and not _watched:
-            interface.register(name, core)
+    if not _watched:
+        for name in _cores.keys() - _asked:
+            _interface().register(name, _cores.pop(name))
 
 
 def _interface() -> Any:
     """Return the registry; an empty one if no model of transformers is there."""
     transformers = sys.modules.get("transformers.modeling_utils")
     return {} if transformers is None else transformers.AttentionInterface()
-
-
-def _core_of(function: Any) -> Any:
-    """Return the implementation that ``function`` measures; None if it measures none."""
-    if isinstance(function, partial) and function.func is _attend:
-        return function.args[1]
-    return None
 
 
 def _attend(

@@ -66,18 +66,22 @@ class AttentionLogits(StepObserver):
             )
             _check_hooks(self._attentions, run.planned.routes)
         self._compare()
+        self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
         start = 0
         for attention in self._attentions:
             self._places[attention.module] = attention, slice(start, start + attention.units)
             start += attention.units
+            for scaled in attention.scaled:
+                name = scaled.name
+                # verify_first_step also needs parameters that this rank does not own.
+                if name in run.pieces or run.config.verify_first_step:
+                    self._outputs[name] = _indices(scaled, run.shapes[name], run.device)
         self._others = Attention("", run.model)
+        # The last element is for all modules that need not be known.
+        self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._by_path = dict(run.model.named_modules())
         # Also attention that needs no entry counts where nothing is clipped.
         self._watches = list(self._places if self.clip else self._by_path.values())
-        # The last element is for all modules that need not be known.
-        self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
-        self._outputs: dict[str, tuple[Tensor, Tensor, int, Any]] = {}
-        self._find_outputs()
         attention_hook.watch(self._watches, self._note_measured)
         weakref.finalize(self, attention_hook.forget).atexit = False
 
@@ -103,15 +107,6 @@ class AttentionLogits(StepObserver):
                     f"layerwise.qk_clip.attention[{index}].name is {entry.name!r}, and no module "
                     "is called so; correct it, or remove the entry"
                 )
-
-    def _find_outputs(self) -> None:
-        run = self._run
-        for attention in self._attentions:
-            for scaled in attention.scaled:
-                name = scaled.name
-                # verify_first_step also needs parameters that this rank does not own.
-                if name in run.pieces or run.config.verify_first_step:
-                    self._outputs[name] = _indices(scaled, run.shapes[name], run.device)
 
     def destroy(self) -> None:
         """Stop watching modules."""
@@ -187,6 +182,7 @@ class AttentionLogits(StepObserver):
 
         Raises:
             StepError: on every rank, if a logit is not finite, or a module never had one.
+            ConfigError: on every rank, if the first update has no logits at all.
         """
         if step.decision.skipped:
             self.restart()
@@ -228,18 +224,6 @@ class AttentionLogits(StepObserver):
             return {}
         return self._scaled(reduced, values[len(largest) :], frozen, self.clip.threshold)
 
-    def _nothing_came(self) -> ConfigError:
-        found = sorted({implementation_of(module) for module in self._watches} - {None})
-        name = next(filter(is_measured, found), "sdpa")
-        return ConfigError(
-            "layerwise.qk_clip and layerwise.log_max_attention_logit need attention logits of "
-            "modules in training, and none came in the first update. Of transformers, 'sdpa' and "
-            f"flash attention are measured; this model attends by {' and '.join(found) or 'none'}. "
-            f"Call ds_layerwise.measure_attention({name!r}) before sequence parallelism takes "
-            f"{name!r} as its core_attn_implementation or sp_attn_implementation. Attention of "
-            "your own gives its logits to engine.optimizer.note_attention_logits"
-        )
-
     def _scaled(
         self, reduced: Tensor, by_unit: list[float], frozen: Collection[str], threshold: float
     ) -> dict[str, Factors]:
@@ -268,7 +252,7 @@ class AttentionLogits(StepObserver):
         """Raise an error for logits that clipping cannot handle.
 
         Raises:
-            StepError: see :meth:`before_update`.
+            StepError, ConfigError: see :meth:`before_update`.
         """
         self._updates += 1
         self._never -= {name for name, value in largest.items() if value > -math.inf}
@@ -280,8 +264,18 @@ class AttentionLogits(StepObserver):
                     "layerwise.log_max_attention_logit out"
                 )
         waits = self.clip is None or self._never
-        if self._updates == 1 and waits and max(largest.values()) == -math.inf:
-            raise self._nothing_came()
+        if waits and self._updates == 1 and max(largest.values()) == -math.inf:
+            found = sorted(set(map(implementation_of, self._watches)) - {None})
+            name = next(filter(is_measured, found), "sdpa")
+            raise ConfigError(
+                "layerwise.qk_clip and layerwise.log_max_attention_logit need attention logits of "
+                "modules in training, and none came in the first update. Of transformers, 'sdpa' "
+                "and flash attention are measured; this model attends by "
+                f"{' and '.join(found) or 'none'}. Call ds_layerwise.measure_attention({name!r}) "
+                f"before sequence parallelism takes {name!r} as its core_attn_implementation or "
+                "sp_attn_implementation. Attention of your own gives its logits to "
+                "engine.optimizer.note_attention_logits"
+            )
         if self.clip is not None and self._never and self._updates >= _PATIENCE:
             raise StepError(
                 f"layerwise.qk_clip got no attention logits of {min(self._never)} in "
@@ -297,11 +291,10 @@ class AttentionLogits(StepObserver):
         if self.clip is None:
             return "attention logits: the largest are reported"
         count = len(self._attentions)
-        modules = f"{count} attention module{'s' * (count != 1)}"
         frozen = sum(not attention.scaled for attention in self._attentions)
         return (
             f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, "
-            f"{modules}{f', {frozen} of them frozen and left' * bool(frozen)}"
+            f"{count} attention module{'s' * (count != 1)}{f', {frozen} of them frozen and left' * bool(frozen)}"
         )
 
 
