@@ -294,7 +294,8 @@ class AttentionLogits(StepObserver):
         frozen = sum(not attention.scaled for attention in self._attentions)
         return (
             f"QK-clip: threshold {self.clip.threshold:g}, alpha {self.clip.alpha:g}, "
-            f"{count} attention module{'s' * (count != 1)}{f', {frozen} of them frozen and left' * bool(frozen)}"
+            f"{count} attention module{'s' * (count != 1)}"
+            f"{f', {frozen} of them frozen and left' * bool(frozen)}"
         )
 
 
