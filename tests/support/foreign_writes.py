@@ -43,6 +43,7 @@ LISTED = {
     "param.{PARAM_COMM_DTYPE_ATTR_NAME}": "taken away with the engine that has set it",
     "self.param.{*}": "state access at stages 1 and 2",
     "self.param.{key}": "the same, taken away",
+    "logger.disabled": "DeepSpeed's words while `ds-layerwise plan` reads a config, put back after it",
     # torch: attributes that are there to be set.
     "param.data": "the memory of a parameter",
     "self._params[slot.name].ds_tensor.data": "the same",
@@ -51,15 +52,15 @@ LISTED = {
     "self._params[name].grad": "the same",
     "matmul.{name}": "precision of products, put back after a step",
     "weakref.finalize(engine, _put_back_soon).atexit": "Python's",
-    "weakref.finalize(self, attention_hook.forget, list(self._places)).atexit": "Python's",
+    "weakref.finalize(self, attention_hook.forget).atexit": "Python's",
+    "optimizer.defaults": "an optimizer without parameters, on which a schedule is tried",
+    "optimizer.param_groups": "the same",
     # A script's optimizer, as torch's schedulers mark and read it.
     "hooked._wrapped_by_lr_sched": "no warning without need",
     "self.client.{'_opt_called'}": "the same",
     # Classes and modules; engine/contract/patches.py keeps what was there, and the contract lists the names.
     "self.owner.{self.name}": "engine/contract/patches.py itself",
     "target.{*}": "instance_patches.py itself",
-    "interface.get_interface": "transformers' choice of an attention function, watched",
-    "sys.modules['transformers.modeling_utils'].AttentionInterface.get_interface": "the same, put back",
     # Python and rich.
     "error.{_AGREED}": "marks an error as known to all ranks",
     "still_there.daemon": "a thread",

@@ -100,7 +100,7 @@ def test_both_ways_and_with_keys_from_before():
     torch.testing.assert_close(later, plainly(query, key, 0.3, lambda b, i, j: j <= i + 4), rtol=1e-5, atol=0)
 
 
-def test_one_row_of_sdpa_sees_all_keys():
+def test_a_single_row_of_sdpa_sees_all_keys():
     query, key = qkm(length=1)
     torch.testing.assert_close(measured(query, key, "sdpa"), plainly(query, key, 0.3, lambda b, i, j: True),
                                rtol=1e-5, atol=0)
