@@ -319,7 +319,7 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
                 "stage 3; take it out of the model, or set zero_optimization.stage to 2"
             )
     for name, module in engine.module.named_modules():
-        if hasattr(module, "_orig_mod"):
+        if isinstance(module, torch._dynamo.OptimizedModule):
             raise ConfigError(
                 f"{name or 'the model'} is what torch.compile(module) returned, and DeepSpeed "
                 "fetches no parameters into that at ZeRO stage 3; call module.compile() instead, "
