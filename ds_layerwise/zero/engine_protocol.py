@@ -208,5 +208,11 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """End a backward pass, and release the parameters that it left whole."""
         super().backward_epilogue(*args, **kwargs)
+        self.release_leftovers()
+
+    def release_leftovers(self) -> None:
+        """Release the parameters that a backward pass has left whole, also one that an exception
+        ended: nobody could gather them before the next forward pass.
+        """
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()

@@ -255,6 +255,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 "call engine.backward(loss), then engine.step()"
             )
         self.progress.refused = True
+        self.release_leftovers()
         with numerics_context.set_aside(self._run.device), survivable(self._engine()):
             self._step()
         self.progress.refused = False
@@ -294,6 +295,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         """Drop the gradients of this step, reduced or not. After a refused step, the step begins
         again with its first micro-batch.
         """
+        self.release_leftovers()
         self._run.grad_sync.reset()
         for observer in self._observers:
             observer.forget()
