@@ -60,13 +60,24 @@ def save(folder, frozen=False):
             engine.destroy()
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The folder of all checkpoints of :func:`save`, which several classes read."""
+    return tmp_path_factory.mktemp("stages")
+
+
+def saved_by(folder, frozen=True):
+    """Checkpoints of 2 and 3 ranks; made once."""
+    return made_once(folder / f"frozen {frozen}", [2, 3], save, frozen=frozen)
+
+
 class TestAllPairs(DistributedTest):
     world_size = [1, 2, 3, 4]
     thorough_on = (1, 3, 4)
 
     @pytest.fixture
-    def saved(self, class_tmpdir, frozen):
-        return made_once(class_tmpdir / str(frozen), [2, 3], save, frozen=frozen)
+    def saved(self, folder, frozen):
+        return saved_by(folder, frozen)
 
     @pytest.mark.parametrize("frozen, precision, into", [
         pytest.param(*case, marks=[pytest.mark.thorough] * (
@@ -92,8 +103,8 @@ class TestWeightsAlone(DistributedTest):
     thorough_on = (2, )
 
     @pytest.fixture
-    def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [2], save)
+    def saved(self, folder):
+        return saved_by(folder)
 
     @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
     @pytest.mark.parametrize("stage, into, form", [
@@ -101,7 +112,7 @@ class TestWeightsAlone(DistributedTest):
     def test_they_are_there(self, saved, options, stage, into, form):
         tag = f"stage{stage}-bf16-2ranks"
         _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
-        engine = train_engine(start(make(), config_of(into)), 1)
+        engine = train_engine(start(make(True), config_of(into)), 1)
         before = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
         loaded(engine, str(saved), tag=tag + form, **options)
         assert_equal_states(values_of(engine.module), values)
@@ -116,7 +127,7 @@ class TestWeightsAlone(DistributedTest):
         path = tmp_path / tag / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
         on_rank_0(lambda: path.write_bytes(path.read_bytes()[:-200] + bytes(200)))
         with pytest.raises(LayerWiseError, match="damaged"):
-            start(make(), config_of(3)).load_checkpoint(str(tmp_path), tag=tag, **options)
+            start(make(True), config_of(3)).load_checkpoint(str(tmp_path), tag=tag, **options)
 
     @pytest.mark.parametrize("stage, gone, told", [
         (3, ["*_rank_1_*_optim_states.pt"], "rank_1_mp_rank_00_optim_states.pt is missing"),
@@ -135,7 +146,7 @@ class TestWeightsAlone(DistributedTest):
                 path.unlink() if path.is_file() else shutil.rmtree(path)
 
         on_rank_0(take_away)
-        engine = start(make(), config_of(3))
+        engine = start(make(True), config_of(3))
         before = values_of(engine.module)
         for options in ({"load_module_only": True}, {"load_module_only": True, "load_module_strict": False},
                         {"load_optimizer_states": False}):
@@ -144,7 +155,7 @@ class TestWeightsAlone(DistributedTest):
             assert_equal_states(values_of(engine.module), before)
 
     def test_a_file_that_lacks_the_optimizers_is_refused(self, saved, tmp_path):
-        engine = start(make(), config_of(3))
+        engine = start(make(True), config_of(3))
         with pytest.raises(LayerWiseError, match="does not exist"):
             engine.load_checkpoint(str(saved), tag="nothing")
 
@@ -153,8 +164,8 @@ class TestPartsOfACheckpoint(DistributedTest):
     world_size = 2
 
     @pytest.fixture
-    def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [2], save, frozen=True)
+    def saved(self, folder):
+        return saved_by(folder)
 
     @staticmethod
     def load(src, dst):
@@ -270,8 +281,8 @@ class TestOtherModels(DistributedTest):
     world_size = 2
 
     @pytest.fixture
-    def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [3], save, frozen=True)
+    def saved(self, folder):
+        return saved_by(folder)
 
     @pytest.mark.parametrize("stage, into, options", [
         (3, 3, {}), (3, 2, {}), (2, 3, {}), (3, 2, {"load_module_only": True}), (3, 3, {"load_module_strict": False})],
@@ -394,8 +405,8 @@ class TestDeepSpeedsScripts(DistributedTest):
     world_size = 1
 
     @pytest.fixture
-    def saved(self, class_tmpdir):
-        return made_once(class_tmpdir / "saved", [3], save, frozen=True)
+    def saved(self, folder):
+        return saved_by(folder)
 
     def test_zero_to_fp32(self, saved, tmp_path):
         states, values = torch.load(saved / "stage3-bf16-3ranks.pt", weights_only=True)
