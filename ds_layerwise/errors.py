@@ -62,7 +62,15 @@ FOREIGN = dict(
     adaptive_muon_eps=optimizer.params.moment2_eps
     adaptive_muon_moment2_method=optimizer.params.matrix_optimizer
     adjust_lr=optimizer.params.scale_mode adjust_lr_fn=optimizer.params.scale_mode
-    backend_steps=optimizer.params.ns_steps barrier_with_L1_time=wall_clock_breakdown
+    adamw_beta1=optimizer.params.betas adamw_beta2=optimizer.params.betas
+    aux_lr=optimizer.params.adam_lr lr_adam=optimizer.params.adam_lr
+    lr_muon=optimizer.params.muon_lr match_rms_adamw=optimizer.params.scale_mode
+    muon_beta=optimizer.params.momentum muon_dtype=optimizer.params.ns_dtype
+    muon_ns_steps=optimizer.params.ns_steps muon_wd=optimizer.params.weight_decay
+    newton_schulz_steps=optimizer.params.ns_steps ns_iterations=optimizer.params.ns_steps
+    scalar_betas=optimizer.params.betas scalar_eps=optimizer.params.eps
+    scalar_lr=optimizer.params.adam_lr backend_steps=optimizer.params.ns_steps
+    barrier_with_L1_time=wall_clock_breakdown
     beta1=optimizer.params.betas beta2=optimizer.params.betas
     cautious_wd=optimizer.params.cautious_weight_decay clip_grad=gradient_clipping
     clip_grad_norm=gradient_clipping coefficient_type=optimizer.params.ns_coefficients

@@ -46,8 +46,13 @@ _OBJECTS = """
 #: booleans for them.
 _FLAGS = """
     bf16.enabled bfloat16.enabled fp16.enabled torch_autocast.enabled zero_optimization.cpu_offload
-    zero_optimization.compute_grad_norm zero_optimization.overlap_comm flops_profiler.enabled
-    checkpoint.use_node_local_storage managed_gradient_accumulation wall_clock_breakdown
+    zero_optimization.compute_grad_norm checkpoint.use_node_local_storage
+    managed_gradient_accumulation
+""".split()
+
+#: Those that may be 0 or 1, too, as in DeepSpeed.
+_NUMBERS_OR_FLAGS = """
+    zero_optimization.overlap_comm flops_profiler.enabled wall_clock_breakdown
 """.split()
 
 
@@ -71,9 +76,10 @@ def config_of(given: object) -> Mapping[str, Any]:
         value = at(given, path)
         if not isinstance(value, str | None):
             raise ConfigError(f"{path} must be {wanted}, got {value!r}")
-    for path in _FLAGS:
+    for path in (*_FLAGS, *_NUMBERS_OR_FLAGS):
         value = at(given, path)
-        if value is not None and value != "auto" and not isinstance(value, bool):
+        is_flag = isinstance(value, bool) or (path in _NUMBERS_OR_FLAGS and value in (0, 1))
+        if value is not None and value != "auto" and not is_flag:
             raise ConfigError(f"{path} must be true or false, got {value!r}")
     return given
 

@@ -108,8 +108,12 @@ def belongs_in(
     Args:
         shared: the keys that have other meanings elsewhere.
     """
-    if key in FOREIGN:
-        return FOREIGN[key]
+    place = FOREIGN.get(key, "")
+    section, _, name = place.rpartition(".")
+    if place and (
+        not shared or (section in ("layerwise", "optimizer.params") and name not in shared)
+    ):
+        return place
     for section, keys in (
         ("layerwise", LayerWiseConfig.keys()),
         ("optimizer.params", _all_params()),

@@ -79,7 +79,9 @@ def _read_params(original: Method, given: Any) -> Any:
 
 def _configure_train_batch_size(original: Method, config: ds_config_module.DeepSpeedConfig) -> Any:
     if is_for_us(config._param_dict):
-        if torch.distributed.is_initialized() and not dist.is_initialized():
+        # A plan counts the ranks that it is for.
+        is_run = type(config) is ds_config_module.DeepSpeedConfig
+        if is_run and torch.distributed.is_initialized() and not dist.is_initialized():
             # zero.Init reads its config first, and connects deepspeed.comm afterwards. On a CPU a
             # Trainer has connected torch alone by then, and DeepSpeed would count one rank.
             dist.init_distributed()
@@ -99,7 +101,7 @@ def _configure_train_batch_size(original: Method, config: ds_config_module.DeepS
                 )
     try:
         return original()
-    except AssertionError as error:
+    except FOREIGN_ERRORS as error:
         if is_for_us(config._param_dict):
             retell(error)
         raise
@@ -205,9 +207,11 @@ def check_for(given: dict[str, Any], num_ranks: int) -> Mapping[str, Any]:
             self.world_size = num_ranks // params.get("sequence_parallel_size", 1)
             _read_params(super()._initialize_params, _without_ratio(params)[0])
 
-    was_quiet = logger.disabled
+    def quiet(_: object) -> bool:
+        return False
+
     # It writes on stdout, where a plan may write JSON.
-    logger.disabled = True
+    logger.addFilter(quiet)
     try:
         if not (is_for_us(given) or given.get("optimizer")):
             RunConfig.from_ds_config(given)
@@ -230,7 +234,7 @@ def check_for(given: dict[str, Any], num_ranks: int) -> Mapping[str, Any]:
     except (ds_config_module.DeepSpeedConfigError, *FOREIGN_ERRORS) as error:
         retell(error)
     finally:
-        logger.disabled = was_quiet
+        logger.removeFilter(quiet)
 
 
 WRAPS: dict[str, Method] = {

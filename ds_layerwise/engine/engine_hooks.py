@@ -451,8 +451,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         model_group=model_group,
         mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
         tensor_group=_tensor_group(engine, mpu),
-        # The engine has none without sequence parallelism.
-        sequence_group=getattr(engine, "seq_parallel_group", None),
+        sequence_group=sequence.group_of(engine),
         compute_dtype=compute_dtype,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
         overlap_comm=bool(engine.zero_overlap_comm()),

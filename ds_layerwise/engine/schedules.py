@@ -16,8 +16,9 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
+from ds_layerwise.config.ds_config import retell
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.optimizer import uses_us
 
@@ -29,6 +30,8 @@ def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer:
     logger.addFilter(_asks_later)
     try:
         return original(engine.basic_optimizer if is_of_torch else optimizer)
+    except FOREIGN_ERRORS as error:
+        retell(error)
     finally:
         logger.removeFilter(_asks_later)
 

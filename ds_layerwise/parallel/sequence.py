@@ -117,3 +117,12 @@ def num_sequences(engine: Any) -> float:
     ranks is divided by it.
     """
     return comm.size_of(engine.seq_data_parallel_group) / int(engine.sequence_parallel_size)
+
+
+def group_of(engine: Any) -> Any:
+    """Return the group of the ranks that share a sequence with this one; None without sequence
+    parallelism.
+    """
+    if engine.sequence_parallel_size == 1:
+        return None
+    return groups._get_sequence_parallel_group()

@@ -174,10 +174,14 @@ def _tried(
     """
     if num_devices % (change.tp_size * change.ep_size):
         return None
+    tried = change.applied_to(given)
+    # Batches change no plan, and would have to be others on other numbers of ranks.
+    for key in ("train_batch_size", "gradient_accumulation_steps"):
+        tried.pop(key, None)
     try:
         plan = DryRun.of(
             model,
-            change.applied_to(given),
+            tried,
             [num_devices // change.tp_size],
             ep_size=change.ep_size,
             tp_size=change.tp_size if change.tp_size > 1 else None,

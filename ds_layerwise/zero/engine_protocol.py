@@ -208,9 +208,9 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """End a backward pass, and release the parameters that it left whole."""
         super().backward_epilogue(*args, **kwargs)
-        self.release_leftovers()
+        self._release_leftovers()
 
-    def release_leftovers(self) -> None:
+    def _release_leftovers(self) -> None:
         """Release the parameters that a backward pass has left whole, also one that an exception
         ended: nobody could gather them before the next forward pass.
         """

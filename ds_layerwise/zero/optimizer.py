@@ -239,10 +239,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     # --- one step
 
     def step(self, closure: object = None) -> None:
-        """Make one step: skip, clip, update, send. The engine calls this at the boundary.
-
-        Args:
-            closure: None alone: gradients are reduced before a step, and not by it.
+        """Make one step: skip, clip, update, send. No closure is taken.
 
         Raises:
             LayerWiseError: on every rank, if no rank has gradients of a backward pass, if an error
@@ -255,7 +252,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 "call engine.backward(loss), then engine.step()"
             )
         self.progress.refused = True
-        self.release_leftovers()
+        self._release_leftovers()
         with numerics_context.set_aside(self._run.device), survivable(self._engine()):
             self._step()
         self.progress.refused = False
@@ -292,10 +289,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step, reduced or not. After a refused step, the step begins
-        again with its first micro-batch.
-        """
-        self.release_leftovers()
+        """Drop the gradients of this step, and begin it again if it was refused."""
+        self._release_leftovers()
         self._run.grad_sync.reset()
         for observer in self._observers:
             observer.forget()
@@ -378,9 +373,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     @contextmanager
     def checkpoint_event(self) -> Iterator[None]:
-        """Begin and end a save or a load. An ``Exception`` in the block must be one of all ranks:
-        they all end it.
-        """
+        """Begin and end a save or a load. An ``Exception`` in it is one of all ranks."""
         self.checkpoint_event_prologue()
         with (attempt := Attempt()):
             yield

@@ -208,6 +208,7 @@ READ = (
     Used("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
     *_used("deepspeed.comm", "read", "init_distributed is_initialized", ()),
     Used("deepspeed.utils.groups._clone_world_group", "read", ()),
+    Used("deepspeed.utils.groups._get_sequence_parallel_group", "read", ()),
     *_used("deepspeed.runtime.lr_schedules", "read", "WarmupLR WarmupDecayLR OneCycle LRRangeTest"),
     Used(_CONFIG, "read"),
     Used("deepspeed.runtime.config.DeepSpeedConfigError", "read"),
@@ -230,7 +231,7 @@ READ = (
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
         gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
         module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu optimizer save_non_zero_checkpoint
-        save_zero_checkpoint seq_data_parallel_group seq_parallel_group sequence_parallel_size skipped_steps timers"""),
+        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers"""),
     Used("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
     Used("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
     *_used(_ENGINE, "read", """

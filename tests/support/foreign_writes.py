@@ -43,7 +43,6 @@ LISTED = {
     "param.{PARAM_COMM_DTYPE_ATTR_NAME}": "taken away with the engine that has set it",
     "self.param.{*}": "state access at stages 1 and 2",
     "self.param.{key}": "the same, taken away",
-    "logger.disabled": "DeepSpeed's words while `ds-layerwise plan` reads a config, put back after it",
     # torch: attributes that are there to be set.
     "param.data": "the memory of a parameter",
     "self._params[slot.name].ds_tensor.data": "the same",

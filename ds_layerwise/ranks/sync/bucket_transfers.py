@@ -120,8 +120,7 @@ class Wire:
         """
         turn = turn or Turn(memory.device)
         if self.size == 1:
-            # What would travel is rounded, as among more ranks.
-            sent = turn.cast("sent", memory, wire_dtype)
+            sent = _rounded(turn, memory, wire_dtype)
             return Pending(finish=lambda: _add_up([sent], out, divide_by))
         if self.native or self.inside is not None:
             room = room_in(wire_dtype, self.size)
@@ -375,6 +374,13 @@ def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = 
     _add_up_at_once(rows, out, spare)
     if divide_by != 1:
         out.div_(divide_by)
+
+
+def _rounded(turn: Turn, memory: Tensor, wire_dtype: torch.dtype) -> Tensor:
+    """Return ``memory`` of a single rank, rounded as it would be among more ranks."""
+    if torch.promote_types(memory.dtype, wire_dtype) == wire_dtype:
+        return memory
+    return turn.cast("sent", memory, wire_dtype)
 
 
 def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:

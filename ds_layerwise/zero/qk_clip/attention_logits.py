@@ -99,7 +99,8 @@ class AttentionLogits(StepObserver):
             everywhere = dict(chain.from_iterable(part.items() for part in parts))
         # "" is for modules that need not be known.
         self._everywhere = dict.fromkeys([*everywhere, ""])
-        self._never = {name for name, (_, clipped) in everywhere.items() if clipped}
+        # By module that is clipped, the number of the last update with a logit of it.
+        self._last = {name: 0 for name, (_, clipped) in everywhere.items() if clipped}
         used = {entry for entry, _ in everywhere.values()}
         for index, entry in enumerate(self.clip.attention if self.clip else ()):
             if entry.name not in used:
@@ -148,7 +149,9 @@ class AttentionLogits(StepObserver):
                 f"this model: {known or 'none'}"
             )
         noted = self._noted[place]
-        values = torch.as_tensor(largest, dtype=noted.dtype, device=noted.device).reshape(-1)
+        if not isinstance(largest, Tensor):
+            largest = torch.as_tensor(largest, dtype=noted.dtype, device="cpu")
+        values = largest.detach().to(noted).reshape(-1)
         if found.heads not in (None, values.numel()):
             raise StepError(
                 f"note_attention_logits got {values.numel()} logits for {found.name}, which "
@@ -255,7 +258,9 @@ class AttentionLogits(StepObserver):
             StepError, ConfigError: see :meth:`before_update`.
         """
         self._updates += 1
-        self._never -= {name for name, value in largest.items() if value > -math.inf}
+        for name in self._last:
+            if largest.get(name, -math.inf) > -math.inf:
+                self._last[name] = self._updates
         for name, value in largest.items():
             if value == math.inf:
                 raise StepError(
@@ -263,7 +268,7 @@ class AttentionLogits(StepObserver):
                     "gradients are; look for what makes it, or leave layerwise.qk_clip and "
                     "layerwise.log_max_attention_logit out"
                 )
-        waits = self.clip is None or self._never
+        waits = self.clip is None or not all(self._last.values())
         if waits and self._updates == 1 and max(largest.values()) == -math.inf:
             found = sorted(set(map(implementation_of, self._watches)) - {None})
             name = next(filter(is_measured, found), "sdpa")
@@ -276,10 +281,11 @@ class AttentionLogits(StepObserver):
                 "sp_attn_implementation. Attention of your own gives its logits to "
                 "engine.optimizer.note_attention_logits"
             )
-        if self.clip is not None and self._never and self._updates >= _PATIENCE:
+        name = min(self._last, key=self._last.__getitem__, default="")
+        if self.clip is not None and name and self._updates - self._last[name] >= _PATIENCE:
             raise StepError(
-                f"layerwise.qk_clip got no attention logits of {min(self._never)} in "
-                f"{self._updates} updates: it does not compute attention in a way that is "
+                f"layerwise.qk_clip got no attention logits of {name} in "
+                f"{_PATIENCE} updates: it does not compute attention in a way that is "
                 "measured, or not at all; pass logits to engine.optimizer.note_attention_logits, "
                 "or list only the other modules in layerwise.qk_clip.attention"
             )

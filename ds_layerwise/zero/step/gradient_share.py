@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from ds_layerwise.instance_patches import patch
@@ -37,24 +35,27 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
     patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def divided(param: nn.Parameter, gradient: Tensor) -> Tensor | None:
+    def divided(gradient: Tensor) -> Tensor | None:
         engine = engine_of()
         steps = 1 if engine is None else engine.gradient_accumulation_steps()
         # The result that DeepSpeed gives for 1 tells whether the loss of this pass is divided
         # already.
-        if steps == 1 or rule(engine, 1.0) == 1 or _is_asked_for(param):
+        if steps == 1 or rule(engine, 1.0) == 1 or _is_asked_for():
             return None
         return gradient / steps
 
     hooks = []
     for param in params:
-        hooks.append(param.register_hook(partial(divided, param)))  # type: ignore[no-untyped-call]
+        hooks.append(param.register_hook(divided))  # type: ignore[no-untyped-call]
     return hooks
 
 
-def _is_asked_for(param: nn.Parameter) -> bool:
-    """Tell whether the current backward pass is a call of torch.autograd.grad for ``param``."""
-    node = get_gradient_edge(param).node
+def _is_asked_for() -> bool:
+    """Tell whether the current backward pass is a call of torch.autograd.grad for the parameter in
+    whose hook this is called.
+    """
+    # The parameter itself may have a new node since the forward pass.
+    node = torch._C._current_autograd_node()
     try:
         return not torch._C._will_engine_execute_node(node)
     except RuntimeError:
