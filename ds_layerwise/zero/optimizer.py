@@ -289,7 +289,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of this step, and begin it again if it was refused."""
+        """Drop the gradients of this step, and begin a refused one again."""
         self._release_leftovers()
         self._run.grad_sync.reset()
         for observer in self._observers:
