@@ -43,11 +43,14 @@ class Environment:
     python: str
     torch: str
     deepspeed: str
+    transformers: str = ""
+    """Empty for the one that setup.cfg asks for."""
 
     @property
     def name(self) -> str:
         """The name on the command line and in docs/versions.json."""
-        return f"py{self.python}-torch{self.torch}-ds{self.deepspeed}"
+        return f"py{self.python}-torch{self.torch}-ds{self.deepspeed}" + f"-tf{self.transformers}" * bool(
+            self.transformers)
 
     def variables(self, folder: Path) -> dict[str, str]:
         """Return the environment variables for examples/venv.sh."""
@@ -59,9 +62,10 @@ class Environment:
 #: Environments beside the one that runs all tests before a change is taken. The oldest and newest are combined.
 ENVIRONMENTS = (
     Environment("3.10", "2.11.0", "0.19.4"),
+    Environment("3.11", "2.11.0", "0.19.4", "5.22.2"),
     Environment("3.12", "2.13.0", "0.19.6"),
     Environment("3.11", "2.14.1", "0.19.8"),
-    Environment("3.13", "2.14.1", "0.19.8"),
+    Environment("3.13", "2.15.0", "0.19.8"),
 )
 
 #: Files that touch torch or DeepSpeed most, as patterns, and the job of the quickstart.
@@ -206,7 +210,10 @@ def run(environment: Environment, folder: Path, files: list[str], timeout: float
     """Make an environment in ``folder``, unless it is there, and add the results of its files to docs/versions.json."""
     variables = {**environment.variables(folder), "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
                  "PATH": f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"}
-    subprocess.run(["bash", "-euc", ". examples/venv.sh; make_venv test,plots,hf"], cwd=ROOT, env=variables, check=True)
+    make = ". examples/venv.sh; make_venv test,plots,hf"
+    if environment.transformers:
+        make += f"; pip install --quiet transformers=={environment.transformers}"
+    subprocess.run(["bash", "-euc", make], cwd=ROOT, env=variables, check=True)
     for batch in batches(files):
         began = time.monotonic()
         ended = run_batch(batch, folder, variables, timeout)
@@ -282,14 +289,15 @@ def page(results: Results) -> str:
     """Return docs/versions.md."""
     files = sorted({*files_of(SELECTION), *(file for each in results.values() for file in each["files"])})
     reasons: dict[str, list[str]] = {}
-    environments = ["| | Python | torch | DeepSpeed | tests pass | fail | files not run | last run |",
-                    "|---|---|---|---|---:|---:|---:|---|"]
+    environments = ["| | Python | torch | DeepSpeed | transformers | tests pass | fail | files not run | last run |",
+                    "|---|---|---|---|---|---:|---:|---:|---|"]
     columns = []
     for letter, each in zip("abcdefghijklm", ENVIRONMENTS):
         there = results.get(each.name, {"date": "", "files": {}})
         passed, failed = (sum(counts) for counts in zip(
             (0, 0), *((file["passed"], len(file["failed"])) for file in there["files"].values())))
-        environments.append(f"| {letter} | {each.python} | {each.torch} | {each.deepspeed} | {passed:,} | {failed} | "
+        versions = (each.python, each.torch, each.deepspeed, each.transformers or "newest")
+        environments.append(f"| {letter} | {' | '.join(versions)} | {passed:,} | {failed} | "
                             f"{len(files) - len(there['files'])} | {there['date'] or 'not yet'} |")
         if there["files"]:
             columns.append([letter, "---", *(cell(each, there["files"].get(file), reasons) for file in files)])
