@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made.add_argument
 
-    _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices", overwrite))
+    _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices"))
 
     add = command(
         "links",
@@ -231,12 +231,12 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "lr, owner, and why",
     )
     add("--json", action="store_true", help="the same numbers for a program")
-    add(
-        "--html",
-        type=Path,
-        metavar="FILE",
-        help="also write a page with the same tables, and pictures of what each rank holds, "
-        "computes and sends",
+    add("--html", type=_gone, help=argparse.SUPPRESS)
+
+
+def _gone(_: str) -> None:
+    raise argparse.ArgumentTypeError(
+        "pages are no longer made; take the table, or the numbers of --json"
     )
 
 
@@ -308,17 +308,11 @@ def _print_plan(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools.dry_run import DryRun
-    from ds_layerwise.tools.plan_page import page
 
     if options.memory is not None and options.list and not options.json:
         raise LayerWiseError(
             "--memory is for the tables and --json, and --list alone prints neither; leave one of "
             "the two out, or add --json"
-        )
-    if options.html and options.html.exists() and not options.overwrite:
-        raise LayerWiseError(
-            f"--html is {options.html}, which exists; name another place, or replace it with "
-            "--overwrite"
         )
     given = {
         "links": options.links,
@@ -332,19 +326,6 @@ def _print_plan(options: argparse.Namespace) -> int:
     plan = DryRun.of(
         options.model, options.config, options.ranks, memory_bytes=options.memory, **given
     )
-    table = partial(
-        plan_table,
-        plan.routes,
-        plan.specs,
-        plan.forecasts,
-        plan.run.optimizer,
-        without_effect=plan.run.without_effect,
-        predictions=plan.predictions,
-    )
-    if options.html:
-        options.html.write_text(
-            page(options.model, plan.assumed, table, plan.forecasts), encoding="utf-8"
-        )
     if options.json:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
@@ -366,7 +347,15 @@ def _print_plan(options: argparse.Namespace) -> int:
         parts.append(rendered([about]))
         say_last("\n\n".join(filter(None, parts)))
     else:
-        say_last(f"{rendered(plan.assumed)}\n{table()}".lstrip())
+        table = plan_table(
+            plan.routes,
+            plan.specs,
+            plan.forecasts,
+            plan.run.optimizer,
+            without_effect=plan.run.without_effect,
+            predictions=plan.predictions,
+        )
+        say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
     return 0
 
 
@@ -374,10 +363,9 @@ def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> in
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools import fit
 
-    if options.memory is not None or options.list or options.json or options.html:
+    if options.memory is not None or options.list or options.json:
         raise LayerWiseError(
-            "--fit prints a table of its own; leave --memory, --list, --json and --html out, or "
-            "--fit"
+            "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
         )
     found, assumed = fit.find_fits(
         options.model, options.config, options.ranks, memory_bytes=options.fit, **given

@@ -1,4 +1,4 @@
-"""Numbers with their units, as tables and pictures of a plan write them."""
+"""Numbers with their units, as the tables of a plan write them."""
 
 from __future__ import annotations
 

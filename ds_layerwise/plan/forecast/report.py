@@ -5,7 +5,7 @@ and the costs of each rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -60,7 +60,6 @@ def plan_table(
     *,
     without_effect: Sequence[str] = (),
     predictions: Sequence[Prediction] = (),
-    write: Callable[[Iterable[Table | str], int], str] = rendered,
 ) -> str:
     """Return the start-up table for several numbers of ranks, one row each.
 
@@ -68,7 +67,6 @@ def plan_table(
 
     Args:
         predictions: one for each of ``forecasts``, printed below; may be empty.
-        write: makes a text of tables and lines, and of the width that they need.
     """
     head = _head(routes, specs, optimizer, (), without_effect, {})
     below = []
@@ -77,8 +75,8 @@ def plan_table(
             below += _fitting(forecasts, predictions, predictions[0].memory_bytes)
         below += _predicted(forecasts, predictions)
     if len(forecasts) == 1:
-        above = write([*head, *_costs(forecasts[0])], _WIDTH)
-        return f"{above}\n{write(below, _PLAN_WIDTH)}".rstrip()
+        above = rendered([*head, *_costs(forecasts[0])], _WIDTH)
+        return f"{above}\n{rendered(below, _PLAN_WIDTH)}".rstrip()
     in_passes = "gradients in one backward pass and parameters in a step"
     what = {
         1: "gradients and parameters in a step",
@@ -89,7 +87,7 @@ def plan_table(
     if not any(any(forecast.saved) for forecast in forecasts):
         for row in rows:
             del row["saved"]
-    return write(
+    return rendered(
         [
             *head,
             _numbers("memory of the fullest rank, and what the busiest rank sends", rows),

@@ -86,8 +86,8 @@ def test_the_table_and_what_to_merge(written):
     merge, nothing = out.splitlines()[-2:]
     assert json.loads(merge.partition("config: ")[2])["zero_optimization"]["stage"] in (2, 3)
     assert nothing == "devices: 2; nothing that was tried fits"
-    for more in (["--memory", "20"], ["--list"], ["--json"], ["--html", "no.html"]):
-        assert_refused("leave --memory, --list, --json and --html out, or --fit", *arguments, *more)
+    for more in (["--memory", "20"], ["--list"], ["--json"]):
+        assert_refused("leave --memory, --list and --json out, or --fit", *arguments, *more)
 
 
 @pytest.mark.parametrize("option, parallelism", [("--tp_size", "tensor parallelism"), ("--ep_size", "shared experts")])

@@ -1,0 +1,113 @@
+"""``ds-layerwise plan`` on a narrow terminal: what folds, and what never does."""
+
+import io
+import json
+import re
+from contextlib import redirect_stdout
+
+import pytest
+
+from ds_layerwise import cli
+from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, time_text, work_text
+from tests.support.cli import run
+from tests.support.rooms import rooms
+
+pytestmark = rooms("text_tables", "quantities")
+
+MODEL = """
+model: small
+numel: 5120
+params:
+  - {name: embed, shape: [16, 64], optimizer: scalar}
+  - {name: up.weight, shape: [16, 64], optimizer: matrix}
+  - block: {layer: [0, 3]}
+    params:
+      - {name: "down.{layer}", shape: [64, 16], optimizer: matrix}
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    (tmp_path / "model.yaml").write_text(MODEL)
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},
+        "optimizer": {"type": "LayerWiseMuon", "params": {}}}))
+    return lambda ranks, *more: ["plan", "--model", tmp_path / "model.yaml", "--config", tmp_path / "ds.json", "--ranks",
+                                 ranks, *more]
+
+
+def on_terminal(columns, arguments, monkeypatch):
+    """The output on a terminal with so many columns."""
+    shown = io.StringIO()
+    shown.isatty = lambda: True
+    monkeypatch.setenv("COLUMNS", str(columns))
+    with redirect_stdout(shown):
+        assert cli.main([str(argument) for argument in arguments]) == 0
+    return shown.getvalue()
+
+
+def rows_of(text):
+    lines = [re.split("[│┃]", line)[1:-1] for line in text.splitlines() if line[:1] in "│┃" and line]
+    return [[cell.strip() for cell in line] for line in lines]
+
+
+NUMBER = re.compile(r"(?<![\w.])\d[\d,.]*\d(?: (?:M|MiB|GiB|us|ms|s|%|GFLOP|TFLOP)\b)?(?![\w.])")
+
+
+@pytest.mark.parametrize("more", [("8",), ("8,64", "--memory", "8"), ("8", "--fit", "40")])
+def test_80_columns_fold_and_break_no_number(more, tmp_path, monkeypatch):
+    (tmp_path / "ds.json").write_text(json.dumps({
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": "auto"}, "bf16": {"enabled": True},
+        "optimizer": {"type": "LayerWiseMuon", "params": {"weight_decay": 0.1}}}))
+    arguments = ["plan", "--model", "llama-3-8b", "--config", tmp_path / "ds.json", "--ranks", *more]
+    wide = run(*arguments)[1]
+    for columns in (60, 80):
+        narrow = on_terminal(columns, arguments, monkeypatch)
+        assert max(map(len, narrow.splitlines())) <= columns
+        found = [number for line in narrow.splitlines() for number in NUMBER.findall(line)]
+        numbers = {number for line in wide.splitlines() for number in NUMBER.findall(line)}
+        assert numbers and not numbers - {*found}
+    # Wide enough, or no terminal: as ever.
+    assert on_terminal(500, arguments, monkeypatch) == wide == run(*arguments)[1]
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_every_column_is_explained_once(columns, command, monkeypatch):
+    shown = on_terminal(columns, command("2,4", "--memory", "8"), monkeypatch)
+    wide = on_terminal(500, command("2,4", "--memory", "8"), monkeypatch)
+    headers = {header for line in wide.splitlines() if line[:1] == "┃" for header in rows_of(line)[0]} - {""}
+    prose = "\n".join(line for line in shown.splitlines() if line[:1] not in "┏┃┡│└").replace("\n  ", " ")
+    explained = re.findall(rf"(?m)(?:^|[;.,] )({'|'.join(map(re.escape, headers))})(?=(?:, [\w ]+)*: )", prose)
+    assert len(headers) == 35 and {header: explained.count(header) for header in headers} == dict.fromkeys(
+        headers, 1)
+
+
+def test_every_piece_of_a_table_names_its_rows(command, monkeypatch):
+    narrow = on_terminal(60, command("2,4"), monkeypatch)
+    pieces = [[row for row in rows_of(part) if row[0]] for part in narrow.split("└")]
+    by_ranks = [piece for piece in pieces if piece and piece[0][0] == "ranks"]
+    rows = {}
+    for piece in by_ranks:
+        for row in piece[1:]:
+            rows.setdefault(tuple(row[:2]), []).append(row[2:])
+    wide = {tuple(row[:2]): row[2:] for row in rows_of(run(*command("2,4"))[1]) if row[0].isdigit()}
+    assert len(by_ranks) > 4 and rows.keys() == wide.keys()
+    joined = {key: [cell for piece in values for cell in piece] for key, values in rows.items()}
+    assert {key: cells for key, cells in joined.items()} == wide
+
+
+def test_a_list_folds_too(command, monkeypatch):
+    wide = run(*command("2", "--list"))[1]
+    narrow = on_terminal(60, command("2", "--list"), monkeypatch)
+    assert max(map(len, narrow.splitlines())) <= 60 < max(map(len, wide.splitlines()))
+    assert narrow.split() == wide.split()
+
+
+@pytest.mark.parametrize("text, expected", [
+    (size_text(10 * 2**30), "10.0 GiB"), (size_text(10 * 2**30 - 2**20), "10,239.0 MiB"), (size_text(0), "0.0 MiB"),
+    (size_text(2**40), "1,024.0 GiB"), (count_text(32_149_504), "32.1 M"), (count_text(99_999), "99,999"),
+    (count_text(100_000), "0.1 M"), (count_text(1_000_000_000), "1,000.0 M"), (time_text(999_900), "999.9 us"),
+    (time_text(2.5e6), "2.5 ms"), (time_text(1234e9), "1,234.00 s"), (work_text(163.4e9), "163 GFLOP"),
+    (work_text(6.32e13), "63.2 TFLOP")])
+def test_numbers_have_one_form(text, expected):
+    assert text.replace(GLUE, " ") == expected
