@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.orthogonalize.spectral import capped
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.recipe_registry import REGISTRY
 
 try:
     from emerging_optimizers import orthogonalized_optimizers as theirs

@@ -17,13 +17,13 @@ from ds_layerwise.config.sections import (
     fields_of,
     params_model,
 )
-from ds_layerwise.recipes.base.fields import Positive, Section, merged_keys
-from ds_layerwise.recipes.recipe_registry import REGISTRY, recipes_of_settings
-from ds_layerwise.recipes.rules.any_torch_recipe import any_of
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.targets.norm_groups import NormGroup
-from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.config.targets.norm_groups import NormGroup
+from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.optimizers.base.fields import Positive, Section, merged_keys
+from ds_layerwise.optimizers.foreign.any_torch_recipe import any_of
+from ds_layerwise.optimizers.recipe_registry import REGISTRY, recipes_of_settings
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 
 #: The keys for which Hugging Face's Trainer fills in "auto".
 _FILLED_IN = ("lr", "betas", "eps", "weight_decay")

@@ -13,9 +13,15 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
+from ds_layerwise.config.monitor import Monitor
+from ds_layerwise.config.presets import PRESETS, started
+from ds_layerwise.config.targets.mup import Mup
+from ds_layerwise.config.targets.norm_groups import NormGroup, norm_groups_of
+from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.targets.qk_clip_settings import QkClip
 from ds_layerwise.errors import FOREIGN, ConfigError, nearest, unknown_key
-from ds_layerwise.recipes.base.dtypes import MasterDtype
-from ds_layerwise.recipes.base.fields import (
+from ds_layerwise.optimizers.base.dtypes import MasterDtype
+from ds_layerwise.optimizers.base.fields import (
     Betas,
     Count,
     Decay,
@@ -29,24 +35,18 @@ from ds_layerwise.recipes.base.fields import (
     entries_of,
     merged_keys,
 )
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.monitor import Monitor
-from ds_layerwise.recipes.presets import PRESETS, started
-from ds_layerwise.recipes.recipe_registry import (
+from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.foreign.any_torch_recipe import any_of
+from ds_layerwise.optimizers.foreign.client_recipe import ClientOptimizerConfig
+from ds_layerwise.optimizers.recipe_registry import (
     NOT_HERE,
     entry_of,
     names,
     recipes_of_settings,
     refuse_of_others,
 )
-from ds_layerwise.recipes.rules.any_torch_recipe import any_of
-from ds_layerwise.recipes.rules.client_recipe import ClientOptimizerConfig
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.targets.mup import Mup
-from ds_layerwise.recipes.targets.norm_groups import NormGroup, norm_groups_of
-from ds_layerwise.recipes.targets.overrides import Override
-from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 
 #: The values of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores
 #: them.
@@ -187,7 +187,7 @@ class OptimizerConfig(Hyper):
     """The weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
     preset: OrNull[Literal[tuple(PRESETS)]] = None  # type: ignore[valid-type]
     """The published recipe that sets the values missing in the config; see
-    :mod:`.recipes.presets`.
+    :mod:`.config.presets`.
     """
     from_preset: tuple[str, ...] = ()
     """The keys set by the preset."""
@@ -452,7 +452,7 @@ class LayerWiseConfig(Section):
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
     """The settings for an optimizer that the script passes to ``initialize``; see
-    :mod:`.recipes.rules.client_recipe`.
+    :mod:`.optimizers.foreign.client_recipe`.
     """
     decoupled_lr: OrNull[NonNegative] = None
     """The learning rate of embeddings and output heads, like an override's ``lr``; Megatron-LM's
@@ -468,11 +468,11 @@ class LayerWiseConfig(Section):
     """
     mup: OrNull[Mup] = None
     """The narrower model for which learning rates and eps were chosen; see
-    :mod:`.recipes.targets.mup`. None if they are for this model.
+    :mod:`.config.targets.mup`. None if they are for this model.
     """
     qk_clip: OrNull[QkClip] = None
     """Scale queries and keys down if attention logits are too large; see
-    :mod:`.recipes.targets.qk_clip_settings`. None for never.
+    :mod:`.config.targets.qk_clip_settings`. None for never.
     """
     log_max_attention_logit: bool = False
     """Measure and report the largest attention logits, as ``qk_clip`` always does; Megatron-LM's

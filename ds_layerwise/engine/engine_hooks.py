@@ -51,9 +51,6 @@ from ds_layerwise.engine.loading import loading
 from ds_layerwise.engine.saving import exit_saves, saving
 from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.foreign.client_groups import ClientOptimizer, pointing_to_ours
-from ds_layerwise.optimizers.foreign.client_object import must_be_optimizer
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
@@ -61,6 +58,9 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.zero.groups.client_groups import ClientOptimizer, pointing_to_ours
+from ds_layerwise.zero.groups.client_object import must_be_optimizer
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
-from ds_layerwise.recipes.targets.overrides import Override
+from ds_layerwise.config.targets.overrides import Override
 
 
 class _Kept:

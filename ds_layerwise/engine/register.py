@@ -7,10 +7,10 @@ from typing import Any
 
 import deepspeed
 
+from ds_layerwise.config.targets.overrides import overrides_of
+from ds_layerwise.config.targets.param_keys import ParamKey
 from ds_layerwise.engine import final_error, python_overrides
 from ds_layerwise.engine.contract import contract, patches
-from ds_layerwise.recipes.targets.overrides import overrides_of
-from ds_layerwise.recipes.targets.param_keys import ParamKey
 from ds_layerwise.zero.qk_clip import attention_hook
 
 

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.base.recipe import Recipe, WeightDecayMethod
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.base.recipe import Recipe, WeightDecayMethod
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.recipes.base.dtypes import SCALED
+from ds_layerwise.optimizers.base.dtypes import SCALED
 
 #: The number of elements per operation, which takes about 60 bytes of memory for each.
 _AT_A_TIME = 1 << 20

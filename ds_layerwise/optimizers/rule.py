@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.recipes.base.recipe import StateSpec
+from ds_layerwise.optimizers.base.recipe import StateSpec
 
 State = dict[str, Tensor]
 
@@ -96,7 +96,7 @@ class UpdateRule:
 
     def init_state(self, param: Tensor) -> State:
         """Return the state before the first update, with names, shapes and dtypes as in
-        :meth:`.recipes.base.recipe.Recipe.states`.
+        :meth:`.optimizers.base.recipe.Recipe.states`.
         """
         return zeros(self.recipe.states(tuple(param.shape)), param)
 

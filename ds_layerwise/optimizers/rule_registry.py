@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from importlib import import_module
+from typing import Any
 
 import torch
 
+from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.low_bit import torchao_maps
+from ds_layerwise.optimizers.recipe_registry import entry_of
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.orthogonalize.tensor_shards import Peers
-from ds_layerwise.plan.routes.routes import Routes
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.recipe_registry import entry_of
 
 #: An example shape of a matrix, or of a stack of elements. The number of bits of a state does not
 #: depend on it.
@@ -47,7 +47,7 @@ def check_recipes(recipes: Iterable[Recipe], device: torch.device | None = None)
 
 
 def rules_of(
-    routes: Routes,
+    routes: Mapping[str, Any],
     peers: Peers | None,
     *,
     fast_dtypes: frozenset[torch.dtype] = frozenset(),

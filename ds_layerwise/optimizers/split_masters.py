@@ -22,7 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ds_layerwise.recipes.base.dtypes import BLOCK
+from ds_layerwise.optimizers.base.dtypes import BLOCK
 
 #: The number of masters per operation, which takes about 40 bytes of memory for each.
 _AT_A_TIME = 1 << 20

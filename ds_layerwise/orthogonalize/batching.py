@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
+from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
 
-#: Like :data:`.recipes.rules.newton_schulz_cost.MAX_BATCH_NUMEL`, for a CPU. There a batch
+#: Like :data:`.orthogonalize.newton_schulz_cost.MAX_BATCH_NUMEL`, for a CPU. There a batch
 #: saves little, and matrices that do not fit into the cache cost up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
 

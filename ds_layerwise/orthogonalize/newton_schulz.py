@@ -30,8 +30,8 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, nearest
 from ds_layerwise.orthogonalize import symmetric
+from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
 
 #: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]

@@ -10,7 +10,9 @@ from torch import Tensor
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import stack
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.recipes.rules.update_hook_settings import CLIP_STEPS
+
+#: The number of Newton-Schulz steps of ``polar_express`` for one sign in :func:`capped`.
+CLIP_STEPS = 8
 
 
 def capped(matrices: Sequence[Tensor], most: float) -> Tensor:

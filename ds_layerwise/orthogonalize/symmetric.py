@@ -33,7 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_layerwise.recipes.rules.newton_schulz_cost import ALIGNMENT
+from ds_layerwise.orthogonalize.newton_schulz_cost import ALIGNMENT
 
 #: The largest number of strips.
 _MOST = 8

@@ -15,13 +15,15 @@ have such a permutation if a fused projection is cut part by part.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, iterate, newton_schulz, to_peak_1
-from ds_layerwise.plan.routes.routes import Axis, whole_shape
+
+#: The axis of rows, or of columns.
+Axis = Literal[-2, -1]
 
 
 class Peers(Protocol):
@@ -44,6 +46,14 @@ class Peers(Protocol):
         """Return the sum of ``value`` over all ranks, the same on each; ``value`` may be
         overwritten.
         """
+
+
+def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
+    """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
+    whole = list(shape)
+    if axis is not None and len(whole) >= -axis:
+        whole[axis] *= size
+    return tuple(whole)
 
 
 def newton_schulz_of_shards(

@@ -20,11 +20,11 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.plan.routes.override_matching import matched
 from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes, require_a_matrix
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.output_heads import (
     Elsewhere,
     has_matrices,

@@ -2,7 +2,7 @@
 
 Note: which parts are found without configuration
     The fused projections of transformers, by the names of layers and the sizes in their modules or
-    configs. The names are in :mod:`.recipes.targets.model_names`:
+    configs. The names are in :mod:`.config.targets.model_names`:
 
     * queries, keys and values, see ``QKV``: one after the other, or by head; also those of linear
       attention;
@@ -23,10 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes.routes import Axis, Route, parts_of, with_parts
-from ds_layerwise.recipes.targets.fused_parts import Part, Parts, Split
-from ds_layerwise.recipes.targets.model_names import (
+from ds_layerwise.config.targets.fused_parts import Part, Parts, Split
+from ds_layerwise.config.targets.model_names import (
     FUSED_NAMES,
     GATE_UP_EXPERTS,
     GATED_QUERIES,
@@ -37,6 +35,9 @@ from ds_layerwise.recipes.targets.model_names import (
     QKV,
     QKV_BY_HEAD,
 )
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.orthogonalize.tensor_shards import Axis
+from ds_layerwise.plan.routes.routes import Route, parts_of, with_parts
 from ds_layerwise.routing.heads import attention_of, family_of, heads_of, number_of, sources_of
 from ds_layerwise.routing.tensor_marks import runs_of
 

@@ -13,9 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes.routes import Route, with_heads
-from ds_layerwise.recipes.targets.model_names import (
+from ds_layerwise.config.targets.model_names import (
     FUSED_NAMES,
     HEAD_COUNTS,
     HEAD_WIDTHS,
@@ -24,6 +22,8 @@ from ds_layerwise.recipes.targets.model_names import (
     KEY_VALUE_NAMES,
     QUERY_NAMES,
 )
+from ds_layerwise.errors import RoutingError
+from ds_layerwise.plan.routes.routes import Route, with_heads
 from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
 from ds_layerwise.routing.tensor_marks import heads_here
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from ds_layerwise.recipes.targets.conditions import Conditions, Facts
+from ds_layerwise.config.targets.conditions import Conditions, Facts
 from ds_layerwise.routing.module_of import kind_of, modules_of
 from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
 

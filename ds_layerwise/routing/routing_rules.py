@@ -46,7 +46,10 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.config.sections import Recipes
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.optimizers.foreign.client_recipe import check_override
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector, own_name
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
 from ds_layerwise.plan.routes.routes import (
@@ -59,9 +62,6 @@ from ds_layerwise.plan.routes.routes import (
     with_cut,
     with_effect,
 )
-from ds_layerwise.recipes.base.recipe import Recipe, Shape
-from ds_layerwise.recipes.rules.client_recipe import check_override
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.matrix_view import shape_in

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes.routes import Axis
-from ds_layerwise.recipes.base.recipe import Shape
+from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.orthogonalize.tensor_shards import Axis
 
 #: The attribute in which AutoTP stores its information about a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, RoutingError
 from ds_layerwise.plan.forecast.model_file import refuse_conditions
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.heads import number_of
 from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.routing_rules import route_parameters

@@ -10,7 +10,7 @@ import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from torch import nn
 
-from ds_layerwise.optimizers.param_groups import cannot_load
+from ds_layerwise.zero.groups.param_groups import cannot_load
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 

@@ -18,7 +18,6 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.process_exit import Attempt
@@ -29,6 +28,7 @@ from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.cut_access import attach_all, detach_all
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.interrupted import survivable
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.offloading import Offloading

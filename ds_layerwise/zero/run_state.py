@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.optimizers.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast import cost, host_pieces
@@ -24,6 +23,7 @@ from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.loss_scaling import LossScaling
 from ds_layerwise.zero.setup import numerics_context

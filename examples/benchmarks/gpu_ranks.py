@@ -32,6 +32,7 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.plan.network.transport import InLevels
 from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
@@ -39,7 +40,6 @@ from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.exchange import Exchange
-from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.zero import run_state
 from ds_layerwise.zero.setup import run_plan
 

@@ -16,10 +16,10 @@ import time
 
 import torch
 
+from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe_registry import REGISTRY, names
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.recipe_registry import REGISTRY, names
 
 SHAPES = [(256, 256), (256, 1024), (512, 512)]
 HYPER = Hyper(lr=1e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8)

@@ -42,11 +42,11 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules import muon_family
+from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.ranks.owned import owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.recipes.rules.newton_schulz_cost import MAX_BATCH_NUMEL
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.live_memory import LiveMemory

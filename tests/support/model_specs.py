@@ -5,11 +5,11 @@ from __future__ import annotations
 from os import PathLike
 
 from ds_layerwise.config.sections import Recipes
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.orthogonalize.newton_schulz_cost import NsMethod
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.model_file import read_model, route_model
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.rules.newton_schulz_cost import NsMethod
 
 
 def load_model_specs(path: str | PathLike[str], *, dtype: str = "bfloat16", method: NsMethod = "gram",

@@ -22,19 +22,19 @@ from torch.distributed import run as torchrun
 import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
+from ds_layerwise.optimizers.base.low_bit_settings import KeptMoments, KeptMomentum
+from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
+from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon, Orthogonalized
+from ds_layerwise.optimizers.recipes.shampoo_recipe import Shampoo
+from ds_layerwise.optimizers.recipes.soap_recipe import KlSoap, Soap
+from ds_layerwise.optimizers.recipes.update_hook_settings import UpdateHooks
 from ds_layerwise.plan.network.links import LINKS
-from ds_layerwise.recipes.base.low_bit_settings import KeptMoments, KeptMomentum
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.recipe_registry import REGISTRY
-from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon, Orthogonalized
-from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo
-from ds_layerwise.recipes.rules.soap_recipe import KlSoap, Soap
-from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer

@@ -22,7 +22,7 @@ from typing import Any
 from ds_layerwise.config.sections import OPTIMIZER_TYPES
 from ds_layerwise.engine.contract import contract
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.param_owner import is_trained
 
 #: The engines of this backend.

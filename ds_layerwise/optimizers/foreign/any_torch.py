@@ -12,11 +12,10 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.foreign import any_torch_recipe as recipes
 from ds_layerwise.optimizers.foreign import probe, probe_checks
-from ds_layerwise.optimizers.foreign.client_object import set_rate
-from ds_layerwise.optimizers.foreign.probe import COUNT, Kept, Leaf
+from ds_layerwise.optimizers.foreign.probe import COUNT, Kept, Leaf, set_rate
 from ds_layerwise.optimizers.rule import Hyper, OneByOne, State
-from ds_layerwise.recipes.rules import any_torch_recipe as recipes
 
 
 @dataclass(frozen=True, eq=False)

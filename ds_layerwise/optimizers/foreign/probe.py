@@ -31,10 +31,10 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
-from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
-from ds_layerwise.recipes.base.recipe import Shape, StateSpec
-from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
-from ds_layerwise.recipes.rules.client_recipe import ClientTorch
+from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
+from ds_layerwise.optimizers.base.recipe import Shape, StateSpec
+from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
+from ds_layerwise.optimizers.foreign.client_recipe import ClientTorch
 
 #: The name of the state that counts steps.
 COUNT = "step"
@@ -141,6 +141,16 @@ def make(recipe: AnyTorch, *params: Tensor, lr: float = 1e-3) -> Optimizer:
             f"{recipe.rule} keeps no lr in its parameter groups, so that no schedule could move it"
         )
     return optimizer
+
+
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Set ``lr`` of a parameter group in the form of its present rate: a number, or a tensor, which
+    its class may require.
+    """
+    rate = group["lr"]
+    group["lr"] = lr
+    if isinstance(rate, Tensor):
+        group["lr"] = torch.full_like(rate, lr)
 
 
 @contextmanager

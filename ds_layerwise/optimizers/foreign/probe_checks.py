@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.foreign.client_object import set_rate
+from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
 from ds_layerwise.optimizers.foreign.probe import (
     SMALL,
     aside,
@@ -27,11 +28,10 @@ from ds_layerwise.optimizers.foreign.probe import (
     flat,
     make,
     naming,
+    set_rate,
     step_of,
 )
 from ds_layerwise.optimizers.rule import Hyper, UpdateRule
-from ds_layerwise.recipes.base.recipe import Shape
-from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 
 #: The number of steps of a check. Some effects come late.
 _STEPS = 12

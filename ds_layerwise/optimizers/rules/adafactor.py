@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.recipes import adafactor_recipe as recipes
 from ds_layerwise.optimizers.rule import Hyper, OneByOne, State, few_at_a_time
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.rules import adafactor_recipe as recipes
 
 #: The lowest bound of a divisor: the inverse root of anything smaller is not a float32 number.
 TINY = torch.finfo(torch.float32).tiny

@@ -17,8 +17,8 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.recipes import elementwise_recipes as recipes
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.recipes.rules import elementwise_recipes as recipes
 
 
 @dataclass(frozen=True)

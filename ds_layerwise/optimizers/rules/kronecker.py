@@ -12,9 +12,9 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.recipes import kronecker_recipe as recipes
 from ds_layerwise.optimizers.rule import Hyper, OneByOne, State, few_at_a_time
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.rules import kronecker_recipe as recipes
 
 #: The error that torch raises if an iteration does not converge.
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -29,7 +29,7 @@ class Kronecker(OneByOne):
 
     Everything is computed in the dtype of the master, float32. Each matrix of a stack has factors
     of its own; a few small ones go through the linear algebra together, see
-    :meth:`.recipes.rules.kronecker_recipe.Kronecker.together`.
+    :meth:`.optimizers.recipes.kronecker_recipe.Kronecker.together`.
     """
 
     recipe: recipes.Kronecker

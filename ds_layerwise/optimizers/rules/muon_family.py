@@ -13,6 +13,8 @@ from torch import Tensor
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
 from ds_layerwise.optimizers.devices import has_products
+from ds_layerwise.optimizers.recipes import muon_recipes as recipes
+from ds_layerwise.optimizers.recipes.muon_recipes import NsDtype, ScaleMode
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
 from ds_layerwise.optimizers.rules.update_hooks import step_
 from ds_layerwise.orthogonalize.batching import (
@@ -32,10 +34,12 @@ from ds_layerwise.orthogonalize.newton_schulz import (
 )
 from ds_layerwise.orthogonalize.norms import frobenius_norms
 from ds_layerwise.orthogonalize.spectral import capped
-from ds_layerwise.orthogonalize.tensor_shards import Peers, newton_schulz_of_shards
-from ds_layerwise.plan.routes.routes import Axis, whole_shape
-from ds_layerwise.recipes.rules import muon_recipes as recipes
-from ds_layerwise.recipes.rules.muon_recipes import NsDtype, ScaleMode
+from ds_layerwise.orthogonalize.tensor_shards import (
+    Axis,
+    Peers,
+    newton_schulz_of_shards,
+    whole_shape,
+)
 
 T = TypeVar("T", bound="Orthogonalized")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.recipes import shampoo_recipe as recipes
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.optimizers.rules.kronecker import Kronecker, eigh
 from ds_layerwise.orthogonalize.norms import norms_of
-from ds_layerwise.recipes.rules import shampoo_recipe as recipes
 
 
 class Shampoo(Kronecker):

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.recipes import soap_recipe as recipes
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.optimizers.rules.kronecker import Kronecker, check_finite, eigh
-from ds_layerwise.recipes.rules import soap_recipe as recipes
 
 
 class Soap(Kronecker):

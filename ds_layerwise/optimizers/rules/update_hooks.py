@@ -23,8 +23,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.recipes.update_hook_settings import UpdateHooks
 from ds_layerwise.orthogonalize.batching import matrices_of, unstack
-from ds_layerwise.recipes.rules.update_hook_settings import UpdateHooks
 
 #: A Frobenius norm below this counts as 0.
 TINY = 1e-15

@@ -24,6 +24,8 @@ from functools import cache
 
 import numpy as np
 
+from ds_layerwise.optimizers.base import dtypes
+from ds_layerwise.optimizers.base.dtypes import MasterDtype
 from ds_layerwise.plan.forecast.host_pieces import (
     STAGING_SLOTS,
     StateBytes,
@@ -45,8 +47,6 @@ from ds_layerwise.plan.network.links import TCP, Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.network.transport import MAX_PENDING, in_levels, itemsize
 from ds_layerwise.plan.routes.routes import Routes
-from ds_layerwise.recipes.base import dtypes
-from ds_layerwise.recipes.base.dtypes import MasterDtype
 
 
 def max_over_mean(loads: Sequence[int]) -> float:

@@ -19,6 +19,10 @@ import numpy as np
 from ds_layerwise.config.fetching import Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES, MasterDtype
+from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.orthogonalize.newton_schulz_cost import most_together
+from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast.cost import (
     LayoutReport,
     RankMemory,
@@ -36,10 +40,7 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Route, Routes, whole_shape
-from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES, MasterDtype
-from ds_layerwise.recipes.base.recipe import Recipe, Shape
-from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
+from ds_layerwise.plan.routes.routes import Route, Routes
 
 
 def specs_of(

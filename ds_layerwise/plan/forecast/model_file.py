@@ -31,7 +31,12 @@ import yaml
 from pydantic import Field
 
 from ds_layerwise.config.sections import Recipes
+from ds_layerwise.config.targets.conditions import Facts
+from ds_layerwise.config.targets.fused_parts import Split, as_one_change, checked_split
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.optimizers.base.fields import OR_NULL, Count, Name, Section, build
+from ds_layerwise.optimizers.base.recipe import Shape
 from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
 from ds_layerwise.plan.routes.routes import (
@@ -45,11 +50,6 @@ from ds_layerwise.plan.routes.routes import (
     with_heads,
     with_parts,
 )
-from ds_layerwise.recipes.base.fields import OR_NULL, Count, Name, Section, build
-from ds_layerwise.recipes.base.recipe import Shape
-from ds_layerwise.recipes.targets.conditions import Facts
-from ds_layerwise.recipes.targets.fused_parts import Split, as_one_change, checked_split
-from ds_layerwise.recipes.targets.overrides import Override
 
 Placement = Literal["matrix", "scalar"]
 

@@ -12,7 +12,9 @@ from typing import Any
 
 from rich.table import Table
 
+from ds_layerwise.config.presets import PRESETS
 from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.plan.forecast.cost import max_over_mean
 from ds_layerwise.plan.forecast.forecast import Forecast, Sent
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
@@ -21,8 +23,6 @@ from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
 from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.presets import PRESETS
 
 #: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError, nearest
-from ds_layerwise.recipes.base.fields import Count, Section, build
+from ds_layerwise.optimizers.base.fields import Count, Section, build
 
 #: Bounds that keep every time finite. Rates are in 10^9 per second, or 10^12 operations per second;
 #: latencies in microseconds.

@@ -25,12 +25,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 
 from ds_layerwise.errors import LayoutError
+from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
 from ds_layerwise.plan.layout.draft_buckets import Draft
 from ds_layerwise.plan.layout.layout import Bucket, Way
 from ds_layerwise.plan.layout.shards import Shards, in_own_cuts
 from ds_layerwise.plan.network.links import Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, sum_dtype
-from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
 
 _T = TypeVar("_T")
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED
+from ds_layerwise.optimizers.base.low_bit_settings import MOST_KEPT
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.routes.routes import ParamGroups, Routes
-from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED
-from ds_layerwise.recipes.base.low_bit_settings import MOST_KEPT
 
 
 def check_kept(

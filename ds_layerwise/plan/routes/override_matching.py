@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ds_layerwise.config.targets.conditions import Facts
+from ds_layerwise.config.targets.norm_groups import NormGroup
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.recipes.targets.conditions import Facts
-from ds_layerwise.recipes.targets.norm_groups import NormGroup
-from ds_layerwise.recipes.targets.overrides import Override
 
 #: The keys that set the same thing in two ways.
 _EXCLUSIVE = ("lr", "lr_scale")

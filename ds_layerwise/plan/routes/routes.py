@@ -10,18 +10,16 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any
 
 from ds_layerwise.config.sections import Recipes
+from ds_layerwise.config.targets.fused_parts import Parts, Split
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.recipes.base.fields import build
-from ds_layerwise.recipes.base.recipe import Recipe, Shape, StateSpec
-from ds_layerwise.recipes.recipe_registry import REGISTRY, entry_of
-from ds_layerwise.recipes.rules.any_torch_recipe import is_path
-from ds_layerwise.recipes.targets.fused_parts import Parts, Split
-
-#: The axis along which a matrix is cut: rows or columns, after any number of other axes.
-Axis = Literal[-2, -1]
+from ds_layerwise.optimizers.base.fields import build
+from ds_layerwise.optimizers.base.recipe import Recipe, Shape, StateSpec
+from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path
+from ds_layerwise.optimizers.recipe_registry import REGISTRY, entry_of
+from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +158,7 @@ class Route:
     @property
     def copied(self) -> int:
         """The bytes of parts that its update copies; see
-        :meth:`.recipes.targets.fused_parts.Parts.copied`.
+        :meth:`.config.targets.fused_parts.Parts.copied`.
         """
         if self.parts is None or self.matrix_shape is None:
             return 0
@@ -206,14 +204,6 @@ def _states(
     if parts is None or matrix_shape is None:
         return MappingProxyType(recipe.states(matrix_shape or (numel,)))
     return MappingProxyType(parts.states(recipe, matrix_shape))
-
-
-def whole_shape(shape: Shape, axis: Axis | None, size: int) -> Shape:
-    """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
-    whole = list(shape)
-    if axis is not None and len(whole) >= -axis:
-        whole[axis] *= size
-    return tuple(whole)
 
 
 def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:

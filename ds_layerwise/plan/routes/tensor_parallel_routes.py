@@ -13,16 +13,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
-from ds_layerwise.errors import ConfigError
-from ds_layerwise.plan.routes.routes import Route, Routes, with_cut
-from ds_layerwise.recipes.base.recipe import Shape
-from ds_layerwise.recipes.targets.model_names import (
+from ds_layerwise.config.targets.model_names import (
     CLOSES_BLOCK,
     COPIED,
     OPENS_BLOCK,
     OUTPUT_LAYERS,
     TABLES,
 )
+from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.plan.routes.routes import Route, Routes, with_cut
 
 #: The source of the cuts: a model that marks its parts as Megatron's do, or DeepSpeed at its start.
 Cutter = Literal["megatron", "autotp"]

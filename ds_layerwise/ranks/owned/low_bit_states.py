@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.low_bit import (
     chance_of,
     of_codes,
@@ -14,7 +15,6 @@ from ds_layerwise.optimizers.low_bit import (
     scales_of,
     to_codes_,
 )
-from ds_layerwise.recipes.base.recipe import StateSpec
 
 
 class LowBitStates:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.config.targets.fused_parts import whole_states
 from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.base.dtypes import MasterDtype
+from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
-from ds_layerwise.orthogonalize.part_views import Seen, first_state, seen_parts
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
@@ -27,9 +29,7 @@ from ds_layerwise.ranks.owned.split_master_store import SplitMasters
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
-from ds_layerwise.recipes.base.dtypes import MasterDtype
-from ds_layerwise.recipes.base.recipe import StateSpec
-from ds_layerwise.recipes.targets.fused_parts import whole_states
+from ds_layerwise.routing.part_views import Seen, first_state, seen_parts
 
 #: The key of a master among the keys of states.
 MASTER = "fp32"

@@ -9,9 +9,9 @@ from collections.abc import Collection
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.base.dtypes import BLOCK
 from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
-from ds_layerwise.recipes.base.dtypes import BLOCK
 
 
 class SplitMasters:

@@ -17,12 +17,12 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.optimizers.recipes import muon_recipes as recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import newton_schulz
 from ds_layerwise.plan.network.link_fit import Timing, Where
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.sync.bucket_transfers import Wire, average, gather_between_nodes, make_wires
-from ds_layerwise.recipes.rules import muon_recipes as recipes
 
 #: The bytes of messages: a short one that shows only latency, then longer ones, up to the last size
 #: or the last duration in seconds.

@@ -26,8 +26,8 @@ from torch import Tensor
 from ds_layerwise.checkpoint.plain_values import check_kind, like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config.sections import OnHyperChange
-from ds_layerwise.optimizers.foreign.client_object import ABOUT_GROUPS
-from ds_layerwise.optimizers.param_groups import RATIOS, LayerWiseOptimizer
+from ds_layerwise.zero.groups.client_object import ABOUT_GROUPS
+from ds_layerwise.zero.groups.param_groups import RATIOS, LayerWiseOptimizer
 
 _RATES = ("lr", *RATIOS)
 

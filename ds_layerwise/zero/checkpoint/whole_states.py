@@ -20,13 +20,13 @@ from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, wr
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.base.recipe import Shape
 from ds_layerwise.optimizers.foreign import probe
+from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.recipes.base.recipe import Shape
-from ds_layerwise.recipes.rules.any_torch_recipe import AnyTorch
 from ds_layerwise.zero.setup.param_cuts import filled_cut
 
 #: The recipes with a torch class that can read their states.

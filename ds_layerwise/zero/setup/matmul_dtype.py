@@ -16,11 +16,11 @@ from dataclasses import dataclass
 import torch
 
 from ds_layerwise.errors import few
+from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
-from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.zero.setup import numerics_context
 
 

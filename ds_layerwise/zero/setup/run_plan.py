@@ -13,7 +13,7 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.sections import HYPER_KEYS
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
@@ -28,9 +28,9 @@ from ds_layerwise.plan.routes.override_matching import grouped, require_members
 from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.recipes.base.recipe import Recipe
 from ds_layerwise.routing.param_facts import facts_of
 from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_settings import Settings
 
 #: The largest number of nodes that a line lists.

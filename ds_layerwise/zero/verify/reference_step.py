@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ds_layerwise.config.targets.fused_parts import whole_states
+from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.orthogonalize.part_views import Seen, seen_parts
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.base.recipe import StateSpec
-from ds_layerwise.recipes.targets.fused_parts import whole_states
+from ds_layerwise.routing.part_views import Seen, seen_parts
 
 #: The tolerance relative to the largest change, if the rule multiplies in float32 or not at all.
 _TOLERANCE = 1e-3

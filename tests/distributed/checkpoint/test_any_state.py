@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.base.fields import Decay
+from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec, like
+from ds_layerwise.optimizers.recipe_registry import REGISTRY, Entry
 from ds_layerwise.optimizers.rule import zeros
 from ds_layerwise.plan.forecast.report import as_json
-from ds_layerwise.recipes.base.fields import Decay
-from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
-from ds_layerwise.recipes.recipe_registry import REGISTRY, Entry
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, made_once

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.optimizers.base.recipe import WeightDecayMethod
+from ds_layerwise.optimizers.recipe_registry import names
+from ds_layerwise.optimizers.recipes import elementwise_recipes as elementwise
+from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.base.recipe import WeightDecayMethod
-from ds_layerwise.recipes.recipe_registry import names
-from ds_layerwise.recipes.rules import elementwise_recipes as elementwise
-from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.expected import by_its_rule
 from tests.support.harness import DistributedTest, made_once

@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.recipes.recipe_registry import REGISTRY, Entry
+from ds_layerwise.optimizers.recipe_registry import REGISTRY, Entry
 from tests.distributed.checkpoint import test_any_state
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states

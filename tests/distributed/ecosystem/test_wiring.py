@@ -19,9 +19,9 @@ from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
 from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.ranks.sync.exchange import rounds_of
-from ds_layerwise.recipes.base.dtypes import DTYPE_BYTES
 from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms

@@ -8,9 +8,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support import internals
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.expected import assert_close, by_its_rule

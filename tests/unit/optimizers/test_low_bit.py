@@ -11,7 +11,10 @@ import torch
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers import low_bit
+from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
 from ds_layerwise.optimizers.low_bit import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW, Lion
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.split_masters import merge_, split_
@@ -19,9 +22,6 @@ from ds_layerwise.plan.forecast.forecast import forecast, opened_bytes, specs_of
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
-from ds_layerwise.recipes.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW, Lion
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 

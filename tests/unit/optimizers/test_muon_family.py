@@ -13,12 +13,12 @@ from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_newton_schul
 
 from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.routes.routes import Route, with_changes
-from ds_layerwise.recipes.recipe_registry import REGISTRY
 from tests.support.family import train
 from tests.support.live_memory import most_beside
 from tests.support.peers import on_ranks

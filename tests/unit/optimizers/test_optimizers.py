@@ -7,16 +7,16 @@ import torch
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.config.sections import HYPER_KEYS, OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.recipes import elementwise_recipes as scalar_recipes
+from ds_layerwise.optimizers.recipes import muon_recipes as recipes
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.rules import elementwise_recipes as scalar_recipes
-from ds_layerwise.recipes.rules import muon_recipes as recipes
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
 from ds_layerwise.zero.checkpoint.resumed_groups import Resumption
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry",

@@ -15,10 +15,10 @@ from torch.optim import Adafactor, AdamW, Optimizer
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
+from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path, recipe_of
 from ds_layerwise.optimizers.foreign.probe import kept_of
+from ds_layerwise.optimizers.recipe_registry import entry_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
-from ds_layerwise.recipes.recipe_registry import entry_of
-from ds_layerwise.recipes.rules.any_torch_recipe import is_path, recipe_of
 from tests.support.rooms import rooms
 
 pytestmark = rooms("probe", "probe_checks", "any_torch", "any_torch_recipe")

@@ -12,13 +12,13 @@ import torch
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
+from ds_layerwise.optimizers.recipes import adafactor_recipe as sizes
+from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.recipes.base.recipe import Recipe
-from ds_layerwise.recipes.recipe_registry import REGISTRY
-from ds_layerwise.recipes.rules import adafactor_recipe as sizes
-from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
 pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "recipe_registry",

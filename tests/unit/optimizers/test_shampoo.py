@@ -4,9 +4,9 @@ import pytest
 import torch
 from pytorch_optimizer import Shampoo
 
+from ds_layerwise.optimizers.recipes.shampoo_recipe import Shampoo as Recipe
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.recipes.rules.shampoo_recipe import Shampoo as Recipe
 from tests.support import preconditioned
 from tests.support.rooms import rooms
 

@@ -8,14 +8,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
+from ds_layerwise.optimizers.recipes import kronecker_recipe as sizes
+from ds_layerwise.optimizers.recipes.kronecker_recipe import EIGH_FLOPS, qr_flops
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.recipe_registry import REGISTRY
-from ds_layerwise.recipes.rules import kronecker_recipe as sizes
-from ds_layerwise.recipes.rules.kronecker_recipe import EIGH_FLOPS, qr_flops
 from tests.support import preconditioned
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms

@@ -9,17 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.config.sections import Recipes
+from ds_layerwise.optimizers.recipes import muon_recipes as recipes
+from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import batches
+from ds_layerwise.orthogonalize.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspace_bytes
 from ds_layerwise.plan.forecast.model_file import ModelParam, find_model, read_model, route_model
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
-from ds_layerwise.recipes.rules import muon_recipes as recipes
-from ds_layerwise.recipes.rules.adafactor_recipe import Adafactor
-from ds_layerwise.recipes.rules.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from tests.support.live_memory import LiveMemory, most_beside
 from tests.support.rooms import rooms
 

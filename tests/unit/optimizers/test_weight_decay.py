@@ -8,13 +8,13 @@ import torch
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.recipe_registry import REGISTRY
+from ds_layerwise.optimizers.recipes.elementwise_recipes import Adam, AdamW, Lion, Sgd
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.plan.routes.routes import Route, recipe_named, with_changes
-from ds_layerwise.recipes.recipe_registry import REGISTRY
-from ds_layerwise.recipes.rules.elementwise_recipes import Adam, AdamW, Lion, Sgd
-from ds_layerwise.recipes.rules.muon_recipes import Muon
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 

@@ -7,7 +7,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
 from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
-from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
+from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
 from tests.support.reference import largest_singular_value
 from tests.support.rooms import rooms
 

@@ -8,17 +8,17 @@ import torch
 from torch import nn
 
 from ds_layerwise.config.sections import Override
+from ds_layerwise.config.targets.fused_parts import Part, Parts, whole_states
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec, like
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon, NorMuon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon as Rule
-from ds_layerwise.orthogonalize.part_views import first_state, seen_parts
 from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.base.recipe import Recipe, StateSpec, like
-from ds_layerwise.recipes.rules.muon_recipes import Muon, NorMuon
-from ds_layerwise.recipes.targets.fused_parts import Part, Parts, whole_states
+from ds_layerwise.routing.part_views import first_state, seen_parts
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index
 from tests.support.rooms import rooms

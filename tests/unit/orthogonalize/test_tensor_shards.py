@@ -3,13 +3,12 @@
 import pytest
 import torch
 
+from ds_layerwise.optimizers.recipes import muon_recipes as recipes
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards
-from ds_layerwise.plan.routes.routes import whole_shape
-from ds_layerwise.recipes.rules import muon_recipes as recipes
-from ds_layerwise.recipes.rules.newton_schulz_cost import gram_segments
+from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
+from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards, whole_shape
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 

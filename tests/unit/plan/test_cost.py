@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.plan.forecast.cost import (
     LayoutReport,
     RankMemory,
@@ -22,7 +23,6 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import NVLINK_IB, TCP
 from ds_layerwise.plan.network.reduction import sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.recipes.rules.newton_schulz_cost import newton_schulz_flops
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
 

@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.config.presets import PRESETS
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule_registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.routes.group_defaults import ByKind
-from ds_layerwise.recipes.presets import PRESETS
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
 pytestmark = rooms("group_defaults", "presets", "schedule_rates", "param_groups")

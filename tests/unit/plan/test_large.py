@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.plan.forecast.forecast import on_the_wire, workspace_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.rules.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms

@@ -12,6 +12,8 @@ import pytest
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.plan.forecast.cost import LayoutReport
 from ds_layerwise.plan.forecast.forecast import forecast
 from ds_layerwise.plan.forecast.model_file import find_model
@@ -51,8 +53,6 @@ from ds_layerwise.plan.planner import planner
 from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 

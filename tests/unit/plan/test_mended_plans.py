@@ -13,7 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from ds_layerwise.config.ds_config import with_plain_numbers
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.config.targets.conditions import Facts
 from ds_layerwise.errors import ConfigError, RoutingError
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon, Orthogonalized
+from ds_layerwise.optimizers.recipes.soap_recipe import Soap
+from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast import prediction
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import read_model
@@ -21,10 +25,7 @@ from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.network.link_fit import Fit, Measured
 from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
-from ds_layerwise.plan.routes.routes import Route, whole_shape
-from ds_layerwise.recipes.rules.muon_recipes import Muon, Orthogonalized
-from ds_layerwise.recipes.rules.soap_recipe import Soap
-from ds_layerwise.recipes.targets.conditions import Facts
+from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.module_of import weights_of
 from ds_layerwise.tools.hf_model import HfShapes
 from tests.support.rooms import rooms

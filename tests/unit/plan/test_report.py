@@ -9,6 +9,8 @@ from ds_layerwise.config.fetching import Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.plan.forecast.cost import RankMemory, RankTraffic
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
@@ -17,8 +19,6 @@ from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_tabl
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.recipes.rules.elementwise_recipes import AdamW
-from ds_layerwise.recipes.rules.muon_recipes import Muon
 from tests.support.rooms import rooms
 
 pytestmark = rooms("report", "param_list", "forecast", "prediction")

@@ -8,12 +8,12 @@ import re
 import pytest
 
 from ds_layerwise.errors import ConfigError
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
 from ds_layerwise.plan.network.links import PCIE_ETHERNET, TCP, Links, links_of_run
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.plan.routes.tensor_parallel_routes import cut
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.rules.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.tools.dry_run import DryRun
 from tests.support.cli import assert_refused, run
 from tests.support.rooms import rooms

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
+from ds_layerwise.orthogonalize.newton_schulz_cost import most_together
 from ds_layerwise.plan.planner.update_batches import Matrices, together
-from ds_layerwise.recipes.rules.newton_schulz_cost import most_together
 from tests.support.rooms import rooms
 
 pytestmark = rooms("update_batches")

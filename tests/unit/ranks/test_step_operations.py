@@ -17,15 +17,15 @@ from torch.utils._pytree import tree_leaves
 
 import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.optimizers.param_groups import LayerWiseOptimizer
+from ds_layerwise.optimizers.recipe_registry import names
 from ds_layerwise.optimizers.rule_registry import rules_of
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
-from ds_layerwise.recipes.recipe_registry import names
 from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms

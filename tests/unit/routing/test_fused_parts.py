@@ -14,7 +14,7 @@ from transformers.models.sam2.modeling_sam2 import Sam2HieraDetConfig, Sam2Multi
 from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from ds_layerwise.config.sections import Override
-from ds_layerwise.orthogonalize.part_views import view_of
+from ds_layerwise.routing.part_views import view_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 

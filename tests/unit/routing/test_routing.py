@@ -8,11 +8,11 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.optimizers.foreign.client_recipe import client_recipe
+from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.plan.routes.routes import require_a_matrix
-from ds_layerwise.recipes.rules.client_recipe import client_recipe
-from ds_layerwise.recipes.rules.muon_recipes import Muon
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 

@@ -5,8 +5,8 @@ import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import nn
 
+from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.recipes.targets.overrides import Override
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.routing.tensor_marks import AUTOTP_META
 from tests.support.rooms import rooms

@@ -15,9 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ds_layerwise
 from ds_layerwise.config.sections import LayerWiseConfig
+from ds_layerwise.config.targets.qk_clip_settings import QkClip
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.recipes.targets.qk_clip_settings import QkClip
 from ds_layerwise.routing.attention import attentions_of
 from ds_layerwise.zero.qk_clip import attention_hook, max_logits
 from ds_layerwise.zero.qk_clip.attention_logits import _indices

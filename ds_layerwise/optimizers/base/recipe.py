@@ -1,0 +1,236 @@
+"""A recipe: the rule of a parameter with all its settings, and its costs as a function of the
+shape.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from pydantic import model_validator
+
+from ds_layerwise.optimizers.base.dtypes import StateDtype, state_bytes
+from ds_layerwise.optimizers.base.fields import Section
+from ds_layerwise.orthogonalize.tensor_shards import Axis
+
+#: The methods of weight decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
+WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
+
+
+Shape = tuple[int, ...]
+
+#: A function that returns the text of a group's hyper-parameter.
+HyperText = Callable[[str], str]
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """A tensor that an optimizer keeps for a parameter between steps."""
+
+    shape: Shape
+    dtype: str = "float32"
+    """The dtype in which a rule gets it, by torch's name."""
+    on_host: bool = False
+    """True if it is always in host memory, like torch's 0-d ``step``."""
+    kept_as: StateDtype | None = None
+    """The dtype in which it is stored between updates, if that is not ``dtype``. ``dtype`` is then
+    float32.
+    """
+    signed: bool = True
+    """False if it is never negative."""
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of its stored form."""
+        return state_bytes(math.prod(self.shape), self.kept_as or self.dtype)
+
+    @property
+    def rule_nbytes(self) -> int:
+        """The bytes of the form that a rule gets."""
+        return state_bytes(math.prod(self.shape), self.dtype)
+
+
+States = dict[str, StateSpec]
+
+
+class Recipe(Section):
+    """The rule of a parameter with all its settings. Equal recipes compute the same.
+
+    Each subclass is one optimizer. Its fields are the settings of a run, or of the parameters that
+    an override names. Values that a parameter group may change between steps (``hyper``) are not
+    fields. Shapes are those that the rule sees: ``(rows, cols)`` or ``(batch, rows, cols)`` for a
+    whole parameter, ``(numel,)`` for a piece of a split one.
+    """
+
+    rule: ClassVar[str]
+    """The name in configs and in the registry."""
+    whole: ClassVar[bool]
+    """True if it needs whole parameters; False if they may be cut anywhere."""
+    family: ClassVar[str]
+    """The family. Recipes of one family can continue from each other's states."""
+    gradient_average: ClassVar[str | None] = None
+    """The state that is an exponential moving average of the gradient; other families may continue
+    from it.
+    """
+    lr_ratio: ClassVar[Literal["matrix_lr_ratio", "scalar_lr_ratio"]] = "matrix_lr_ratio"
+    """The key of a parameter group with the factor of ``lr``: the ratio of ``muon_lr``, or of
+    ``adam_lr``.
+    """
+    as_adamw: ClassVar[str] = ""
+    """The setting, with its value, that makes the recipe use AdamW's learning rates, if its own
+    differ.
+    """
+    hyper: ClassVar[tuple[str, ...]] = ()
+    """The keys of a parameter group that the rule uses in addition to ``lr`` and ``weight_decay``:
+    some of ``momentum, betas, eps``.
+    """
+
+    kept_by: ClassVar[Mapping[str, str]] = {}
+    """The fields with the dtypes of states that may be stored in fewer bits, by state; see
+    :mod:`.optimizers.base.low_bit_settings`.
+    """
+    full_batch_numel: ClassVar[int] = 0
+    """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
+    never.
+    """
+
+    weight_decay_method: WeightDecayMethod = "decoupled"
+    """The method of weight decay; see :mod:`ds_layerwise.optimizers.decay`."""
+    cautious_weight_decay: bool = False
+    """Decay only the elements that the update also draws towards zero."""
+
+    @model_validator(mode="after")
+    def _can_decay_so(self) -> Recipe:
+        if self.cautious_weight_decay and self.weight_decay_method == "l2":
+            raise ValueError(
+                f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', "
+                "which adds weight decay to the gradient before there is an update to compare "
+                "signs with; set weight_decay_method to 'decoupled', 'independent' or 'palm', or "
+                "cautious_weight_decay to false"
+            )
+        return self
+
+    def states(self, shape: Shape) -> States:
+        """Return the states of a parameter of ``shape``, by torch's names."""
+        raise NotImplementedError
+
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of one update, without the work on every element. They balance
+        owners.
+        """
+        return 0
+
+    def workspace(self, shape: Shape) -> int:
+        """Return the most bytes that an update needs in addition to the parameter, gradient and
+        states.
+        """
+        # l2 needs a copy of the gradient, cautious two of the update.
+        copies = 1 + (self.weight_decay_method == "l2") + 2 * self.cautious_weight_decay
+        return 4 * math.prod(shape) * copies
+
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
+        """Return why the rule cannot update whole matrices of ``shape``, as the part of an error
+        after the parameter; None if it can.
+
+        Args:
+            cut_axis: the axis that tensor parallelism has cut. ``shape`` is that of all shards
+                together.
+        """
+        if cut_axis is None:
+            return None
+        return (
+            f"is cut by tensor parallelism, and {self.rule} needs whole matrices; send it to "
+            "'muon' or 'adamw' with layerwise.overrides"
+        )
+
+    def state_bytes(self, shape: Shape) -> int:
+        """Return the bytes of all states of a parameter of ``shape`` on its device."""
+        return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
+
+    @property
+    def meaning(self) -> str:
+        """The settings that determine the meaning of states, but not their names and shapes, in
+        words.
+        """
+        return ""
+
+    @property
+    def scale(self) -> str:
+        """The settings that determine the size of updates at a learning rate, with the rule, in
+        words; empty if the family alone does.
+        """
+        return ""
+
+    def low_bit_dtypes(self) -> dict[str, StateDtype]:
+        """Return the dtypes of states that are stored in fewer bits than float32, by state."""
+        dtypes = {}
+        for state, field in self.kept_by.items():
+            if getattr(self, field) != "float32":
+                dtypes[state] = getattr(self, field)
+        return dtypes
+
+    @property
+    def rounds_by_chance(self) -> bool:
+        """True if bfloat16 states use stochastic rounding; False if they round to nearest."""
+        return bool(getattr(self, "stochastic_rounding", False))
+
+    def share_kept(self, state: str, hyper: Mapping[str, Any]) -> float:
+        """Return the fraction of itself that ``state`` keeps in a step."""
+        if state == "momentum_buffer":
+            return float(hyper["momentum"])
+        return float(hyper["betas"][state == "exp_avg_sq"])
+
+    def kept_summary(self) -> str:
+        """Return the states in fewer bits for the start-up table; empty if there are none."""
+        dtypes = self.low_bit_dtypes()
+        by_chance = self.rounds_by_chance and "bfloat16" in dtypes.values()
+        states = ", ".join(f"{state} in {dtype}" for state, dtype in dtypes.items())
+        return states + " rounded by chance" * by_chance
+
+    @property
+    def sees_tensor_shards(self) -> bool:
+        """True if the rule treats a tensor shard of a matrix as a matrix."""
+        return False
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True if a learning rate for AdamW also suits this recipe."""
+        return not self.whole
+
+    @property
+    def own_weight_decay(self) -> float | None:
+        """The weight decay that replaces that of the parameter group; None for that of the
+        group.
+        """
+        return None
+
+    def summary(self, hyper: HyperText) -> str:
+        """Return one line for the start-up table, without the name. ``hyper`` returns the text of a
+        group's hyper-parameter.
+        """
+        return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
+
+    def decay_summary(self) -> str:
+        """Return the method of weight decay as text, if it is not this optimizer's default; else
+        empty.
+        """
+        method = self.weight_decay_method
+        default = type(self).model_fields["weight_decay_method"]
+        return ", ".join(
+            [method] * (method != default.default) + ["cautious"] * self.cautious_weight_decay
+        )
+
+    def settings(self) -> dict[str, Any]:
+        """Return every setting by its name in a config."""
+        return dict(iter(self))
+
+
+#: The state that counts steps.
+COUNT = {"step": StateSpec((), on_host=True)}
+
+
+def like(shape: Shape, *names: str) -> States:
+    """Return float32 states of the parameter's own shape."""
+    return dict.fromkeys(names, StateSpec(shape))

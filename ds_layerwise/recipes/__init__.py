@@ -1,1 +1,0 @@
-"""Optimizers as values: settings, work and states. It loads neither torch nor deepspeed."""
