@@ -1,5 +1,6 @@
 """README.md and docs/ against the package: configs, commands, options, names, links, and what they say is shown."""
 
+import argparse
 import ast
 import importlib
 import importlib.util
@@ -73,8 +74,9 @@ COMMANDS = next(action.choices for action in cli._parser()._actions if action.de
 
 
 def options_of(command):
-    """The options of a command of ours, without --help."""
-    return {option for action in COMMANDS[command]._actions for option in action.option_strings} - {"-h", "--help"}
+    """The options of a command of ours, without --help, and without those that went."""
+    shown = [action for action in COMMANDS[command]._actions if action.help != argparse.SUPPRESS]
+    return {option for action in shown for option in action.option_strings} - {"-h", "--help"}
 
 
 # --- code ------------------------------------------------------------------------------------------------------------

@@ -32,8 +32,8 @@ def command(tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps({
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},
         "optimizer": {"type": "LayerWiseMuon", "params": {}}}))
-    return lambda ranks, *more: ["plan", "--model", tmp_path / "model.yaml", "--config", tmp_path / "ds.json", "--ranks",
-                                 ranks, *more]
+    model = ["--model", tmp_path / "model.yaml", "--config", tmp_path / "ds.json"]
+    return lambda ranks, *more: ["plan", *model, "--ranks", ranks, *more]
 
 
 def on_terminal(columns, arguments, monkeypatch):
