@@ -36,7 +36,7 @@ import torch.nn.functional as F
 from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state, set_z3_leaf_modules
 from torch import nn
 
 #: A checkpoint is saved after the first number of steps, and training ends after the second.
@@ -62,14 +62,16 @@ class Block(nn.Module):
 class Net(nn.Module):
     """A model with parameters of every kind. Gradients are whole numbers of the batch and a share of the parameters."""
 
-    def __init__(self, *, tied=True, experts=False, mpu=None):
+    def __init__(self, *, tied=True, experts=False, empty=True, mpu=None):
         super().__init__()
         self.config = SimpleNamespace(num_attention_heads=2, hidden_size=16)
         self.tokens, self.conv, self.head = nn.Embedding(24, 16), nn.Conv2d(3, 5, 3), nn.Linear(16, 24, bias=False)
         self.blocks, self.norm = nn.ModuleList([Block(16), Block(16)]), nn.LayerNorm(16)
         self.stack, self.frozen = nn.Parameter(torch.randn(3, 6, 9)), nn.Linear(16, 16).requires_grad_(False)
-        self.empty, self.transposed = nn.Parameter(torch.zeros(0, 16)), nn.Parameter(torch.randn(12, 24).t())
+        self.transposed = nn.Parameter(torch.randn(12, 24).t())
         self.unused, self.cuts = nn.Linear(16, 7), {}
+        if empty:  # DeepSpeed cannot make such a parameter whole at ZeRO stage 3
+            self.empty = nn.Parameter(torch.zeros(0, 16))
         if tied:
             self.head.weight = self.tokens.weight
         if experts:
@@ -181,6 +183,9 @@ SETUPS = {
     "experts": setup(partial(Net, experts=True), ranks=4, gas=4, overlap=True, **CLIP, layerwise={
         "overrides": [{"name": "*deepspeed_experts*weight", "optimizer": "muon"}]}),
     "pipeline": setup(pipeline, ranks=4, gas=4, layerwise=GATHER, **BF16, **CLIP),
+    "three_ranks": setup(stage=2, ranks=3, gas=4, overlap=True, **CLIP),
+    "stage3": setup(partial(Net, tied=False, empty=False), stage=3, ranks=3, gas=4, overlap=True, **BF16, **CLIP),
+    "stage3_fp32": setup(partial(Net, tied=False, empty=False), stage=3, groups=three_groups, **CLIP),
 }
 
 
@@ -206,6 +211,8 @@ def start(made):
     torch.manual_seed(7)
     mpu = Mpu() if made.mpu else None
     module = made.model(mpu=mpu) if mpu else made.model()
+    if made.config["zero_optimization"]["stage"] == 3:
+        set_z3_leaf_modules(module, [Net])  # its forward function reads all parameters
     schedule = made.schedule and (lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, made.schedule))
     if "decay_vectors" in OptimizerConfig.keys():
         # Versions that do not know the key decay vectors.

@@ -109,7 +109,9 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
         RuntimeError: a run failed, did not learn, or ended otherwise after it was resumed.
     """
     config = json.loads((HERE / RECIPES[name][1]).read_text())
-    losses = {"adamw": train(name, "adamw", with_adamw(config), args)}
+    losses = {}
+    if not args.ours_alone:
+        losses["adamw"] = train(name, "adamw", with_adamw(config), args)
     losses["muon"] = train(name, "muon", config, args)
     (half,) = (args.out / f"{name}_muon").glob(f"checkpoint-*{args.steps // 2}*")
     resumed = train(name, "resumed", config, args, "--resume_from_checkpoint", str(half))
@@ -125,8 +127,8 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, list[float]]:
 def row(name: str, losses: dict[str, list[float]]) -> str:
     """Return the line of the table: means of the last losses with AdamW and with the recipe's
     config."""
-    ends = [sum(losses[kind][-LAST:]) / LAST for kind in ("adamw", "muon")]
-    return f"| {name} | {losses['muon'][0]:.3f} | {ends[0]:.3f} | {ends[1]:.3f} |"
+    ends = {kind: f"{sum(values[-LAST:]) / LAST:.3f}" for kind, values in losses.items()}
+    return f"| {name} | {losses['muon'][0]:.3f} | {ends.get('adamw', '')} | {ends['muon']} |"
 
 
 def draw(losses: dict[str, dict[str, list[float]]], path: Path) -> None:
@@ -155,6 +157,7 @@ def main() -> None:
     parser.add_argument("names", nargs="*", help=f"of {', '.join(RECIPES)} (default: all)")
     parser.add_argument("--steps", type=int, default=60, help="of each run (default: 60)")
     parser.add_argument("--out", type=Path, default=Path("out/recipes"))
+    parser.add_argument("--ours-alone", action="store_true", help="without the runs with AdamW")
     args = parser.parse_args()
     if unknown := set(args.names) - set(RECIPES):
         parser.error(f"no recipe is called {min(unknown)}; known: {', '.join(RECIPES)}")

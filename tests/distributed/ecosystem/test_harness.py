@@ -168,7 +168,7 @@ class TestBad(DistributedTest):
 
 
 class TestUneven(DistributedTest):
-    collective_timeout = 15
+    collective_timeout = 6
 
     def test_one_collective_too_many(self):
         dist.all_reduce(torch.ones(3))
@@ -178,7 +178,7 @@ class TestUneven(DistributedTest):
 
 class TestHangs(DistributedTest):
     world_size = [1, 2]
-    exec_timeout = 15
+    exec_timeout = 6
 
     def test_hangs(self):
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -227,8 +227,8 @@ def session(tmp_path_factory):
     ("test_rank_skips[2ranks]", ["skipped inside a rank, where nobody would notice: not on this machine"]),
     ("test_rank_warns[2ranks]", ["UserWarning: something is off"]),
     ("test_one_collective_too_many[2ranks]", ["failed first", "imed out"]),
-    ("test_hangs[1rank]", ["ranks [0] of 1 still ran after 15 s", "rank 0 is here", "in a_place_to_wait"]),
-    ("test_hangs[2ranks]", ["ranks [0, 1] of 2 still ran after 15 s", "rank 1 is here", "in a_place_to_wait"]),
+    ("test_hangs[1rank]", ["ranks [0] of 1 still ran after 6 s", "rank 0 is here", "in a_place_to_wait"]),
+    ("test_hangs[2ranks]", ["ranks [0, 1] of 2 still ran after 6 s", "rank 1 is here", "in a_place_to_wait"]),
 ])
 def test_a_failure_names_its_rank_and_place(session, name, expected):
     _, cases = session

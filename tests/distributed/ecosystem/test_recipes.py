@@ -90,7 +90,7 @@ def environment(name, folder):
 def test_a_recipe_learns_saves_and_resumes(name, tmp_path):
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "recipes" / "run.py"), name, "--steps", str(STEPS.get(name, 6)),
-         "--out", str(tmp_path)], capture_output=True, text=True, timeout=900, cwd=tmp_path,
+         "--ours-alone", "--out", str(tmp_path)], capture_output=True, text=True, timeout=900, cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environment(name, tmp_path)})
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert f"| {name} | " in done.stdout
