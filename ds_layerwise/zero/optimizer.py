@@ -22,8 +22,8 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.cut_access import attach_all, detach_all
@@ -44,6 +44,7 @@ from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
 from ds_layerwise.zero.step.update import timed, update
+from ds_layerwise.zero.unused_calls import warn_once
 from ds_layerwise.zero.verify.first_step import FirstStep
 
 
@@ -212,7 +213,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         ):
             return
         with self.progress.reduction():
-            if pipeline_parallel and isinstance(grad_sync, GradSync):
+            if pipeline_parallel and self.settings.stage == 1:
                 if not self._copies_are_checked:
                     copies = run.planned.saved_elsewhere - dict(run.tied).keys()
                     pipeline.check_copies(copies, grad_sync.accumulated())
@@ -251,11 +252,19 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
                 f"step() takes no closure, got {closure!r}: gradients are reduced before a step; "
                 "call engine.backward(loss), then engine.step()"
             )
-        self.progress.refused = True
+        state = self.progress.state
+        if state.call is not Call.RUNS:
+            warn_once(
+                "optimizer.step() updates, but the engine counts no step (global_steps), moves no "
+                "schedule and ends no gradient accumulation; call engine.step()"
+            )
         self._release_leftovers()
-        with numerics_context.set_aside(self._run.device), survivable(self._engine()):
+        with (
+            state.steps(),
+            numerics_context.set_aside(self._run.device),
+            survivable(self._engine()),
+        ):
             self._step()
-        self.progress.refused = False
 
     def _step(self) -> None:
         timers = self.settings.timers
@@ -275,21 +284,31 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             self._global_grad_norm = torch.full(
                 (), decision.norm, dtype=torch.float32, device=self._run.device
             )
-        step = Step(self.progress.updates + 1, decision)
+        step = Step(self.step_count + 1, decision)
         for observer in self._observers:
             observer.before_update(step)
         if decision.skipped:
             return
-        self.progress.updates = step.number
+        self.progress.state.updates = step.number
         try:
             update(self._run, step, self._observers)
         finally:
             if step.failed:
-                self.zero_grad()
+                self._drop_gradients()
+                self.progress.rewind()
         timers.log(["optimizer_gradients", "optimizer_step", "optimizer_allgather"])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of this step, and begin a refused one again."""
+        state = self.progress.state
+        self._drop_gradients()
+        if state.call in (Call.REFUSED, Call.BROKEN):
+            self.progress.rewind()
+        if state.call is Call.REFUSED:
+            state.restart()
+
+    def _drop_gradients(self) -> None:
+        """Drop the gradients of this step, and what observers have seen of them."""
         self._release_leftovers()
         self._run.grad_sync.reset()
         for observer in self._observers:
@@ -297,24 +316,23 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.progress.restart()
         for param in self._params.values():
             param.grad = None
-        if self.progress.refused:
-            self.progress.resume()
 
     def _restart_step(self) -> None:
         """Restart the current step at its first micro-batch after a load: its gradients, and what
         observers have recorded, belong to other weights.
         """
-        self.zero_grad()
+        self._drop_gradients()
         for observer in self._observers:
             observer.restart()
-        self.progress.resume()
+        self.progress.rewind()
+        self.progress.state.restart()
 
     @property
     def step_count(self) -> int:
         """The number of updates so far, including those before a load. A skipped step makes no
         update.
         """
-        return self.progress.updates
+        return self.progress.state.updates
 
     # --- parameters and states
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.interrupted import Interrupted
@@ -56,7 +55,8 @@ class RunState:
     """The groups of ranks that hold the same experts, by the number of consecutive ranks that hold
     different ones.
     """
-    grad_sync: GradSync | EagerGradSync
+    grad_sync: GradSync
+    progress: Progress
     param_sync: ParamSync | CutSync
 
     def __init__(
@@ -75,7 +75,6 @@ class RunState:
         self.planned = planned
         self.engine = engine
         self.scaling = scaling
-        self.progress = Progress(engine)
         self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
         self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
@@ -252,20 +251,21 @@ class RunState:
         def wire_dtype(bucket: Bucket) -> torch.dtype:
             return dtypes[bucket.slots[0].name]
 
-        make: Callable[..., GradSync | EagerGradSync]
+        max_waiting = None
         if self.grads is None:
-            make = partial(EagerGradSync, max_waiting=self.config.max_waiting_buckets)
+            max_waiting = self.config.max_waiting_buckets
             self.owned.reduced.divide_by = settings.divide_by
-        else:
-            make = partial(GradSync, grads=self.grads)
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
-            self.grad_sync = make(
+            self.grad_sync = GradSync(
                 self.params,
                 self.owned.reduced,
+                self.grads,
                 wires=wires,
                 divide_by=settings.divide_by,
                 wire_dtype=wire_dtype,
+                max_waiting=max_waiting,
             )
+            self.progress = Progress(self.engine, self.grad_sync.state)
             if isinstance(self.values, FlatBuffer):
                 self.param_sync = ParamSync(
                     planned.layout, self.rank, self.params, self.values, wires=wires

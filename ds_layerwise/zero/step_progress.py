@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.ranks.sync.bucket_scheduler import Gradients
+from ds_layerwise.ranks.sync.step_state import Call, Gradients, StepState
 from ds_layerwise.zero.unused_calls import warn_once
 
 #: After this many times the backward passes of one step without any step, the script gets a
@@ -30,18 +30,16 @@ _PASSES_IN_VAIN = 16
 
 
 class Progress:
-    """The number of updates, and the backward passes and reductions of the current step.
+    """The backward passes and reductions of the current step.
 
     Args:
         engine: returns the engine, which counts micro-batches, or None once it is gone.
+        state: the state of the step.
     """
 
-    def __init__(self, engine: Callable[[], Any]) -> None:
+    def __init__(self, engine: Callable[[], Any], state: StepState) -> None:
         self._engine = engine
-        self.updates = 0
-        """The number of updates; a skipped step makes none."""
-        self.updating = False
-        """True during engine.step(), and after one that failed when its update had begun."""
+        self.state = state
         # The number of the step that the reductions belong to, their count, and the micro-batch of
         # the last one. Reductions whose gradients were dropped since also count.
         self._step = -1
@@ -53,8 +51,6 @@ class Progress:
         """Autograd's numbers of the backward passes of this step that have begun and not ended, or
         that an exception has ended; -1 stands for a reduction.
         """
-        self.refused = False
-        """True during a step, and after one that raised an error."""
         self.restart()
 
     def restart(self) -> None:
@@ -85,7 +81,7 @@ class Progress:
         # not notify the optimizer.
         self.outside |= not (inside or engine and engine._running_engine_backward)
         self._first_name = self._first_name or name
-        if name != self._first_name or self.updates:
+        if name != self._first_name or self.state.updates:
             return
         self._passes_at_start += 1
         if engine is None or not is_managed(engine) or engine.micro_steps:
@@ -134,16 +130,13 @@ class Progress:
         done = self._reductions if self._step == first else 0
         return max(0, micro_steps - first + 1 - done)
 
-    def is_within_step(self, gradients: Gradients) -> bool:
+    def is_within_step(self) -> bool:
         """Tell whether the current step has begun and its update is not made.
-
-        Args:
-            gradients: the state of the gradients.
 
         Raises:
             StepError: inside an update.
         """
-        if self.updating:
+        if self.state.call in (Call.RUNS, Call.BROKEN):
             raise StepError(
                 "a checkpoint cannot be saved inside engine.step(), or after a failed one, because "
                 "not all parameters are updated; in a signal handler, set a flag and save after "
@@ -155,9 +148,9 @@ class Progress:
         # If the script itself marks the end of a step, the engine's count does not matter.
         counts = is_managed(engine) and engine._is_gradient_accumulation_boundary is None
         some_counted = engine.micro_steps % engine.gradient_accumulation_steps()
-        return bool(counts and some_counted) or gradients is not Gradients.NONE
+        return bool(counts and some_counted) or self.state.gradients is not Gradients.NONE
 
-    def resume(self) -> None:
+    def rewind(self) -> None:
         """Restart the current step at its first micro-batch. Its gradients must be dropped
         already.
         """
@@ -165,7 +158,6 @@ class Progress:
         engine.micro_steps -= engine.micro_steps % engine.gradient_accumulation_steps()
         # The engine's count of passes if the script marks the end of a step.
         engine._unmanaged_backward_count = 0
-        self.updating = self.refused = False
         self.forget_reductions()
 
     def _first_of_step(self) -> int:

@@ -135,7 +135,7 @@ class Peak:
     sent."""
 
     def __init__(self, optimizer: Any, base: int) -> None:
-        self.base, self.most, self._sync = base, 0, optimizer._run.grad_sync
+        self.base, self.most, self._sync = base, 0, optimizer._run.grad_sync._scheduler
         self._launch, self._reduce = self._sync._launch, Wire.reduce
 
     def look(self, then: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

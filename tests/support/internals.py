@@ -108,17 +108,17 @@ def exchanges(engine: Any) -> tuple[Any, Any]:
 
 def ready(engine: Any) -> int:
     """Return how many buckets of gradients may start, or have started, in this step."""
-    return int(grad_sync(engine)._ready)
+    return int(grad_sync(engine)._scheduler.ready)
 
 
 def launched(engine: Any) -> int:
     """Return how many buckets of gradients are under way, or were, in this step."""
-    return int(grad_sync(engine)._launched)
+    return int(grad_sync(engine)._scheduler.launched)
 
 
 def pending(engine: Any) -> list[Any]:
     """Return the reductions that nobody has waited for, in the order in which they began."""
-    return list(grad_sync(engine)._pending)
+    return list(grad_sync(engine)._scheduler._pending)
 
 
 def seen_at(owner: Any, name: str, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
@@ -139,7 +139,7 @@ def seen_at(owner: Any, name: str, look: Callable[[], Any], *, after: bool = Fal
 
 def seen_at_launches(engine: Any, look: Callable[[], Any], *, after: bool = False) -> list[Any]:
     """Return a list that gets the value of ``look`` before each start of a bucket of gradients, or ``after`` it."""
-    return seen_at(grad_sync(engine), "_launch", look, after=after)
+    return seen_at(grad_sync(engine)._scheduler, "_launch", look, after=after)
 
 
 def wires(engine: Any) -> Any:

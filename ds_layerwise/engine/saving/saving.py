@@ -118,16 +118,10 @@ def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **op
     # The pipeline engine has not committed the save.
     commit_decoupled(engine)
     optimizer = engine.optimizer
-    updates = optimizer.step_count
-    optimizer.progress.updating = True
-    try:
+    with optimizer.progress.state.engine_steps():
         result = original(*args, **options)
-        updates = optimizer.step_count
-        optimizer.reports.write(engine)
-        return result
-    finally:
-        # An error before the update has not changed anything that a checkpoint contains.
-        optimizer.progress.updating = optimizer.step_count != updates
+    optimizer.reports.write(engine)
+    return result
 
 
 def _check_kind(folder: Path, *, is_universal: bool) -> None:

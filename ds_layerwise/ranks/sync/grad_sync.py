@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.network.reduction import sum_dtype
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, lay_in_rows
-from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler, Gradients
-from ds_layerwise.ranks.sync.bucket_transfers import room_in
-
-
-def half_a_pass(*, outside: bool) -> StepError:
-    """Return the error for a step with a backward pass that was not reduced.
-
-    Args:
-        outside: True if the engine did not know of the pass.
-    """
-    if outside:
-        return StepError(
-            "step() before the gradients were reduced: their backward pass did not go through the "
-            "engine; call engine(inputs) in place of the model, then engine.backward(loss) and "
-            "engine.step(). engine.zero_grad() on all ranks drops what there is"
-        )
-    return StepError(
-        "step() before the gradients were reduced: an exception has ended a backward pass of this "
-        "step, and not all of its gradients are there; call engine.zero_grad() on all ranks, and "
-        "begin the step again with its first micro-batch"
-    )
+from ds_layerwise.ranks.comm.scratch import Turn
+from ds_layerwise.ranks.owned.buffers import (
+    DTYPES,
+    FlatBuffer,
+    ShardBuffer,
+    cut_of,
+    dtype_name,
+    lay_in_rows,
+)
+from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler
+from ds_layerwise.ranks.sync.bucket_transfers import Wires, room_in
+from ds_layerwise.ranks.sync.exchange import Exchange
+from ds_layerwise.ranks.sync.step_state import (
+    Gradients,
+    StepState,
+    late_gradient,
+    nothing_reduced,
+)
 
 
 def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
@@ -47,181 +42,258 @@ def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> Non
         place.view(gradient.shape).copy_(gradient)
 
 
-class GradSync(BucketScheduler):
-    """Accumulates gradients into buckets, and averages every bucket over the ranks into its owners'
-    shards.
+class GradSync:
+    """Sums gradients over micro-batches and ranks into the shards of their owners.
 
-    It needs ``grads``. It sets ``param.grad`` to None when it has taken a gradient.
+    Life of a step: ``accumulate`` for every gradient, ``reduce`` at the end of a backward pass,
+    ``finish`` once, ``reset``. ``param.grad`` is None when a gradient has been taken.
 
-    Life of a step: ``accumulate`` for every gradient of every micro-batch, ``reduce`` and
-    ``finish`` once, ``reset``.
+    Note: stage 1
+        With ``grads``, micro-batches accumulate there, and only the last backward pass of a step is
+        reduced, to averages.
+
+    Note: stages 2 and 3
+        Without ``grads``, every backward pass is reduced, so that no rank keeps gradients of other
+        owners. Gradients stay in ``param.grad`` until their bucket is complete. Then they are
+        copied into a bucket that exists only while it is in transit. The sums over ranks are added
+        up in float32, and stay sums until the update, because more may come after a refused step.
+        So with several micro-batches the two round differently, but integer gradients have the same
+        sums.
+
+    Args:
+        params: the trainable parameters by name.
+        reduced: the memory of the averages, or sums, of this rank's shards, float32; may alias
+            ``grads``.
+        grads: the memory in which micro-batches accumulate, laid out like the parameters; None for
+            stages 2 and 3.
+        divide_by: the sum over ranks divided by this is the average.
+        wire_dtype: returns the dtype in which the gradients of a bucket are sent.
+        max_waiting: see :class:`.BucketScheduler`.
     """
-
-    _grads: FlatBuffer
 
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
         reduced: ShardBuffer,
-        grads: FlatBuffer,
-        **settings: Any,
+        grads: FlatBuffer | None = None,
+        *,
+        wires: Wires,
+        divide_by: float,
+        wire_dtype: Callable[[Bucket], torch.dtype],
+        max_waiting: int | None = None,
     ) -> None:
-        self._shaped = {name: grads.param(name).view(param.shape) for name, param in params.items()}
-        super().__init__(params, reduced, grads, **settings)
+        self.layout = reduced.layout
+        self.rank = reduced.rank
+        self.reduced = reduced
+        self.state = StepState()
+        self._params = params
+        self._grads = grads
+        self._shaped: dict[str, Tensor] = {}
+        if grads is not None:
+            for name, param in params.items():
+                self._shaped[name] = grads.param(name).view(param.shape)
+        self._wires = wires
+        self._divide_by = divide_by
+        self._wire_dtype = wire_dtype
+        buckets = self.layout.buckets
+        self._exchange = Exchange(buckets, self.rank, wires, self._sum_dtype)
+        self._cuts = {
+            bucket.index: self._make_cut(bucket) for bucket in buckets if bucket.way == "cuts"
+        }
+        device = reduced.bucket(0).device
+        self._scheduler = BucketScheduler(buckets, self._begin, device, max_waiting=max_waiting)
+        self.reset()
+
+    def _sum_dtype(self, bucket: Bucket) -> str:
+        """Return the layout's name of the dtype for sums of a bucket in cuts, before they reach
+        their owners.
+        """
+        wire_dtype = dtype_name(self._wire_dtype(bucket))
+        native = self._wires[bucket.ep_size].native
+        stage = 2 if self._grads is None else 1
+        return sum_dtype(wire_dtype, "native" if native else "ordered", stage=stage)
+
+    def _make_cut(self, bucket: Bucket) -> Tensor:
+        """Return memory for this rank's cut of ``bucket``: the gradient memory, if that has the
+        dtype of sums.
+        """
+        dtype = DTYPES[self._sum_dtype(bucket)]
+        if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
+            return cut_of(self._grads.bucket(bucket), bucket, self.rank)
+        device = self.reduced.bucket(0).device
+        return torch.zeros(bucket.cut_numel, dtype=dtype, device=device)
+
+    @property
+    def cuts(self) -> tuple[Tensor, ...]:
+        """The memory of this rank's cuts, which may be the gradient memory."""
+        return tuple(self._cuts.values())
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
-        super().reset()
+        self._scheduler.reset()
+        self.state.drop()
+        self.got: set[str] = set()
+        """The parameters that got a gradient on this rank in any micro-batch of this step."""
+        self.by_hand = False
+        """True once a gradient of this step comes from something other than a backward pass."""
+        self._late: StepError | None = None
+        # The parameters that have a sum in ``grads``.
         self._has_grad: set[str] = set()
+        # The buckets that have sums of this step in this rank's cut, else in its shard.
+        self._has_sums: set[int] = set()
+        self._owners_have_sums = False
 
-    @property
-    def gradients(self) -> Gradients:
-        """The state of the gradients of the current step."""
-        if self._finished:
-            return Gradients.AVERAGES
-        if self._ready:
-            return Gradients.UNDER_WAY
-        if self._has_grad:
-            return Gradients.SUMS
-        return Gradients.NONE
+    # --- gradients of this rank
+
+    def accumulate(self, name: str, *, launch: bool) -> None:
+        """Take ``param.grad`` of ``name``.
+
+        If its bucket has already been reduced, the gradient would be lost; :meth:`finish` raises
+        the error.
+
+        Args:
+            launch: True to start every bucket that may start now.
+        """
+        if torch.is_grad_enabled():
+            # A backward pass may build a graph. Otherwise this check is all that every hook pays
+            # for.
+            with torch.no_grad():
+                self.accumulate(name, launch=launch)
+            return
+        grad = self._params[name].grad
+        if grad is None:
+            return
+        scheduler = self._scheduler
+        bucket = scheduler.bucket_of(name)
+        if bucket < scheduler.ready:
+            # Do not raise here: the other ranks need the rest of this backward pass.
+            self._late = self._late or late_gradient(name, bucket)
+            return
+        self.got.add(name)
+        if self._grads is not None:
+            self._add(name, grad)
+        if launch:
+            scheduler.arrive(name)
+            if scheduler.ready:
+                self.state.move(Gradients.UNDER_WAY)
+            scheduler.start()
+
+    def _add(self, name: str, grad: Tensor) -> None:
+        """Add a gradient to the sum of its parameter, and set ``param.grad`` to None."""
+        view = self._shaped[name]
+        if name in self._has_grad:
+            view.add_(grad)
+        else:
+            view.copy_(grad)
+            self._note_sum(name)
+        self._params[name].grad = None
+
+    def _note_sum(self, name: str) -> None:
+        self._has_grad.add(name)
+        if self.state.gradients is Gradients.NONE:
+            self.state.move(Gradients.SUMS)
+
+    def _sum_of(self, grads: FlatBuffer, name: str) -> Tensor:
+        """Return the sum for ``name`` so far, as a 1-D view. Without gradients it is set to
+        zeros.
+        """
+        whole = grads.param(name)
+        if name not in self._has_grad:
+            whole.zero_()
+        return whole
 
     def accumulated(self) -> dict[str, Tensor]:
         """Return the gradients of a step before its reduction, by name, as 1-D views. Empty once
-        the reduction has begun.
+        the reduction has begun, and at stages 2 and 3.
         """
-        if self.gradients is not Gradients.SUMS:
-            return {}
-        found = {}
-        for name in sorted(self._has_grad):
-            found[name] = self._grads.param(name)
+        found: dict[str, Tensor] = {}
+        if self._grads is not None and self.state.gradients is Gradients.SUMS:
+            for name in sorted(self._has_grad):
+                found[name] = self._grads.param(name)
         return found
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """Return this rank's own sum for ``name`` before the reduction of the step, as a 1-D view;
         zeros if it has no gradient so far.
 
-        Return None if there are no sums: no gradients at all yet, or reduced ones.
+        Return None if there are no such sums: no gradients at all yet, or reduced ones.
 
         Args:
             to_write: True if the caller will write the sum, so that it counts.
         """
-        if self.gradients is not Gradients.SUMS:
+        if self._grads is None or self.state.gradients is not Gradients.SUMS:
             return None
-        whole = self._sum_of(name)
+        whole = self._sum_of(self._grads, name)
         if to_write:
             self._has_grad.add(name)
             self.got.add(name)
             self.by_hand = True
         return whole
 
-    def _sum_of(self, name: str) -> Tensor:
-        """Return the sum for ``name`` so far, as a 1-D view. Without gradients it is set to
-        zeros.
-        """
-        whole = self._grads.param(name)
-        if name not in self._has_grad:
-            whole.zero_()
-        return whole
-
     @torch.no_grad()
     def sum_over(self, name: str, *, group: comm.Group) -> None:
         """Sum the accumulated gradient of ``name`` over the ranks of ``group``, which have it in
-        their layouts, too.
+        their layouts, too. It must be accumulated in ``grads``.
         """
-        self.accumulate(name, launch=False)
-        comm.sum_over_ranks(self._sum_of(name), group=group)
-        self._has_grad.add(name)
+        if self._grads is not None:
+            self.accumulate(name, launch=False)
+            comm.sum_over_ranks(self._sum_of(self._grads, name), group=group)
+            self._note_sum(name)
 
-    def _take(self, name: str, grad: Tensor) -> None:
-        """Add the gradient to the bucket, and set ``param.grad`` to None."""
-        view = self._shaped[name]
-        if name in self._has_grad:
-            view.add_(grad)
-        else:
-            view.copy_(grad)
-            self._has_grad.add(name)
-        self._params[name].grad = None
+    # --- sums over ranks
 
     @torch.no_grad()
     def reduce(self) -> None:
         """Reduce all remaining buckets, including parameters without a gradient, and wait."""
-        super().reduce()
-        if self._finished:
+        scheduler = self._scheduler
+        for name, param in self._params.items():
+            # A gradient that waits for its bucket to start is not a new one.
+            if param.grad is not None and not scheduler.waits(name):
+                self.accumulate(name, launch=False)
+        scheduler.complete()
+        if self._grads is not None and self.state.gradients is Gradients.AVERAGES:
             # A second call, perhaps on this rank alone, must send nothing and not change the
             # averages.
             return
-        self._to_owners()
-        with self._side:
-            for index, cut in self._cuts.items():
-                if cut.dtype != torch.float32:
-                    ranks = self._wires[self.layout.buckets[index].ep_size].size
-                    self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
-        self._side.join()
-        self._finished = True
+        self.state.move(Gradients.UNDER_WAY)
+        scheduler.end_pass()
+        if self._grads is None:
+            scheduler.start_pass()
+            self.state.move(Gradients.SUMS)
+        else:
+            self._exchange_sums()
+            self._divide_small_sums()
+            self.state.move(Gradients.AVERAGES)
 
-    def _launch(self) -> None:
-        """Start the next bucket."""
-        bucket = self.layout.buckets[self._launched]
-        with self._side:
-            for slot in bucket.slots:
-                self._sum_of(slot.name)  # zeros if no gradient has come
-            out = self._cuts.get(bucket.index)
-            if out is None:
-                out = self.reduced.bucket(bucket.index)
-            pending = self._wires[bucket.ep_size].reduce(
-                self._grads.bucket(bucket),
-                bucket,
-                out,
-                # A sum in another dtype is divided when it becomes float32.
-                divide_by=self._divide_by if out.dtype == torch.float32 else 1,
-                wire_dtype=self._wire_dtype(bucket),
-                turn=self._turn(),
-            )
-            self._start(pending)
+    def finish(self, *, aside: bool = False) -> None:
+        """Make sure that ``reduced`` has the gradients of this step over all ranks. Every rank must
+        call this at the same point.
 
+        Args:
+            aside: True to take part in the collectives of other ranks, and leave this rank's
+                gradients unfinished.
 
-class EagerGradSync(BucketScheduler):
-    """Averages gradients into their owners' shards after every micro-batch, so that no rank keeps
-    gradients of other owners.
-
-    Gradients stay in ``param.grad`` until their bucket is complete. Then they are copied into a
-    bucket that exists only while it is in transit, and set to None. The sums over ranks are added
-    up in float32, and stay sums until the update, because more may come after a refused step. This
-    class reduces first and then accumulates; :class:`GradSync` accumulates first and then reduces.
-    So with several micro-batches the two round differently, but integer gradients have the same
-    sums.
-
-    Life of a step: ``accumulate`` and ``reduce`` for every micro-batch, ``finish`` once, ``reset``.
-    """
-
-    def reset(self) -> None:
-        """Forget all gradients: the next one starts a new step."""
-        super().reset()
-        self._passes = 0
-        # The buckets whose sums are in cuts, not yet at their owners; and those whose sums are in
-        # ``reduced``.
-        self._in_cuts: set[int] = set()
-        self._in_shards: set[int] = set()
-        self._have_owners = False
-
-    @property
-    def gradients(self) -> Gradients:
-        """The state of the gradients of the current step."""
-        if self._ready:
-            return Gradients.UNDER_WAY
-        if self._finished:
-            return Gradients.AVERAGES
-        if self._passes:
-            return Gradients.SUMS
-        return Gradients.NONE
-
-    def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
-        """Return None: after every backward pass there are averages of the step so far."""
-        return None
+        Raises:
+            StepError: nothing was reduced, because no backward pass reached the boundary; or a
+                gradient came too late.
+        """
+        # The step may run on another stream than the end of the backward pass.
+        self._scheduler.side.join()
+        if self._grads is None:
+            # Also on a rank that has lost its gradients, or that has finished while another could
+            # not: the other ranks need it.
+            if self._exchange.rounds:
+                self._exchange_sums()
+            if self.state.gradients is Gradients.SUMS and not aside:
+                self.state.move(Gradients.AVERAGES)
+        if self._late is not None:
+            raise self._late
+        if not (self.state.gradients is Gradients.AVERAGES or aside):
+            raise nothing_reduced()
 
     def divisor(self, *, to_write: bool = False) -> float:
-        """Return the divisor that turns ``reduced`` into the averages of the step so far. Every
-        rank must call this.
+        """Return the divisor that turns ``reduced`` into the averages of the step so far. At stages
+        2 and 3, every rank must call this.
 
         Args:
             to_write: True if the caller will write the averages.
@@ -229,85 +301,77 @@ class EagerGradSync(BucketScheduler):
         Raises:
             StepError: there are no averages now.
         """
-        if self.gradients is not Gradients.SUMS:
-            super().divisor(to_write=to_write)
+        gradients = self.state.gradients
+        has_sums = self._grads is None and gradients is Gradients.SUMS
+        if not (has_sums or gradients is Gradients.AVERAGES):
+            raise StepError(
+                "averaged gradients exist only between the backward pass at the boundary of "
+                "gradient accumulation (at stage 2, any backward pass) and engine.step(); read or "
+                "write them there; Accelerate and a Trainer call engine.step() inside their "
+                "backward, so that layerwise.norm_groups and torch's hooks alone see them"
+            )
         self.by_hand |= to_write
-        if self._in_cuts:
+        if self._has_sums & self._cuts.keys():
             self._exchange_sums()
-        return self._divide_by
+        return self._divide_by if self._grads is None else 1.0
+
+    def _begin(self, bucket: Bucket, turn: Turn) -> comm.Pending:
+        """Begin to reduce ``bucket``."""
+        wire_dtype = self._wire_dtype(bucket)
+        total = self._cuts.get(bucket.index)
+        if total is None:
+            total = self.reduced.bucket(bucket.index)
+        is_first = bucket.index not in self._has_sums
+        # Allocate all memory before anything changes: a launch that runs out of it begins again.
+        out = total if is_first else turn.empty("added", total.numel(), total.dtype)
+        divide_by = 1.0
+        if self._grads is None:
+            memory = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
+            self._hand_over(bucket, memory)
+        else:
+            memory = self._grads.bucket(bucket)
+            for slot in bucket.slots:
+                self._sum_of(self._grads, slot.name)  # zeros if no gradient has come
+            if out.dtype == torch.float32:
+                # A sum in another dtype is divided when it becomes float32.
+                divide_by = self._divide_by
+        pending = self._wires[bucket.ep_size].reduce(
+            memory, bucket, out, divide_by=divide_by, wire_dtype=wire_dtype, turn=turn
+        )
+        self._has_sums.add(bucket.index)
+        return pending if is_first else pending.then(lambda: total.add_(out))
+
+    def _hand_over(self, bucket: Bucket, memory: Tensor) -> None:
+        """Copy the gradients of ``bucket`` from parameters to ``memory``, and set them to None."""
+        gradients = []
+        for slot in bucket.slots:
+            param = self._params[slot.name]
+            if param.grad is not None:
+                _lay_in(memory, bucket, slot, param.grad)
+                gradients.append(param.grad)
+                param.grad = None
+        self._scheduler.copied(gradients)
 
     def _exchange_sums(self) -> None:
-        """Send sums in cuts to their owners."""
-        if not self._in_cuts:
+        """Send sums in cuts to their owners; add them to those that have come before."""
+        if not self._has_sums & self._cuts.keys():
             for cut in self._cuts.values():
                 cut.zero_()
-        self._in_cuts.clear()
-        self._to_owners(add=self._have_owners)
-        self._have_owners = True
+        self._has_sums -= self._cuts.keys()
+        side = self._scheduler.side
+        side.follow()
+        with side:
+            add = self._owners_have_sums
+            self._exchange.to_owners(self._cuts, self.reduced.bucket, add=add)
+        side.join()
+        self._owners_have_sums = True
 
-    def _take(self, name: str, grad: Tensor) -> None:
-        """Leave the gradient in ``param.grad``."""
-
-    @torch.no_grad()
-    def reduce(self) -> None:
-        """Reduce all remaining buckets, including parameters without a gradient, and wait."""
-        super().reduce()
-        self._passes += 1
-        self._start_pass()
-
-    def finish(self, *, aside: bool = False) -> None:
-        """Send the sums of this step to their owners.
-
-        Args:
-            aside: True to take part in the collectives of other ranks, and keep sums.
-
-        Raises:
-            StepError: there was no backward pass, or a gradient came too late.
-        """
-        self._side.join()
-        # Also on a rank that has lost its gradients, or that has finished while another could not:
-        # the other ranks need it.
-        if self._exchange.rounds:
-            self._exchange_sums()
-        self._finished |= bool(self._passes) and not aside
-        super().finish(aside=aside)
-
-    def _launch(self) -> None:
-        """Start the next bucket."""
-        bucket = self.layout.buckets[self._launched]
-        wire_dtype = self._wire_dtype(bucket)
-        if bucket.way == "cuts":
-            total = self._cuts[bucket.index]
-            has_sums = self._in_cuts
-        else:
-            total = self.reduced.bucket(bucket.index)
-            has_sums = self._in_shards
-        is_first = bucket.index not in has_sums
-        with self._side:
-            # If there was a step before this pass, it was refused.
-            self._finished = False
-            turn = self._turn()
-            travelling = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
-            gradients = []
-            for slot in bucket.slots:
-                param = self._params[slot.name]
-                if param.grad is not None:
-                    _lay_in(travelling, bucket, slot, param.grad)
-                    if math.isinf(self._max_waiting):
-                        self._side.keep(param.grad)
-                    else:
-                        gradients.append(param.grad)
-                    param.grad = None
-            if gradients and self._side.exists:
-                self._copied.append((self._side.moment(), gradients))
-            out = total if is_first else turn.empty("added", total.numel(), total.dtype)
-            # Only after memory is allocated: a launch that runs out of memory begins again.
-            has_sums.add(bucket.index)
-            pending = self._wires[bucket.ep_size].reduce(
-                travelling, bucket, out, divide_by=1, wire_dtype=wire_dtype, turn=turn
-            )
-            self._start(pending if is_first else pending.then(lambda: total.add_(out)))
-        while len(self._copied) > self._max_waiting:
-            # After this wait, the computation may reuse the memory.
-            self._copied[0][0].wait()
-            self._copied.popleft()
+    def _divide_small_sums(self) -> None:
+        """Divide the sums that came from cuts in another dtype than float32."""
+        side = self._scheduler.side
+        with side:
+            for index, cut in self._cuts.items():
+                if cut.dtype != torch.float32:
+                    ranks = self._wires[self.layout.buckets[index].ep_size].size
+                    self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
+        side.join()

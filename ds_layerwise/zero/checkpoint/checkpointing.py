@@ -113,9 +113,9 @@ class Checkpointing:
         for name in planned.saved_elsewhere:
             shapes.pop(name, None)
         return Header(
-            step=run.progress.updates,
+            step=run.progress.state.updates,
             has_weights=run.settings.stage < 3,
-            repeats=WITHIN_STEP * run.progress.is_within_step(run.grad_sync.gradients),
+            repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
             rules=rule_records(planned.saved_routes),
             dtypes=planned.layout.dtypes,
@@ -474,7 +474,7 @@ class Checkpointing:
         """Load the part that is not tensors: step count, hyper-parameters, loss scale."""
         run = self._run
         planned = run.planned
-        run.progress.updates = header.step
+        run.progress.state.updates = header.step
         run.scaling.overflow = header.overflow
         lines = self._resumption(
             header, scheduler=run.engine().lr_scheduler, goes_on=wants_scheduler

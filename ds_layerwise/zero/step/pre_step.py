@@ -9,15 +9,13 @@ import torch
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.weight_checksums import SameWeights
-from ds_layerwise.ranks.sync.bucket_scheduler import nothing_reduced
 from ds_layerwise.ranks.sync.cut_sync import CutSync, CutWrites
-from ds_layerwise.ranks.sync.grad_sync import half_a_pass
+from ds_layerwise.ranks.sync.step_state import half_a_pass, nothing_reduced
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step import clip
 from ds_layerwise.zero.step.clip import Decision
 from ds_layerwise.zero.step.param_guard import Guard
-from ds_layerwise.zero.unused_calls import warn_once
 
 
 class BeforeUpdate:
@@ -51,11 +49,6 @@ class BeforeUpdate:
                 exception ended a backward pass of this step, so that gradients are missing, or
                 parameters have changed.
         """
-        if not self._run.progress.updating:
-            warn_once(
-                "optimizer.step() updates, but the engine counts no step (global_steps), moves no "
-                "schedule and ends no gradient accumulation; call engine.step()"
-            )
         grad_sync = self._run.grad_sync
         idle = frozenset[str]()
         sums = clip.nothing(self._run)

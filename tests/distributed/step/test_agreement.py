@@ -313,7 +313,7 @@ class TestOneRankAlone(DistributedTest):
                     if micro == broken and (dist.get_rank() == 0 or stage == 3):
                         failing.enter_context(pytest.raises(KeyboardInterrupt))
                         if way == "its reduction":
-                            patch.setattr(internals.grad_sync(engine), "_advance", fail)
+                            patch.setattr(internals.grad_sync(engine)._scheduler, "_advance", fail)
                         else:
                             failing.callback(engine.module.tall.weight.register_hook(fail).remove)
                     loss.backward() if way == "by hand" else engine.backward(loss)

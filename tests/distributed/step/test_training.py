@@ -261,7 +261,8 @@ class TestMemory(DistributedTest):
                     return do(*args, **kwargs)
             return counted
 
-        sync._advance, sync._wait = counting(sync._advance), counting(sync._wait)
+        order = sync._scheduler
+        order._advance, order._wait = counting(order._advance), counting(order._wait)
         sums, params = internals.exchanges(engine)
         sums.to_owners, params.to_cuts = counting(sums.to_owners), counting(params.to_cuts)
         assert any(traffic.exchanged for traffic in forecast.traffic) == any(

@@ -14,7 +14,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import streams
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support import streams as played_streams
 from tests.support.model_specs import load_model_specs
@@ -66,8 +66,7 @@ def syncs(layout, rank, stage, wires):
         bucket.shard(rank) for bucket in layout.buckets)])
     kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
         torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
-    grad_sync = EagerGradSync(params, reduced, **kwargs) if stage == 2 else GradSync(
-        params, reduced, FlatBuffer(layout, META), **kwargs)
+    grad_sync = GradSync(params, reduced, None if stage == 2 else FlatBuffer(layout, META), **kwargs)
     param_sync = ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires)
     param_sync.overlap_with_forward(nn.ParameterList(params.values()))
     return grad_sync, param_sync, params

@@ -16,7 +16,7 @@ from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
@@ -101,8 +101,7 @@ def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
     reduced = ShardBuffer(layout, rank, [grads.shard(bucket, rank) if stage == 1 else torch.zeros(
         bucket.shard(rank)[1] - bucket.shard(rank)[0]) for bucket in layout.buckets])
     kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
-    grad_sync = EagerGradSync(params, reduced, **kwargs, **of_stage_2) if stage == 2 else GradSync(
-        params, reduced, grads, **kwargs)
+    grad_sync = GradSync(params, reduced, grads if stage == 1 else None, **kwargs, **of_stage_2)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
     return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size), params, values
@@ -124,8 +123,8 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
             sync, param_sync, params, values = make_syncs(stage, way, how, random.Random(seed).choice(
                 [torch.bfloat16, torch.float32]))
             param_sync.overlap_with_forward(nn.ParameterDict(params))
-            side, layout = sync._side._stream, sync.layout
-            sides = {side, *(end._stream for end in sync._ends)}
+            side, layout = sync._scheduler.side._stream, sync.layout
+            sides = {side, *(end._stream for end in sync._scheduler._ends)}
             order = random.Random(seed).sample(sorted(params), len(params))
             for step in range(3):
                 computing.waits = 0
@@ -250,14 +249,14 @@ def test_memory_of_buckets_is_there_for_the_exchange(machine, monkeypatch):
         to_owners, held = sync._exchange.to_owners, []
 
         def exchanging(*args, **kwargs):
-            held.append([len(turn._memory) for turn in sync._turns])
+            held.append([len(turn._memory) for turn in sync._scheduler._turns])
             to_owners(*args, **kwargs)
 
         monkeypatch.setattr(sync._exchange, "to_owners", exchanging)
         for name in params:
             params[name].grad = torch.ones(SHAPES[name])
             sync.accumulate(name, launch=True)
-        assert all(turn._memory for turn in sync._turns)
+        assert all(turn._memory for turn in sync._scheduler._turns)
         sync.reduce()
     assert held == [[0, 0]]
 

@@ -11,7 +11,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync, GradSync
+from ds_layerwise.ranks.sync.grad_sync import GradSync
 from tests.support.clocks import Clocks
 from tests.support.played_ranks import META
 from tests.support.rooms import rooms
@@ -52,8 +52,7 @@ def run(monkeypatch, stage, *, backward, collective, copy, most=None):
     kwargs = {"wires": wires, "divide_by": 1.0, "wire_dtype": lambda bucket: torch.bfloat16}
     computing = clocks.current
     with clocks, torch.no_grad():
-        sync = (EagerGradSync(params, reduced, **kwargs, max_waiting=most) if stage == 2
-                else GradSync(params, reduced, FlatBuffer(layout, META), **kwargs))
+        sync = GradSync(params, reduced, None if stage == 2 else FlatBuffer(layout, META), **kwargs, max_waiting=most)
         for name, param in params.items():
             computing.now += backward
             param.grad = clocks.watch(torch.empty_like(param))

@@ -23,7 +23,7 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.ranks.sync.grad_sync import EagerGradSync
+from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.qk_clip import attention_logits
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
@@ -83,7 +83,7 @@ def test_a_launch_without_memory_begins_again_as_if_it_had_not_begun(monkeypatch
                          bucket_numel=1)
     params = {"w": nn.Parameter(torch.zeros(4, 4)), "b": nn.Parameter(torch.zeros(5))}
     reduced = ShardBuffer(layout, 0, [torch.zeros(bucket.numel) for bucket in layout.buckets])
-    sync = EagerGradSync(params, reduced, wires={1: Wire(None, on_host=True)}, divide_by=1.0,
+    sync = GradSync(params, reduced, wires={1: Wire(None, on_host=True)}, divide_by=1.0,
                          wire_dtype=lambda bucket: torch.float32)
     empty, fails = Turn.empty, []
 
