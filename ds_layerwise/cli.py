@@ -2,8 +2,7 @@
 
 A launcher starts ``links`` on every rank: ``deepspeed --module ds_layerwise.cli links OUT.json``.
 
-Exit codes: 0 for success; 1 if ``verify`` or a comparison finds problems or differences; 2 for a
-refusal, with one line on stderr.
+Exit codes: 0 for success; 1 if ``verify`` finds problems; 2 for a refusal, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -124,10 +123,9 @@ def _parser() -> argparse.ArgumentParser:
     add("out", metavar="OUT", type=Path, help="the folder to write")
 
     add = command(
-        "verify", _verify, "check every byte and tensor of a checkpoint, or compare two", every
+        "verify", _verify, "say what a checkpoint holds, and check every byte and tensor", every
     )
     add("path", metavar="PATH", type=Path, help=either)
-    add("other", metavar="OTHER", type=Path, nargs="?", help="another one, of any world size")
     add("--weights-only", action="store_true", help="leave the optimizer states out")
 
     add = command(
@@ -417,36 +415,14 @@ def _to_universal(options: argparse.Namespace) -> int:
 
 
 def _verify(options: argparse.Namespace) -> int:
-    from ds_layerwise.tools.compare import differences
     from ds_layerwise.tools.verify import verify
 
-    reading = _reading(options)
-    states = not options.weights_only
-    reports = []
-    for path in filter(None, (options.path, options.other)):
-        report = verify(path, states=states, **reading)
-        say_last(report.summary)
-        for line in report.warnings:
-            say_last(f"warning: {line}")
-        for line in report.problems or ["ok"]:
-            say_last(line)
-        reports.append(report)
-    if any(report.problems for report in reports):
-        return 1
-    if len(reports) < 2:
-        return 0
-    first, second = (report.contents for report in reports)
-    lines = []
-    if len(first) != len(second):
-        lines.append(f"the models are cut into {len(first)} and {len(second)} parts")
-    else:
-        for parts in zip(first, second, strict=True):
-            lines += differences(*parts, states=states, bars=reading["bars"])
-    for line in lines or ["equal bit for bit"]:
-        say_last(line)
-    if lines:
-        return 1
-    return 0
+    report = verify(options.path, states=not options.weights_only, **_reading(options))
+    lines = [report.summary, *report.holds]
+    for line in report.warnings:
+        lines.append(f"warning: {line}")
+    say_last("\n".join([*lines, *(report.problems or ["ok"])]))
+    return int(bool(report.problems))
 
 
 def _consolidate(options: argparse.Namespace) -> int:

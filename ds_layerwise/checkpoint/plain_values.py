@@ -71,7 +71,7 @@ def plain(value: Any, where: str) -> Any:
 def check_kind(held: Any, value: Any, where: str) -> None:
     """Refuse a ``value`` of a file if it is of another kind than ``held``, which it would replace.
 
-    If ``held`` is a number, ``value`` must be a number or None. Groups of values are compared item
+    If ``held`` is a number, ``value`` must be a number, None or unknown. Groups of values are compared item
     by item, as far as both go; a group must not become a number.
 
     Raises:
@@ -84,7 +84,7 @@ def check_kind(held: Any, value: Any, where: str) -> None:
     elif isinstance(held, groups) and isinstance(value, groups):
         for index, pair in enumerate(zip(held, value, strict=False)):
             check_kind(*pair, f"{where}[{index}]")
-    elif value is not None and (
+    elif not isinstance(value, (type(None), Unreadable)) and (
         isinstance(held, groups)
         if _is_number(value)
         else _is_number(held) and not isinstance(held, bool)
@@ -210,80 +210,8 @@ def _of_numpy(value: Any, where: str) -> Any:
     return value.tolist()
 
 
-class _Dtype(Unreadable):
-    """A numpy dtype in a pickle. It is refused unless it is of numbers or text."""
-
-    def __init__(self, code: str, *_: object) -> None:
-        self._code = code
-        self._order = "<"
-
-    def __setstate__(self, state: Any) -> None:
-        self._order = state[1]
-
-    @property
-    def numpy(self) -> Any:
-        dtype = numpy.dtype(f"{'' if self._order == '|' else self._order}{self._code}")
-        if dtype.kind not in _NUMPY_KINDS:
-            raise ValueError(f"a numpy array of {dtype}")
-        return dtype
-
-
-def _scalar(dtype: _Dtype, raw: bytes) -> Any:
-    return _of_numpy(numpy.frombuffer(raw, dtype=dtype.numpy)[0], "a number")
-
-
-class _Array(Unreadable):
-    """A numpy array in a pickle, as nested lists."""
-
-    as_lists: Any
-
-    def __setstate__(self, state: Any) -> None:
-        _, shape, dtype, by_columns, raw = state
-        values = numpy.frombuffer(raw, dtype=dtype.numpy).reshape(
-            shape, order="F" if by_columns else "C"
-        )
-        self.as_lists = _of_numpy(values, "an array")
-
-
-def _dict(*_: object) -> dict[Any, Any]:
-    return {}
-
-
-#: Functions that make builtins, by the names in a pickle that they replace, in both spellings of
-#: numpy's module.
-_AS_BUILTINS: dict[str, Any] = {
-    "numpy.dtype": _Dtype,
-    "numpy.ndarray": _Array,
-    "collections.defaultdict": _dict,
-    "numpy.core.multiarray.scalar": _scalar,
-    "numpy._core.multiarray.scalar": _scalar,
-    "numpy.core.multiarray._reconstruct": _Array,
-    "numpy._core.multiarray._reconstruct": _Array,
-}
-
-
 def stand_ins(names: Iterable[str]) -> list[Any]:
-    """Return the stand-ins, for torch's ``safe_globals``, of the classes and functions ``names`` of
-    a pickle.
+    """Return stand-ins, for torch's ``safe_globals``, of the classes and functions ``names`` of a
+    pickle.
     """
-    found = []
-    for name, stand_in in {**dict.fromkeys(names, Unreadable), **_AS_BUILTINS}.items():
-        found.append((stand_in, name))
-    return found
-
-
-def readable(value: Any) -> Any:
-    """Return ``value`` from a file as builtins.
-
-    Raises:
-        LayerWiseError: something in it is :class:`Unreadable`.
-    """
-    if isinstance(value, _Array):
-        return value.as_lists
-    if isinstance(value, Unreadable):
-        raise LayerWiseError("only code could restore it")
-    if isinstance(value, dict):
-        return {key: readable(held) for key, held in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([readable(held) for held in value])
-    return value
+    return [(Unreadable, name) for name in names]

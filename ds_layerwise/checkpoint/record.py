@@ -128,8 +128,6 @@ class Header:
     """The groups as config and script had set them, without changes by schedulers; None if
     unknown.
     """
-    unreadable: tuple[str, ...] = ()
-    """The keys of groups that only code could restore. They are not in ``param_groups``."""
     fast_dtypes: tuple[str, ...] | None = None
     """The dtypes in which ``ns_dtype`` "auto" could multiply; None if no recipe left the dtype
     open.

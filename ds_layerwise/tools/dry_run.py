@@ -30,8 +30,8 @@ from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
 from ds_layerwise.plan.routes.low_bit_checks import check_kept
 from ds_layerwise.plan.routes.override_matching import check_norm_groups
+from ds_layerwise.plan.routes.rate_checks import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.routes.routes import Route, Routes
-from ds_layerwise.plan.routes.schedule_rates import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.routes.tensor_parallel_routes import Cutter, cut
 from ds_layerwise.tools.hf_model import HfShapes
 

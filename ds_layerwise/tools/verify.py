@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +40,8 @@ class Report:
     problems: list[str] = field(default_factory=list)
     """The problems, one line each; empty if the checkpoint is good."""
     warnings: list[str] = field(default_factory=list)
-    contents: list[Contents] = field(default_factory=list)
-    """The contents of each part of the model; empty if it could not be opened."""
+    holds: list[str] = field(default_factory=list)
+    """The kinds of states, one line each."""
 
 
 def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -> Report:
@@ -67,7 +68,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
         # Mapping a damaged file may crash the process.
         return report
     try:
-        report.contents = [
+        parts = [
             Contents(folder, trust=trust, mp_rank=mp_rank) for mp_rank in range(mp_size(folder))
         ]
     except LayerWiseError as e:
@@ -75,22 +76,27 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
             raise
         report.problems.append(str(e))
         return report
-    first = report.contents[0]
+    first = parts[0]
     numel = 0
     steps = set()
-    for contents in report.contents:
+    kinds: Counter[str] = Counter()
+    for contents in parts:
         numel += sum(map(math.prod, contents.trained.values()))
         steps.add(contents.saved.header.step)
+        for name in contents.trained:
+            kinds[", ".join(contents.keys(name))] += 1
+    for keys, count in sorted(kinds.items()):
+        report.holds.append(f"{count} x {keys}")
     ranks = {None: "unknown world size", 1: "1 rank"}.get(
         first.world_size, f"{first.world_size} ranks"
     )
-    if len(report.contents) > 1:
-        ranks += f", {len(report.contents)} parts"
+    if len(parts) > 1:
+        ranks += f", {len(parts)} parts"
     report.summary = (
         f"{folder}: {kind} checkpoint, step {first.saved.header.step}, {ranks}, "
         f"{len(first.trained)} parameters, {numel:,} elements, {size:,} bytes"
     )
-    for contents in report.contents:
+    for contents in parts:
         _check_contents(contents, report, states=states, bars=bars)
     if len(steps) > 1:
         report.problems.append(

@@ -25,7 +25,8 @@ ROOT = Path(__file__).parents[2]
     (["repair", "x"], "invalid choice: 'repair'"),
     (["to-universal", "in"], "OUT"),
     (["verify"], "PATH"),
-    (["verify", "a", "b", "c"], "unrecognized arguments: c"),
+    (["verify", "a", "b"], "unrecognized arguments: b"),
+    (["compare", "a", "b"], "invalid choice: 'compare'"),
     (["verify", "a", "--overwrite"], "unrecognized arguments: --overwrite"),
     (["verify", "a", "--workers", "0"], "--workers: must be a whole number from 1 on, got '0'"),
     (["verify", "a", "--workers", "two"], "--workers: must be a whole number from 1 on, got 'two'"),
@@ -46,7 +47,7 @@ def test_sizes(text, size):
     assert cli._parser().parse_args(argv).max_shard_size == size
 
 
-@pytest.mark.parametrize("argv", [["to-universal", "in", "out"], ["verify", "in"], ["verify", "in", "other"],
+@pytest.mark.parametrize("argv", [["to-universal", "in", "out"], ["verify", "in"],
                                   ["consolidate", "in", "out.safetensors"]])
 def test_a_refusal_is_one_line_and_exit_code_2(argv, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -191,15 +191,14 @@ def leads_out(name: str) -> bool:
 
 
 def _save_id(content: Mapping[str, Any]) -> str:
-    """Return the identifier of the save that wrote ``content``. Version 0.1 writes the same format
-    without identifiers.
+    """Return the identifier of the save that wrote ``content``.
 
     Raises:
         ValueError: it is not valid.
     """
     if unknown := content.keys() - {"format", "digest", "save", "files"}:
         raise ValueError(f"it has an entry {min(unknown)!r}, which no save writes")
-    save = content.get("save", {"id": "", "digest": _digest("")})
+    save = content["save"]
     if _digest(save["id"]) != save["digest"]:
         raise ValueError("the digest of its save does not match")
     return str(save["id"])

@@ -338,7 +338,7 @@ class ShardedCheckpoint:
         self._read({HEADER: content})
         beside = Beside(content, Path(self._where))
         with naming(Path(self._where)):
-            for path, blocks in (beside.sums or {}).items():
+            for path, blocks in beside.sums.items():
                 size = self._sizes.get(path)
                 saved = sum(last - first for first, (last, _) in blocks.items())
                 if size is None or math.prod(size) != saved:

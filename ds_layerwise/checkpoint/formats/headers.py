@@ -70,24 +70,21 @@ class Beside:
     def __init__(self, content: Tensor, path: Path) -> None:
         self._path, raw = path, content.numpy().tobytes()
         body = raw[:-_DIGEST]
-        is_whole = hashlib.sha256(body).digest() == raw[-_DIGEST:]
-        found = load_bytes_safely(body if is_whole else raw, path)
         with naming(path):
-            if _SUMS in found and not is_whole:
+            if hashlib.sha256(body).digest() != raw[-_DIGEST:]:
                 raise ValueError("its header or its checksums differ from the saved ones")
-            # Earlier versions wrote no number.
-            check_format(found[KEY].get("format", FORMAT), path)
+            found = load_bytes_safely(body, path)
+            check_format(found[KEY]["format"], path)
             self.header = header_of(found)
-            self.save = str(found.get(_SAVE, ""))
-            self.sums: Sums | None = found.get(_SUMS)
-            """None in a checkpoint of an earlier version."""
+            self.save = str(found[_SAVE])
+            self.sums: Sums = found[_SUMS]
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
         """Return the range of the blocks of ``name`` that contain any of ``[start, stop)``."""
         begin = start
         end = stop
         with naming(self._path):
-            for first, (last, _) in (self.sums or {}).get(name, {}).items():
+            for first, (last, _) in self.sums.get(name, {}).items():
                 if first < stop and start < last:
                     begin = min(begin, first)
                     end = max(end, last)
@@ -100,8 +97,6 @@ class Beside:
         Raises:
             LayerWiseError: the values or their number differ.
         """
-        if self.sums is None:
-            return
         flat = values.reshape(-1)
         stop = start + values.numel()
         checked = 0

@@ -37,8 +37,8 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
-from ds_layerwise.checkpoint.plain_values import Unreadable, readable
-from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.plain_values import Unreadable
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import Layout
 
@@ -123,8 +123,6 @@ def to_state_dict(
             **describe(header),
             "param_starts": {piece.name: piece.param_start for piece in record.pieces},
             "extra_states": extra,
-            # Version 0.1 reads this key, the gradients of an unfinished step.
-            "accumulated": None,
         },
     }
 
@@ -148,7 +146,6 @@ def describe(header: Header) -> dict[str, Any]:
         "rule_of": {name: called[rule] for name, rule in header.rules.items()},
         "param_groups": [dict(group) for group in header.param_groups or ()],
         "configured": [dict(group) for group in header.configured or ()],
-        "unreadable": header.unreadable,
         "dtypes": header.dtypes,
         "fast_dtypes": header.fast_dtypes,
         "kept": {name: dict(states) for name, states in header.kept.items()},
@@ -166,28 +163,14 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
             groups, rules or their names it is a ``KeyError``.
     """
     ours = state_dict[KEY]
-    # Earlier versions saved the gradients of an unfinished step. They are ignored.
-    if ours.get("accumulated") is None:
-        within_step = ""
-    else:
-        within_step = WITHIN_STEP
-    scaler = state_dict.get(LOSS_SCALER)
     try:
-        # Version 0.1 names a rule like its family, and stores neither the family nor the meaning of
-        # states, nor all other entries.
-        rules = _RULES.validate_python(
-            {name: {"family": name, **rule} for name, rule in ours["rules"].items()}
-        )
-        groups, unreadable = _groups(ours["param_groups"])
+        rules = _RULES.validate_python(ours["rules"])
         # The rest was written as it is; keys that a header lacks are ignored.
         content = {
             **ours,
             "rules": {name: rules[key] for name, key in ours["rule_of"].items()},
-            "param_groups": groups,
-            "unreadable": (*ours.get("unreadable", ()), *unreadable),
-            "loss_scaler": None if isinstance(scaler, Unreadable) else scaler,
+            "loss_scaler": state_dict.get(LOSS_SCALER),
             "overflow": bool(state_dict.get("overflow")),
-            "repeats": ours.get("repeats") or within_step,
         }
         return _HEADER.validate_python(content)
     except ValidationError as e:
@@ -195,20 +178,6 @@ def header_of(state_dict: Mapping[str, Any]) -> Header:
         raise ValueError(
             f"{'.'.join(map(str, first['loc']))} is {first['input']!r:.100} ({first['msg']})"
         ) from e
-
-
-def _groups(saved: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
-    """Return the groups as builtins, and the names of values that cannot be read."""
-    groups: list[dict[str, Any]] = []
-    unreadable = []
-    for index, group in enumerate(saved):
-        groups.append({})
-        for key, value in group.items():
-            try:
-                groups[-1][key] = readable(value)
-            except LayerWiseError:
-                unreadable.append(f"param_groups[{index}].{key}")
-    return groups, tuple(unreadable)
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -267,8 +236,7 @@ class RegularCheckpoint:
                 )
         self._indices = {name: index for index, name in enumerate(self.header.shapes)}
         self._holders: dict[str, list[tuple[int, int, int]]] = {}
-        # Version 0.1 of this package writes the same format, and has no experts.
-        expert_names: Mapping[str, Sequence[str]] = self.ours.get("variants", {})
+        expert_names: Mapping[str, Sequence[str]] = self.ours["variants"]
         for holder in range(self.world_size):
             for piece in self.layout.pieces(holder):
                 names = expert_names.get(piece.name, (piece.name,))
@@ -281,7 +249,7 @@ class RegularCheckpoint:
         return [
             f"files of {self.world_size} ranks",
             f"layout {self.ours['layout_digest']}",
-            f"save {self.ours.get('save_id', '')}",
+            f"save {self.ours['save_id']}",
         ]
 
     def path(self, rank: int) -> Path:
@@ -298,9 +266,8 @@ class RegularCheckpoint:
 
     def _check(self, rank: int) -> None:
         path = self.path(rank)
-        # Version 0.1 of this package gave saves no identifier.
-        ours = {"save_id": "", **ours_of(self._dicts[rank], path)}
-        expected = {"save_id": "", **self.ours, "rank": rank}
+        ours = ours_of(self._dicts[rank], path)
+        expected = {**self.ours, "rank": rank}
         for key in ("rank", "world_size", "layout_digest", "step", "save_id"):
             if ours[key] != expected[key]:
                 raise LayerWiseError(
@@ -417,14 +384,10 @@ def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
         LayerWiseError: it contains an object that only code could restore.
     """
     ours_of(state_dict, path)
-    with naming(path):
-        unreadable = list(header_of(state_dict).unreadable)
     if isinstance(state_dict.get(LOSS_SCALER), Unreadable):
-        unreadable.append(LOSS_SCALER)
-    if unreadable:
         raise LayerWiseError(
-            f"{path} cannot be read back: {', '.join(unreadable)} is an object that only code "
-            "could restore; what was saved before is still there"
+            f"{path} cannot be read back: {LOSS_SCALER} is an object that only code could restore; "
+            "what was saved before is still there"
         )
 
 

@@ -23,7 +23,6 @@ import torch
 from deepspeed.checkpoint.constants import (
     BASE_OPTIMIZER_STATE,
     CAT_DIM,
-    LOSS_SCALER,
     OPTIMIZER_STATE_DICT,
     PARAM,
     PARAM_GROUPS,
@@ -40,7 +39,6 @@ from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.formats.regular import (
     CONVERTED,
     KEY,
-    describe,
     header_of,
     ours_of,
     travels_as,
@@ -297,20 +295,10 @@ def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
         if key not in _OF_ONE_RANK:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    header = header_of(state_dict)
-    # Objects in a file of version 0.1 are not written again.
-    common[LOSS_SCALER] = header.loss_scaler
-    common[KEY] = {
-        **state_dict[KEY],
-        **describe(header),
-        "extra_states": {},
-        "param_starts": {},
-        "accumulated": None,
-        "listed": True,
-    }
+    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "listed": True}
     # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
     # first one; without any, its groups keep those of its config.
-    step = {"step": _step(header.step)}
+    step = {"step": _step(state_dict[KEY]["step"])}
     common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]

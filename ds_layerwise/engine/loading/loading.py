@@ -40,7 +40,6 @@ from ds_layerwise.engine.loading.model_checks import (
     check_layers,
     check_model,
     check_model_file,
-    check_scheduler,
 )
 from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, load_cuts, with_weights
 from ds_layerwise.errors import LayerWiseError
@@ -72,13 +71,6 @@ def _load_checked(
         LayerWiseError: on every rank, if any rank finds a file missing or damaged, or one that does
             not fit this run.
     """
-    options = (
-        load_module_strict,
-        load_optimizer_states,
-        load_lr_scheduler_states,
-        load_module_only,
-        custom_load_fn,
-    )
     # A background save is the newest checkpoint, and may be the one to load.
     if engine.checkpoint_engine.is_decoupled():
         engine._commit_decoupled_checkpoint()
@@ -118,7 +110,15 @@ def _load_checked(
     ):
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
         with _pipeline_loading(engine.module, load), _Alone(load):
-            done = original(load_dir, tag, *options)
+            done = original(
+                load_dir,
+                tag,
+                load_module_strict,
+                load_optimizer_states,
+                load_lr_scheduler_states and (load_module_only or load.wants_scheduler),
+                load_module_only,
+                custom_load_fn,
+            )
         if load.found is not None:
             # The engine has not looked for masters.
             checkpointing.finish_load()
@@ -197,7 +197,7 @@ def _checked(
                 "so it would not call custom_load_fn; load without it, and change the weights "
                 "afterwards"
             )
-    disks.check_one_save(folder, own_disks=own_disks)
+    disks.check_one_save(folder)
     return is_universal, all_files
 
 
@@ -452,7 +452,6 @@ def _load_module_state_dict(
                 # Frozen parameters appear again in this key, under their checkpoint names.
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
                 check_model(engine, checkpoint, strict=strict)
-        check_scheduler(engine, checkpoint)
     if is_cut(engine):
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
         if custom_load_fn is None:

@@ -1,5 +1,5 @@
 """Checks of a model's file before the engine loads any of it: names, shapes, tied values, layers,
-scheduler.
+counts, the state of the scheduler.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.new_names import check_names
+from ds_layerwise.checkpoint.plain_values import check_kind
 from ds_layerwise.checkpoint.record import fits
-from ds_layerwise.engine.loading.scheduler_state import check_scheduler as check_state
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel.pipeline import is_pipeline
@@ -122,37 +122,74 @@ def check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> None
 #: The keys of the model's file that the engine reads after it has loaded the model.
 _COUNTS = "dp_world_size", "mp_world_size", "global_steps", "skipped_steps"
 
+#: The names in schedulers' states that depend on torch's version or on a scheduler's options, and
+#: that are not needed to load. Private names also differ between versions.
+_EITHER_WAY = frozenset(
+    ("verbose", "anneal_func", "default_min_lr", "use_beta1", "base_momentums", "max_momentums")
+)
 
-def check_scheduler(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse counts that are not numbers, and a scheduler state that the engine's scheduler cannot
-    load, if it is requested.
+
+def _check_counts(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse counts that are not numbers, and decide whether the scheduler continues from its
+    state.
 
     Raises:
-        ValueError: a count is not a number.
-        LayerWiseError: as in :func:`.scheduler_state.check_scheduler`.
+        ValueError: a count, or a value of the scheduler's state, is of another kind.
     """
-    # A direct call of load_module_state_dict loads no scheduler.
-    load: Load | None = engine.optimizer.checkpointing.load
-    if load is None:
-        return
     for key in _COUNTS:
         if not isinstance(checkpoint.get(key), int):
             raise ValueError(f"{key} is {checkpoint.get(key)!r:.100}, expected a whole number")
-    if engine.lr_scheduler is not None and load.wants_scheduler:
-        more = check_state(engine.lr_scheduler, checkpoint.get("lr_scheduler"))
-        if more and comm.rank_of(None) == 0:
-            announce(
-                f"ds_layerwise: the checkpoint's learning rate scheduler has {', '.join(more)}, "
-                f"which this run's {type(engine.lr_scheduler).__name__} does not have yet and "
-                "will load"
-            )
+    load: Load = engine.optimizer.checkpointing.load
+    scheduler = engine.lr_scheduler
+    if scheduler is None or not load.wants_scheduler:
+        return
+    load.wants_scheduler = _resumes(scheduler, checkpoint.get("lr_scheduler"))
+    if not load.wants_scheduler and comm.rank_of(None) == 0:
+        announce(
+            f"ds_layerwise: {type(scheduler).__name__} starts afresh, because the checkpoint has "
+            "no state of a learning rate scheduler, or that of another one"
+        )
+
+
+def _resumes(scheduler: Any, saved: Any) -> bool:
+    """Tell whether ``saved`` is a state of the class of ``scheduler``. torch's schedulers accept
+    any, and keep their own values for what is missing.
+
+    A script's scheduler may add an attribute at some event, such as the end of a warm-up. Its state
+    then has that attribute in addition to those of this run.
+
+    Raises:
+        ValueError: a value in it is of another kind than this run's; names it.
+    """
+    own = scheduler.state_dict()
+    if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
+        return isinstance(saved, type(own))
+    names = _names(own)
+    there = _names(saved)
+    is_of_library = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
+    if not names <= there or is_of_library and names != there:
+        return False
+    check_kind(own, saved, "the state of the learning rate scheduler")
+    return True
+
+
+def _names(state: Mapping[str, Any]) -> set[str]:
+    """Return the names in ``state`` that are compared, including those of inner schedulers."""
+    names: set[str] = set()
+    for key, value in state.items():
+        if key == "_schedulers":
+            for index, inner in enumerate(value):
+                names.update(f"{index}.{name}" for name in _names(inner))
+        elif not key.startswith("_") and key not in _EITHER_WAY:
+            names.add(key)
+    return names
 
 
 def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
-    """Check the model's file, from which the engine loads no weights of a universal checkpoint.
+    """Check what the engine reads of the model's file after it has loaded the model.
 
     Raises:
-        LayerWiseError: there is none, or it lacks the state that the scheduler needs to continue.
+        LayerWiseError: there is no such file, or it is damaged.
     """
     names = engine._get_all_ckpt_names(load_dir, tag)
     if not names:
@@ -166,4 +203,4 @@ def check_model_file(engine: DeepSpeedEngine, load_dir: str, tag: str) -> None:
         # A client may have stored anything in it. The engine loads it next, at the user's risk.
         return
     with naming(Path(names[0])):
-        check_scheduler(engine, checkpoint)
+        _check_counts(engine, checkpoint)

@@ -282,7 +282,7 @@ class Checkpointing:
         check_accuracy(
             run.planned.routes,
             run.planned.specs,
-            self._resumption(header).after(),
+            self._groups_after(header),
             told=(
                 f"with the parameter groups that continue from {folder} "
                 f"(layerwise.on_hyper_change is {run.config.on_hyper_change!r}), "
@@ -452,7 +452,14 @@ class Checkpointing:
             else:
                 held[name].copy_(value.view(held[name].shape))
 
-    def _resumption(self, header: Header, **scheduler: Any) -> resumed_groups.Resumption:
+    def _groups_after(self, header: Header) -> list[dict[str, Any]]:
+        """Return the settings of groups that a load leaves, except for rates."""
+        settings = self._run.optimizer.groups_now()
+        for group, (values, *_) in zip(settings, self._resumed(header), strict=False):
+            group |= {key: values[key] for key in group.keys() & values.keys()}
+        return settings
+
+    def _resumed(self, header: Header, *schedule: Any) -> list[resumed_groups.ResumedGroup]:
         run = self._run
         routes = run.planned.saved_routes
         group_of = {}
@@ -460,15 +467,9 @@ class Checkpointing:
             # A rate that an override sets is the config's, whatever a group has.
             if route.lr is None or run.optimizer.recipes_by_group:
                 group_of[name] = route.group
-        return resumed_groups.Resumption(
-            optimizer=run.optimizer,
-            header=header,
-            wins=run.config.on_hyper_change,
-            otherwise=resumed_groups.otherwise_trained(
-                rule_records(routes), header.rules, group_of
-            ),
-            **scheduler,
-        )
+        otherwise = resumed_groups.otherwise_trained(rule_records(routes), header.rules, group_of)
+        wins = run.config.on_hyper_change
+        return resumed_groups.resumed(run.optimizer, header, wins, otherwise, *schedule)
 
     def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
         """Load the part that is not tensors: step count, hyper-parameters, loss scale."""
@@ -476,9 +477,10 @@ class Checkpointing:
         planned = run.planned
         run.progress.state.updates = header.step
         run.scaling.overflow = header.overflow
-        lines = self._resumption(
-            header, scheduler=run.engine().lr_scheduler, goes_on=wants_scheduler
-        ).take_over()
+        scheduler = run.engine().lr_scheduler
+        goes_on = None if scheduler is None else wants_scheduler
+        groups = self._resumed(header, scheduler, goes_on)
+        lines = resumed_groups.take_over(groups, run.optimizer, scheduler)
         if comm.rank_of(None) == 0:
             lines += run.products.changes(planned.recipes, header.fast_dtypes)
             for line in lines:

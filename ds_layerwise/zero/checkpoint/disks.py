@@ -207,7 +207,7 @@ def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
     return max(sorted(common), key=lambda tag: first[tag][1], default=None)
 
 
-def check_one_save(folder: Path, *, own_disks: bool) -> None:
+def check_one_save(folder: Path) -> None:
     """Raise an error if ranks see different saves under the name ``folder``.
 
     Raises:
@@ -215,10 +215,6 @@ def check_one_save(folder: Path, *, own_disks: bool) -> None:
     """
     with comm.errors_on_all_ranks():
         found = atomic.save_ids(folder)[0]
-        if not found and not own_disks and (folder / FILE_NAME).exists():
-            # Version 0.1 of this package gave saves no identifier. On one disk, all ranks see the
-            # same list.
-            found = comm.digest_of([(folder / FILE_NAME).read_text()])
     everyone = comm.gather_objects((found, str(folder.absolute())), group=None)
     for rank, (other, place) in enumerate(everyone):
         if other != everyone[0][0]:

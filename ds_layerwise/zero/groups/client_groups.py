@@ -17,8 +17,8 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.optimizers.base.fields import normalised
 from ds_layerwise.optimizers.foreign.client_recipe import ClientSplit
+from ds_layerwise.plan.routes.rate_checks import check_floors
 from ds_layerwise.plan.routes.routes import Routes
-from ds_layerwise.plan.routes.schedule_rates import check_floors
 from ds_layerwise.zero.groups.client_object import (
     must_be_optimizer,
     of_class,
@@ -105,9 +105,6 @@ class ClientOptimizer(LayerWiseOptimizer):
                     f"param_groups[{route.group}], and lr of that is 0; let it start at its highest"
                 )
         check_floors(routes, groups)
-
-    def require_schedule_of_rates(self, schedule: object, routes: Routes) -> None:
-        """Do nothing: no rate of the object follows another one."""
 
     def named(self, given: Mapping[str, Any]) -> dict[str, object]:
         """Return the part of ``given`` that a load compares: all of it, under the names of the

@@ -22,13 +22,8 @@ from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.recipe_registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.routes.group_defaults import OF_OTHER_SCHEDULES
+from ds_layerwise.plan.routes.rate_checks import check_floors, check_peaks, check_taken
 from ds_layerwise.plan.routes.routes import Route, Routes
-from ds_layerwise.plan.routes.schedule_rates import (
-    check_floors,
-    check_peaks,
-    check_schedule,
-    check_taken,
-)
 
 #: The rates of a config, each with the group's key for its ratio to ``lr``.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}
@@ -203,12 +198,13 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         lr = float(given["lr"])
         named: dict[str, object] = {"lr": lr}
         for key, ratio in RATIOS.items():
-            # As many digits as survive a product of two rounded numbers.
-            named[key] = float(f"{float(given[ratio]) * lr:.12g}")
-        for key in HYPER_KEYS:
+            if ratio in given:
+                # As many digits as survive a product of two rounded numbers.
+                named[key] = float(f"{float(given[ratio]) * lr:.12g}")
+        for key in given.keys() & set(HYPER_KEYS) - {"lr", *RATIOS.values()}:
             if key == "betas":
                 named[key] = tuple(map(float, given[key]))
-            elif key not in ("lr", *RATIOS.values()):
+            else:
                 named[key] = float(given[key])
         return named
 
@@ -219,7 +215,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def require_chosen_rates(self, routes: Routes) -> None:
         """Refuse a group that has matrices and an ``lr`` of its own without ``muon_lr``, a
-        scheduler that would set rates nobody chose, and a bound above its rate.
+        ``scheduler`` section that would set rates nobody chose, and a bound above its rate.
 
         Raises:
             ConfigError: for the first two only if ``scale_mode`` is not "match_rms_adamw", because
@@ -244,20 +240,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         check_taken(self.config, routes, self.own_keys)
         check_floors(routes, self.groups_now())
         check_peaks(self._scheduler, self.param_groups, self.config, used=_ratios_in(routes))
-
-    def require_schedule_of_rates(self, schedule: object, routes: Routes) -> None:
-        """Refuse a script's scheduler that would set rates nobody chose.
-
-        Raises:
-            ConfigError: names the scheduler's attribute for its peak.
-        """
-        check_schedule(
-            schedule,
-            [given["lr"] for given in self.built_with],
-            self.param_groups,
-            self.config,
-            used=_ratios_in(routes),
-        )
 
     def restore_groups(self) -> None:
         """Restore the groups without parameters, which DeepSpeed removes: users and schedulers rely

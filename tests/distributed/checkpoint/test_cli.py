@@ -128,7 +128,7 @@ class TestToUniversal(DistributedTest):
             assert_refused("--trust-client-state", *command)
         assert not out.exists()
         assert run("to-universal", tmp_path, out, "--trust-client-state")[::2] == (0, "")
-        assert run("verify", out, tmp_path, "--trust-client-state")[0] == 0
+        assert run("verify", out, "--trust-client-state")[0] == 0
 
 
 class ClientObject:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import enum
-import math
 from pathlib import Path
 
 import deepspeed.comm as dist
@@ -13,12 +12,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.optim.lr_scheduler import (
-    ChainedScheduler,
-    ConstantLR,
-    CosineAnnealingLR,
-    CosineAnnealingWarmRestarts,
-    CyclicLR,
-    ExponentialLR,
     LambdaLR,
     OneCycleLR,
     SequentialLR,
@@ -26,12 +19,9 @@ from torch.optim.lr_scheduler import (
 )
 
 import ds_layerwise
-from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.checkpoint.plain_values import like, plain
-from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.zero.checkpoint import resumed_groups
-from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, states
+from tests.support.checkpoints import ONE_FILE, assert_same_run, go_on_from, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import MUON, Net, ds_config, start, train_engine, train_engines, weights
@@ -142,48 +132,6 @@ class TestWhatIsWritten(DistributedTest):
         engine.load_checkpoint(tmp_path)
         engine.save_checkpoint(tmp_path, tag="after")
 
-    def test_a_config_with_numbers_of_numpy(self, tmp_path):
-        """DeepSpeed writes the config into the same files."""
-        config = ds_config(params={"lr": np.float64(0.003), "muon_lr": np.float64(0.02)}, layerwise={"fsync": True})
-        engine, resumed = start(Net(), config), start(Net(), config)
-        train_engine(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        resumed.load_checkpoint(tmp_path)
-        assert_equal_states(states(resumed), states(engine))
-
-    def test_a_checkpoint_of_version_0_1_loads(self, tmp_path, monkeypatch, capsys):
-        """Version 0.1 wrote groups as they were, and nothing of what they had been given."""
-        config = ds_config(layerwise={"save_universal": True})
-        written = {key: value for key, (value, _) in VALUES.items() if key != "names"}
-        with monkeypatch.context() as patch:
-            patch.setattr(saving.regular, "check_readable", lambda *_: None)
-            patch.setattr(resumed_groups, "described", lambda groups: [
-                {key: value for key, value in group.items() if key != "params"} for group in groups])
-            engine = train_engine(start(Net(), config), 1)
-            engine.optimizer.param_groups[0].update(written, thing=Thing())
-            engine.optimizer.configured = []
-            engine.save_checkpoint(tmp_path, tag="tag")
-        with pytest.raises(LayerWiseError, match="cannot be read: UnpicklingError"):
-            load_safely(tmp_path / "tag" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-        for tag in ("tag", "tag_universal"):
-            resumed = start(Net(), config)
-            own = {key: object() for key in ("thing", "pair", "place", "kind")}
-            resumed.optimizer.param_groups[0].update(own)
-            capsys.readouterr()
-            resumed.load_checkpoint(tmp_path, tag=tag)
-            found = resumed.optimizer.param_groups[0]
-            for key in written.keys() - own.keys():
-                assert found[key] == VALUES[key][1] and type(found[key]).__module__ != "numpy", key
-            for key, value in own.items():
-                assert found[key] is value, key
-            if dist.get_rank() == 0:
-                said = capsys.readouterr().out
-                for key in own:
-                    assert f"param_groups[0].{key} is an object in the checkpoint" in said
-            assert_equal_states(states(resumed), states(engine))
-            resumed.destroy()
-
-
 class Moded(torch.optim.Optimizer):
     """Descends as far as what its groups say is this class's own."""
 
@@ -215,23 +163,6 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert group["mode"] is Kind.FAST and group["pair"] == Pair(1, Kind.FAST) and type(group["pair"]) is Pair
         train_engines((engine, resumed), 2, first=1)
         assert torch.equal(weights(resumed.module), weights(engine.module))
-
-    @pytest.mark.parametrize("wins", ["checkpoint", "config"])
-    def test_a_value_that_the_run_says_otherwise(self, wins, tmp_path, capsys):
-        """Whatever wins is of the class that this run has for it."""
-        other = {"mode": Kind.SLOW, "pair": Pair(2, Kind.SLOW), "by": {Kind.FAST: 0.25}, "flags": Flags.B}
-        engine = with_object(lambda params: Moded(params, **other))
-        train_engine(engine, 1)
-        engine.save_checkpoint(tmp_path)
-        capsys.readouterr()
-        resumed = with_object(Moded, on_hyper_change=wins)
-        expected = other if wins == "checkpoint" else {key: resumed.optimizer.param_groups[0][key] for key in other}
-        resumed.load_checkpoint(tmp_path)
-        if dist.get_rank() == 0:
-            assert "param_groups[0].mode was slow in the saved run and is fast" in capsys.readouterr().out
-        found = {key: resumed.optimizer.param_groups[0][key] for key in other}
-        assert found == expected and {key: type(each) for key, each in found.items()} == {
-            key: type(each) for key, each in expected.items()}
 
     def test_names_and_routes_of_parameters_are_this_runs(self, tmp_path):
         class Wrapped(torch.nn.Module):
@@ -278,21 +209,27 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
 RATES = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1}
 
 #: Runs that go on from one of Muon and AdamW with another optimizer, or another scale, for some parameters; and whether
-#: the group of those goes by this run's config then.
+#: the group of those holds this run's values then.
 OTHERWISE = {
     "another rule": ({"matrix_optimizer": "soap", "muon_lr": 0.004}, {}, True),
-    "one rule for all": ({"matrix_optimizer": "adamw", "lr": 0.002, "muon_lr": 0.002}, {}, True),
-    "the same states": ({"matrix_optimizer": "polargrad", "muon_lr": 0.25}, {}, True),
     "another scale": ({"scale_mode": "match_rms_adamw", "muon_lr": 0.002}, {}, True),
-    "another size by a hook": ({"relative_update": True, "muon_lr": 0.01}, {}, True),
     "the scalar one": ({"scalar_optimizer": "lion", "lr": 0.0003, "betas": [0.5, 0.75]}, {}, True),
-    "an override": ({"muon_lr": 0.01}, {"optimizer": "normuon"}, True),
     "an override with a rate": ({"muon_lr": 0.01}, {"optimizer": "soap", "lr": 0.004}, False),
     "none": ({"muon_lr": 0.01, "nesterov": False}, {}, False),
 }
 
-#: What a config says otherwise than the one before it, and what a group then goes on with.
+#: What a config says otherwise than the one before it, and what a group may go on with then.
 OTHER = {"lr": 0.006, "muon_lr": 0.01, "weight_decay": 0.5, "momentum": 0.5, "betas": [0.25, 0.5], "eps": 1e-3}
+
+#: Schedules of torch: one from a base, one that multiplies on from the group, one with parts, one that keeps its peak.
+SCHEDULES = {
+    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
+    "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
+    "sequential": lambda optimizer: SequentialLR(optimizer, [
+        LambdaLR(optimizer, lambda step: (1 + step) / 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3]),
+    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8,
+                                              cycle_momentum=False),
+}
 
 
 def effective(engine):
@@ -313,46 +250,13 @@ def with_object(make, schedule=None, module=None, **layerwise):
                                    lr_scheduler=schedule(optimizer) if schedule else None)[0]
 
 
-#: Schedules that multiply on from the group, set it from a base, and move betas, too.
-AFRESH = {
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=10),
-    "exponential": lambda optimizer: ExponentialLR(optimizer, 0.5),
-    "step": lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
-    "lambda": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10,
-                                              base_momentum=100 * optimizer.param_groups[0]["lr"]),
-    "chained": lambda optimizer: ChainedScheduler([ExponentialLR(optimizer, 0.5), ConstantLR(optimizer, 0.5, 2)]),
-    "sequential cycle": lambda optimizer: SequentialLR(optimizer, [
-        OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=10),
-        ExponentialLR(optimizer, 0.5)], [8]),
-    "of DeepSpeed": None,
-}
-
-#: Schedules that go on; what a cosine comes down to is no part of the rate.
-ONWARD = {
-    "lambda": AFRESH["lambda"],
-    "step": AFRESH["step"],
-    "sequential": lambda optimizer: SequentialLR(optimizer, [
-        LambdaLR(optimizer, lambda step: (1 + step) / 4), LambdaLR(optimizer, lambda step: 1 / (1 + step))], [3]),
-    "one cycle": lambda optimizer: OneCycleLR(optimizer, max_lr=optimizer.param_groups[0]["lr"], total_steps=8,
-                                              cycle_momentum=False),
-    "cyclic": lambda optimizer: CyclicLR(optimizer, base_lr=optimizer.param_groups[0]["lr"] / 4,
-                                         max_lr=optimizer.param_groups[0]["lr"], step_size_up=4, cycle_momentum=False),
-    "cosine": lambda optimizer: CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002),
-    "restarts": lambda optimizer: CosineAnnealingWarmRestarts(optimizer, 5, eta_min=0.002),
-    "sequential cosine": lambda optimizer: SequentialLR(optimizer, [
-        LambdaLR(optimizer, lambda step: (1 + step) / 2), CosineAnnealingLR(optimizer, T_max=8, eta_min=0.002)], [1]),
-}
-
-
 class TestAnotherOptimizer(DistributedTest):
-    """Rates of another optimizer are this run's, in every form of checkpoint."""
+    """Its groups hold this run's values, in every form of checkpoint."""
 
     @pytest.mark.parametrize("policy, stage", [("reset", 1), ("keep_shared", 3)])
     def test_rates_are_those_of_the_config(self, policy, stage, tmp_path, capsys):
         config = ds_config(stage=stage, layerwise={"save_universal": True})
-        # A script's scheduler has moved the rate: it goes on from this run's.
-        saved = train_engine(start(Net(), config, lr_scheduler=AFRESH["lambda"]), 3)
+        saved = train_engine(start(Net(), config, lr_scheduler=SCHEDULES["lambda"]), 3)
         saved.save_checkpoint(tmp_path, tag="tag")
         saved.optimizer.save_state_dict_to_file(tmp_path / ONE_FILE)
         dcp.save(saved.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / "sharded"))
@@ -362,7 +266,7 @@ class TestAnotherOptimizer(DistributedTest):
                 layerwise["overrides"] = [{"name": "square.weight", **override}]
             config = ds_config(stage=stage, layerwise=layerwise, optimizer={
                 "type": "LayerWise", "params": {"matrix_optimizer": "muon", **RATES, **params}})
-            engine, fresh = (start(Net(), config, lr_scheduler=AFRESH["lambda"]) for _ in range(2))
+            engine, fresh = (start(Net(), config, lr_scheduler=SCHEDULES["lambda"]) for _ in range(2))
             expected = effective(fresh if is_this_runs else saved)
             for key in ("muon_lr", "adam_lr"):
                 if is_this_runs:
@@ -381,13 +285,12 @@ class TestAnotherOptimizer(DistributedTest):
                         (fresh if is_this_runs else saved).optimizer.param_groups[0]["matrix_lr_ratio"]), (kind, tag)
                 if dist.get_rank() == 0:
                     said = capsys.readouterr().out
-                    assert ("is used, because the saved run used" in said) == is_this_runs, (kind, tag)
-            train_engine(engine, 1, first=3)
+                    assert ("are used, because the saved run used" in said) == is_this_runs, (kind, tag)
             engine.destroy()
             fresh.destroy()
 
     def test_a_group_that_goes_to_another_one(self, tmp_path):
-        """The other group goes on as it was saved."""
+        """The other group goes on as it was saved; ``use_muon`` is this run's."""
         def started(use_muon, lr, other):
             module = Net()
             rest = [p for p in module.parameters() if p is not module.square.weight]
@@ -400,145 +303,15 @@ class TestAnotherOptimizer(DistributedTest):
         engine.save_checkpoint(tmp_path)
         resumed.load_checkpoint(tmp_path)
         assert [group["lr"] for group in resumed.optimizer.param_groups] == [0.02, 0.001]
+        assert [group["use_muon"] for group in resumed.optimizer.param_groups] == [True, False]
 
-
-class TestWhatWins(DistributedTest):
-    def resumed(self, folder, wins, *, tag="tag", **changes):
-        engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": wins} if wins else {}), **changes)
-        engine.load_checkpoint(folder, tag=tag)
-        return engine
-
-    @pytest.mark.parametrize("wins, tag", [
-        (None, "tag"), ("checkpoint", "tag_universal"), ("config", "tag"), ("config", "tag_universal"),
-        pytest.param(None, "tag_universal", marks=pytest.mark.thorough),
-        pytest.param("checkpoint", "tag", marks=pytest.mark.thorough)])
-    def test_without_a_schedule(self, wins, tag, tmp_path, capsys):
-        old = train_engine(start(Net(), ds_config(layerwise={"save_universal": True})), 2)
-        old.save_checkpoint(tmp_path, tag="tag")
-        capsys.readouterr()
-        engine = self.resumed(tmp_path, wins, tag=tag)
-        if dist.get_rank() == 0:
-            said = [line for line in capsys.readouterr().out.splitlines() if "param_groups[0]." in line]
-            assert len(said) == 7
-            for key, before, now in (("lr", 0.003, 0.006), ("muon_lr", 0.02, 0.01), ("adam_lr", 0.003, 0.006),
-                                     ("weight_decay", 0.1, 0.5), ("momentum", 0.95, 0.5),
-                                     ("betas", (0.9, 0.95), (0.25, 0.5)), ("eps", 1e-10, 1e-3)):
-                line, = (line for line in said if f"param_groups[0].{key} was {before} " in line)
-                assert f"is {now} in this run's config; {now if wins == 'config' else before} is used" in line
-        fresh = start(Net(), ds_config(params=OTHER))
-        assert effective(engine) == effective(fresh if wins == "config" else old)
-        # What is in force decides the next step.
-        old.optimizer.param_groups[0].update(
-            {key: value for key, value in engine.optimizer.param_groups[0].items() if key != "params"})
-        train_engine(old, 2, first=2)
-        train_engine(engine, 2, first=2)
-        assert torch.equal(weights(engine.module), weights(old.module))
-        # The next resume is told of what goes on by then.
-        engine.save_checkpoint(tmp_path, tag="again")
-        capsys.readouterr()
-        self.resumed(tmp_path, wins, tag="again")
-        if dist.get_rank() == 0:
-            assert capsys.readouterr().out.count("param_groups[0].") == (0 if wins == "config" else 7)
-
-    @pytest.mark.parametrize("kind", ONWARD)
-    def test_a_schedule_of_torch_goes_on_from_the_new_rate(self, kind, tmp_path):
-        """The run goes on as if it had had that rate from the start."""
-        schedule = ONWARD[kind]
-        old, always = (start(Net(), ds_config(params=params), lr_scheduler=schedule) for params in ({}, OTHER))
-        train_engine(old, 3)
-        train_engine(always, 3)
-        old.save_checkpoint(tmp_path, tag="tag")
-        engine, stays = (self.resumed(tmp_path, wins, lr_scheduler=schedule) for wins in ("config", "checkpoint"))
-        for step in range(3, 6):
-            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
-            assert engine.lr_scheduler.get_last_lr() == pytest.approx(always.lr_scheduler.get_last_lr(), rel=1e-12)
-            assert effective(engine) == effective(always)
-            assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
-            train_engines((old, always, engine, stays), 1, first=step)
-
-    @pytest.mark.parametrize("wins", ["checkpoint", "config"])
-    @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh"])
-    def test_a_schedule_that_starts_from_the_config_has_its_rates(self, kind, wins, tmp_path, capsys):
-        """Whatever wins, ``lr`` is the config's then; the ratio of another one would make a rate that nobody chose."""
-        def scheduled(params, **layerwise):
-            lr = {**MUON, **params}["lr"]
-            if kind == "of DeepSpeed":
-                warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 4}}
-                return start(Net(), ds_config(params=params, layerwise=layerwise, scheduler=warmup))
-            return start(Net(), ds_config(params=params, layerwise=layerwise),
-                         lr_scheduler=lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)))
-
-        old, engine, always = scheduled({}), scheduled(OTHER, on_hyper_change=wins), scheduled(OTHER)
-        train_engine(old, 3)
-        old.save_checkpoint(tmp_path)
-        capsys.readouterr()
-        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=kind == "of DeepSpeed")
-        if dist.get_rank() == 0:
-            said = capsys.readouterr().out
-            assert "param_groups[0].muon_lr was 0.02 in the saved run and is 0.01 in this run's config; " \
-                   "0.01 is used" in said
-            assert (f"because {type(engine.lr_scheduler).__name__} starts" in said) == (wins == "checkpoint")
-            assert ("0.1 is used" in said) == (wins == "checkpoint")
-        train_engine(always, 3 if kind == "of DeepSpeed" else 0)
-        for step in range(3, 5):
-            train_engines((engine, always), 1, first=step)
-            now, wanted = effective(engine), effective(always)
-            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
-            assert all(now[key] == wanted[key] for key in ("muon_lr", "adam_lr"))
-            assert now["weight_decay"] == (0.1 if wins == "checkpoint" else 0.5)
-
-    @pytest.mark.parametrize("kind", AFRESH)
-    def test_a_schedule_that_starts_afresh_is_one_of_this_run(self, kind, tmp_path):
-        """Step for step what it is in a run that loads nothing: most of torch's multiply on from what a group says."""
-        def scheduled(params=None, **layerwise):
-            lr = {**MUON, **(params or {})}["lr"]
-            if kind == "of DeepSpeed":
-                return start(Net(), ds_config(params=params or {}, layerwise=layerwise, scheduler={
-                    "type": "OneCycle", "params": {"cycle_min_lr": lr / 4, "cycle_max_lr": lr,
-                                                   "cycle_first_step_size": 4, "cycle_min_mom": 0.5}}))
-            return start(Net(), ds_config(params=params or {}, layerwise=layerwise), lr_scheduler=AFRESH[kind])
-
-        def said(engine):
-            return {key: value for key, value in engine.optimizer.param_groups[0].items()
-                    if key in ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "betas")}
-
-        old = scheduled()
-        train_engine(old, 5)
-        old.save_checkpoint(tmp_path)
-        for params, wins in (({}, "checkpoint"), (OTHER, "checkpoint"), (OTHER, "config")):
-            engine, always = scheduled(params, on_hyper_change=wins), scheduled(params)
-            engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
-            for step in range(3):
-                expected = said(always)
-                if wins == "checkpoint" and "cycle" not in kind.lower() and kind != "of DeepSpeed":
-                    expected["betas"] = (0.9, 0.95)
-                assert said(engine) == expected, (params, wins, step)
-                assert engine.get_lr() == always.get_lr()
-                train_engines((engine, always), 1, first=5 + step)
-            for each in (engine, always):
-                each.destroy()
-
-    def test_a_schedule_of_an_object_that_starts_afresh(self, tmp_path):
-        old, engine = (with_object(lambda params: torch.optim.AdamW(params, lr=0.01),
-                                   lambda optimizer: CosineAnnealingLR(optimizer, T_max=10)) for _ in range(2))
-        train_engine(old, 8)
-        old.save_checkpoint(tmp_path)
-        engine.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
-        for step in range(4):
-            assert engine.get_lr() == [pytest.approx(0.005 * (1 + math.cos(math.pi * step / 10)))]
-            train_engine(engine, 1, first=8 + step)
-
-    @pytest.mark.parametrize("before, kind", [
-        ("a config", "lambda"), ("a config", "cosine"), ("an object", "exponential"),
-        *(pytest.param(*each, marks=pytest.mark.thorough)
-          for each in (("a config", "exponential"), ("an object", "lambda"), ("an object", "cosine")))])
-    def test_a_schedule_goes_on_where_the_values_of_a_group_do_not(self, before, kind, tmp_path):
-        """The saved run had another optimizer: the schedule is at the same place, from the rate of this run."""
+    @pytest.mark.parametrize("before", ["a config", "an object"])
+    def test_a_schedule_goes_on_from_the_rate_of_this_run(self, before, tmp_path):
         def descends(lr, **layerwise):
-            return with_object(lambda params: torch.optim.SGD(params, lr=lr), AFRESH[kind], **layerwise)
+            return with_object(lambda params: torch.optim.SGD(params, lr=lr), SCHEDULES["lambda"], **layerwise)
 
-        old = start(Net(), ds_config(), lr_scheduler=AFRESH[kind]) if before == "a config" else with_object(
-            lambda params: torch.optim.AdamW(params, lr=0.003), AFRESH[kind])
+        old = start(Net(), ds_config(), lr_scheduler=SCHEDULES["lambda"]) if before == "a config" else with_object(
+            lambda params: torch.optim.AdamW(params, lr=0.003), SCHEDULES["lambda"])
         engine, always = descends(0.0625, on_optimizer_change="reset"), descends(0.0625)
         train_engines((old, always), 3)
         old.save_checkpoint(tmp_path)
@@ -546,71 +319,92 @@ class TestWhatWins(DistributedTest):
         for step in range(3, 6):
             assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
             train_engines((engine, always), 1, first=step)
+        assert {"matrix_lr_ratio", "betas"}.isdisjoint(engine.optimizer.param_groups[0])
 
-    @pytest.mark.parametrize("before", ["a config", "an object"])
-    def test_a_rate_that_a_script_moves_is_this_runs_where_the_values_of_a_group_do_not_go_on(self, before, tmp_path):
-        old = start(Net(), ds_config()) if before == "a config" else with_object(
-            lambda params: torch.optim.AdamW(params, lr=0.003))
-        engine = with_object(lambda params: torch.optim.SGD(params, lr=0.0625), on_optimizer_change="reset")
-        old.optimizer.param_groups[0]["lr"] /= 10
-        train_engine(old, 1)
+
+class TestWhatWins(DistributedTest):
+    def resumed(self, folder, wins, **changes):
+        engine = start(Net(), ds_config(params=OTHER, layerwise={"on_hyper_change": wins}), **changes)
+        engine.load_checkpoint(folder)
+        return engine
+
+    def test_a_group_is_of_one_side_as_a_whole(self, tmp_path, capsys):
+        """A value that a script has moved is the checkpoint's, too."""
+        old, fresh = start(Net(), ds_config()), start(Net(), ds_config(params=OTHER))
+        old.optimizer.param_groups[0].update(lr=0.001, mine=3)
+        train_engine(old, 2)
         old.save_checkpoint(tmp_path)
+        capsys.readouterr()
+        for wins, source, outcome in (("checkpoint", old, "the checkpoint's are used, set layerwise.on_hyper_change"),
+                                      ("config", fresh, "this run's values are used, because layerwise.on_hyper_ch")):
+            engine = self.resumed(tmp_path, wins)
+            assert effective(engine) == effective(source)
+            assert engine.optimizer.param_groups[0].get("mine") == source.optimizer.param_groups[0].get("mine")
+            if dist.get_rank() == 0:
+                line, = (line for line in capsys.readouterr().out.splitlines() if "param_groups[0]" in line)
+                assert outcome in line
+                for text in ("lr was 0.003 and is 0.006", "muon_lr was 0.02 and is 0.01", "weight_decay was 0.1 and is",
+                             "adam_lr was 0.003 and is 0.006", "betas was (0.9, 0.95) and is (0.25, 0.5)",
+                             "momentum was 0.95 and is 0.5", "eps was 1e-10 and is 0.001"):
+                    assert text in line
+        engine = start(Net(), ds_config(layerwise={"on_hyper_change": "config"}))
         engine.load_checkpoint(tmp_path)
-        assert engine.optimizer.param_groups[0]["lr"] == 0.0625
+        assert effective(engine) == effective(old) and "param_groups[0]" not in capsys.readouterr().out
 
-    @pytest.mark.parametrize("scheduled", [False, True])
-    def test_a_rate_that_began_at_0(self, scheduled, tmp_path):
-        """There is no ratio to it: what this run says of it is taken."""
-        def started(lr, **layerwise):
-            return with_object(lambda params: torch.optim.SGD(params, lr=lr), scheduled and (
-                lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step))), **layerwise)
-
-        old = started(0.0)
-        for step in range(2):
-            old.optimizer.param_groups[0]["lr"] = 0.01
-            train_engine(old, 1, first=step)
-        old.optimizer.param_groups[0]["lr"] = 0.01
+    @pytest.mark.parametrize("kind", SCHEDULES)
+    def test_a_schedule_of_torch_goes_on_from_its_state(self, kind, tmp_path):
+        """With this run's values, as if it had had their rate from the start."""
+        schedule = SCHEDULES[kind]
+        old, always = (start(Net(), ds_config(params=params), lr_scheduler=schedule) for params in ({}, OTHER))
+        train_engines((old, always), 3)
         old.save_checkpoint(tmp_path)
-        engine = started(0.0625, on_hyper_change="config")
-        engine.load_checkpoint(tmp_path)
-        assert engine.optimizer.param_groups[0]["lr"] == 0.0625
-        train_engine(engine, 1, first=2)
-        assert engine.optimizer.param_groups[0]["lr"] == pytest.approx(0.0625 / 4 if scheduled else 0.0625)
-        # A rate of its own stands to this run's where the checkpoint's is none.
-        deltas = []
-        for overrides in ([], [{"name": "embed.weight", "lr": 0.001}]):
-            engine = started(0.05, overrides=overrides)
-            engine.load_checkpoint(tmp_path)
-            assert engine.optimizer.param_groups[0]["lr"] == 0.01
-            before = engine.module.embed.weight.detach().clone()
-            train_engine(engine, 1, first=2)
-            deltas.append(engine.module.embed.weight.detach() - before)
-        assert deltas[0].abs().max() > 1e-4
-        # 0.001 * 0.01 / 0.05, and 0.01
-        assert torch.allclose(deltas[1], deltas[0] * 0.02, rtol=1e-3, atol=1e-7)
+        engine, stays = (self.resumed(tmp_path, wins, lr_scheduler=schedule) for wins in ("config", "checkpoint"))
+        for step in range(3, 6):
+            assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12), step
+            assert effective(engine) == effective(always)
+            assert stays.get_lr() == old.get_lr() and effective(stays) == effective(old)
+            train_engines((old, always, engine, stays), 1, first=step)
 
-    def test_values_that_have_not_changed_go_on_as_they_were(self, tmp_path, capsys):
-        """A momentum that the script has moved is no change of the config."""
-        old = start(Net(), ds_config())
-        old.optimizer.param_groups[0].update(momentum=0.75, lr=0.001)
-        old.save_checkpoint(tmp_path, tag="tag")
-        engine = start(Net(), ds_config(layerwise={"on_hyper_change": "config"}, params={"weight_decay": 0.5}))
-        engine.load_checkpoint(tmp_path, tag="tag")
-        group, = engine.optimizer.param_groups
-        assert (group["momentum"], group["lr"], group["weight_decay"]) == (0.75, 0.001, 0.5)
+    @pytest.mark.parametrize("kind", ["of DeepSpeed", "afresh", "of another kind"])
+    def test_a_schedule_that_starts_from_the_config_has_its_rates(self, kind, tmp_path, capsys):
+        """Whatever wins; the ratio of another rate would make one that nobody chose."""
+        def scheduled(params, key="lambda", **layerwise):
+            lr = {**MUON, **params}["lr"]
+            if kind == "of DeepSpeed":
+                warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": lr, "warmup_num_steps": 4}}
+                return start(Net(), ds_config(params=params, layerwise=layerwise, scheduler=warmup))
+            return start(Net(), ds_config(params=params, layerwise=layerwise), lr_scheduler=SCHEDULES[key])
+
+        old = scheduled({}, "step" if kind == "of another kind" else "lambda")
+        train_engine(old, 3)
+        old.save_checkpoint(tmp_path)
+        for params in (OTHER, {}):
+            engine, always = scheduled(params), scheduled(params)
+            capsys.readouterr()
+            engine.load_checkpoint(tmp_path, load_lr_scheduler_states=kind != "afresh")
+            if dist.get_rank() == 0:
+                said = capsys.readouterr().out
+                assert ("are used, because" in said) == bool(params)
+                assert ("LambdaLR starts afresh, because" in said) == (kind == "of another kind")
+            train_engine(always, 3 if kind == "of DeepSpeed" else 0)
+            for step in range(3, 5):
+                assert engine.get_lr() == pytest.approx(always.get_lr(), rel=1e-12)
+                assert effective(engine) == effective(always)
+                train_engines((engine, always), 1, first=step)
 
     def test_each_group_by_itself(self, tmp_path, capsys):
-        def start_groups(decays, wins):
+        def start_groups(decays):
             module = Net()
             params = list(module.parameters())
             groups = [{"params": params[i::3], "weight_decay": decay} for i, decay in enumerate(decays)]
-            config = ds_config(layerwise={"on_hyper_change": wins})
+            config = ds_config(layerwise={"on_hyper_change": "config"})
             return ds_layerwise.initialize(model=module, model_parameters=groups, config=config)[0]
 
-        start_groups((0.1, 0.2, 0.1), "config").save_checkpoint(tmp_path, tag="tag")
-        engine = start_groups((0.3, 0.2, 0.3), "config")
+        start_groups((0.1, 0.2, 0.1)).save_checkpoint(tmp_path)
+        engine = start_groups((0.3, 0.2, 0.3))
         capsys.readouterr()
-        engine.load_checkpoint(tmp_path, tag="tag")
+        engine.load_checkpoint(tmp_path)
         assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.3, 0.2, 0.3]
         if dist.get_rank() == 0:
-            assert "param_groups[0, 2].weight_decay was 0.1 in the saved run" in capsys.readouterr().out
+            said = capsys.readouterr().out
+            assert "param_groups[0]: weight_decay was 0.1 and is 0.3; " in said and "param_groups[1]" not in said

@@ -1,4 +1,4 @@
-"""``ds-layerwise verify`` on checkpoints that real engines saved and that were spoiled since, and on two of them."""
+"""``ds-layerwise verify`` on checkpoints that real engines saved and that were spoiled since."""
 
 import os
 import pickle
@@ -15,13 +15,17 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifes
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, loaded, whole_states
-from tests.support.cli import BF16, MODEL_FILE, Everything, assert_refused, edit, run, saved
+from tests.support.cli import MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, start_adamw, train_engine
 from tests.support.universal import convert
 
-pytestmark = rooms("safe_load", "verify", "checkpoint_contents", "compare", "manifest", "checkpoint_folder")
+pytestmark = rooms("safe_load", "verify", "checkpoint_contents", "manifest", "checkpoint_folder")
+
+
+#: What a checkpoint of :class:`.Everything` holds: matrices under Muon, the rest under AdamW.
+HOLDS = "7 x fp32, exp_avg, exp_avg_sq, step\n7 x fp32, momentum_buffer\n"
 
 
 def run_process(*args):
@@ -47,7 +51,7 @@ class TestVerify(DistributedTest):
     def assert_found(self, folder, *lines):
         """It names nothing but ``lines``, of which each is a part of one."""
         code, out, err = run("verify", folder)
-        found = out.splitlines()[1:]
+        found = [line for line in out.splitlines()[1:] if " x fp32" not in line]
         assert code == 1 and not err and len(found) == len(lines), (out, err)
         for line in lines:
             assert any(line in one for one in found), (line, out)
@@ -61,7 +65,7 @@ class TestVerify(DistributedTest):
                 size = sum((folder / name).stat().st_size for name in names_in(folder))
                 assert run("verify", path) == (0, (
                     f"{folder}: {kind} checkpoint, step 3, {ranks}, {len(trained)} parameters, "
-                    f"{sum(p.numel() for p in trained):,} elements, {size:,} bytes\nok\n"), "")
+                    f"{sum(p.numel() for p in trained):,} elements, {size:,} bytes\n{HOLDS}ok\n"), "")
 
     @pytest.mark.parametrize("kind", ["saved", "saved_universal"])
     def test_a_flipped_bit_in_each_file(self, kind, runs, tmp_path):
@@ -200,15 +204,15 @@ class TestVerify(DistributedTest):
         folder = self.good(runs, "saved_universal", tmp_path)
         edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][3:4].fill_(float("nan")))
         code, out, _ = run("verify", folder)
-        lines = out.splitlines()[1:]
+        lines = out.splitlines()[-2:]
         assert code == 0 and lines == ["warning: tall.bias: exp_avg has values that are not finite", "ok"]
         assert "warning" not in run("verify", folder, "--weights-only")[1]
 
     def test_a_checkpoint_that_deepspeeds_converter_wrote(self, runs, tmp_path):
         convert(runs / "3" / "saved", tmp_path / "converted")
-        code, out, err = run("verify", tmp_path / "converted", runs / "3" / "saved")
+        code, out, err = run("verify", tmp_path / "converted")
         assert code == 0 and f"\nwarning: {tmp_path / 'converted'} has no {FILE_NAME}" in out, (out, err)
-        assert out.endswith("ok\nequal bit for bit\n")
+        assert out.endswith("\nok\n")
 
     def test_a_script_that_is_not_deepspeeds(self, runs, tmp_path):
         """It is beside the checkpoints, and users run it."""
@@ -289,23 +293,6 @@ class TestVerify(DistributedTest):
             assert_refused("was not written by ds_layerwise", *command)
 
 
-class TestCompare(DistributedTest):
-    world_size = 1
-
-    @pytest.fixture
-    def run_of_3(self, class_tmpdir):
-        return made_once(class_tmpdir / "run", [3], self.save)
-
-    def save(self, folder):
-        saved(folder, "by_3", save_universal=True)
-
-    def test_saves_of_3_ranks_and_of_1_are_equal(self, run_of_3, tmp_path):
-        one = loaded(start(Everything(), ds_config(bucket_numel=1, **BF16)), run_of_3, tag="by_3")
-        one.save_checkpoint(tmp_path, tag="by_1")
-        for other in ("by_3", "by_3_universal"):
-            code, out, _ = run("verify", tmp_path / "by_1", run_of_3 / other)
-            assert code == 0 and out.splitlines()[1::2] == ["ok", "ok"] and out.endswith("\nequal bit for bit\n"), out
-
     def test_a_parameter_without_axes(self, tmp_path):
         """In every form, DeepSpeed's converter's too."""
         class Scaled(Net):
@@ -316,49 +303,8 @@ class TestCompare(DistributedTest):
         engine = train_engine(start(Scaled(), ds_config(layerwise={"save_universal": True})), 2)
         engine.save_checkpoint(tmp_path, tag="saved")
         convert(tmp_path / "saved", tmp_path / "converted")
-        for other in ("saved_universal", "converted"):
-            code, out, err = run("verify", tmp_path / "saved", tmp_path / other)
-            assert code == 0 and out.endswith("\nequal bit for bit\n"), (out, err)
+        for other in ("saved", "saved_universal", "converted"):
+            code, out, err = run("verify", tmp_path / other)
+            assert code == 0 and out.endswith("\nok\n"), (out, err)
             again = loaded(start(Scaled(), ds_config()), tmp_path, tag=other)
             assert_equal_states(whole_states(again), whole_states(engine))
-
-    def test_in_bf16_and_in_fp32(self, run_of_3, tmp_path):
-        one = loaded(start(Everything(), ds_config()), run_of_3, tag="by_3")
-        one.save_checkpoint(tmp_path, tag="in_fp32")
-        code, out, _ = run("verify", tmp_path / "in_fp32", run_of_3 / "by_3")
-        assert code == 0 and out.endswith("\nequal bit for bit\n"), out
-
-    def test_states_that_differ(self, run_of_3, tmp_path):
-        one, other = run_of_3 / "by_3", shutil.copytree(run_of_3 / "by_3_universal", tmp_path / "other")
-        edit(other / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"][:3].add_(2))
-        edit(other / "zero" / "flat.weight" / "exp_avg.pt", lambda content: content["param"][2, 5:7].add_(0.5))
-        edit(other / "zero" / "twin.weight" / "exp_avg.pt", lambda content: content["param"][0].add_(0.25))
-        code, out, _ = run("verify", one, other)
-        assert code == 1
-        assert out.splitlines()[4:] == [
-            "exp_avg differs in 1 of 21 parameters, 3 elements, by at most 2: tall.bias",
-            "momentum_buffer differs in 2 of 21 parameters, 14 elements, by at most 0.5: flat.weight, twin.weight"]
-        code, out, _ = run("verify", one, other, "--weights-only")
-        assert code == 0 and out.endswith("\nequal bit for bit\n")
-
-    def test_zeros_of_two_signs_differ_and_the_same_nan_does_not(self, run_of_3, tmp_path):
-        one, other = (shutil.copytree(run_of_3 / "by_3_universal", tmp_path / name) for name in ("one", "other"))
-        for folder, value in ((one, 0.0), (other, -0.0)):
-            edit(folder / "zero" / "tall.bias" / "exp_avg.pt", lambda content: content["param"].fill_(float("nan")))
-            edit(folder / "zero" / "flat.bias" / "exp_avg.pt", lambda content: content["param"].fill_(value))
-        code, out, _ = run("verify", one, other)
-        assert code == 1 and out.splitlines()[-1] == (
-            "exp_avg differs in 1 of 21 parameters, 0 elements, by at most 0: flat.bias")
-
-    def test_parameters_and_states_that_only_one_has(self, run_of_3, tmp_path):
-        engine = start(Net(tied=True, odd=True), ds_config(params={"scalar_optimizer": "lion"}, **BF16))
-        engine.save_checkpoint(tmp_path, tag="other")
-        one, other = run_of_3 / "by_3", tmp_path / "other"
-        code, out, _ = run("verify", one, other)
-        lines = out.splitlines()[4:]
-        assert code == 1 and lines[:6] == [
-            "step: 3 and 0", f"only in {one}: counts, empty_too, fixed.weight, mean",
-            f"only in {other}: exp_avg of norm.bias",
-            f"only in {one}: exp_avg_sq of embed.weight, square.bias, tall.bias, flat.bias, norm.weight and 2 more",
-            f"only in {other}: momentum_buffer of tall.weight",
-            f"only in {one}: step of embed.weight, square.bias, tall.bias, flat.bias, norm.weight and 2 more"]

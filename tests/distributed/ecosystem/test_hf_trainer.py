@@ -43,7 +43,7 @@ from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, from_all_ranks, relative_error, whole
 from tests.unit.test_examples import load_example
 
-pytestmark = rooms("engine_hooks", "schedule_rates")
+pytestmark = rooms("engine_hooks", "rate_checks")
 
 ROOT = Path(__file__).parents[3]
 

@@ -4,7 +4,6 @@ import os
 import random
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -155,25 +154,6 @@ def test_a_flipped_bit_of_any_tensor_is_refused(make, tmp_path):
             with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: elements .* do not match their"):
                 read(tmp_path, RANGES)
             flipped(path, place, 3)
-
-
-def test_a_checkpoint_without_checksums_is_read(tmp_path, monkeypatch):
-    """Earlier versions have written such checkpoints."""
-    whole = {}
-    for make in (write_one_file, write_sharded):
-        folder = tmp_path / make.__name__
-        folder.mkdir()
-        monkeypatch.setattr(headers, "_SUMS", "unknown to it")
-        if make is write_sharded:
-            # The key under which one file has always said which save it is.
-            monkeypatch.setattr(headers, "_SAVE", "unknown, too")
-        monkeypatch.setattr(headers, "hashlib", SimpleNamespace(sha256=lambda body: SimpleNamespace(digest=bytes)))
-        make(folder)
-        monkeypatch.undo()
-        whole[folder] = read(folder, RANGES)
-        assert opened(folder).beside.sums is None
-        for key, value in expected(RANGES).items():
-            assert torch.equal(whole[folder][key], value)
 
 
 @pytest.mark.parametrize("sums", [7, *({"master.a.b": of_one, "model.a.b": of_one} for of_one in (5, {"a": "b"}))])

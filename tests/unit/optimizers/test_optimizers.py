@@ -15,7 +15,7 @@ from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from ds_layerwise.plan.routes.routes import Route
-from ds_layerwise.zero.checkpoint.resumed_groups import Resumption
+from ds_layerwise.zero.checkpoint.resumed_groups import resumed, take_over
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
@@ -164,8 +164,8 @@ class TestParamGroups:
         optimizer = LayerWiseOptimizer([{"params": params(1), "nesterov": True}], self.config)
         saved = {**{key: optimizer.param_groups[0][key] for key in HYPER_KEYS}, "momentum": 0.5, "nesterov": False,
                  "ns_steps": 9, "my_own": 3}
-        header = Header(step=1, shapes={}, rules={}, param_groups=[saved], dtypes=None)
-        Resumption(optimizer=optimizer, header=header, wins="checkpoint", otherwise={}).take_over()
+        header = Header(step=1, shapes={}, rules={}, param_groups=[saved], configured=optimizer.configured, dtypes=None)
+        take_over(resumed(optimizer, header, "checkpoint", {}), optimizer, None)
         group, = optimizer.param_groups
         assert (group["momentum"], group["nesterov"], group["my_own"], "ns_steps" in group) == (0.5, True, 3, False)
         optimizer.check_groups()

@@ -23,7 +23,7 @@ from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms
 
-pytestmark = rooms("group_defaults", "schedule_rates", "routing_rules", "param_groups", "sections", "model_file")
+pytestmark = rooms("group_defaults", "rate_checks", "routing_rules", "param_groups", "sections", "model_file")
 
 TESTS = Path(__file__).parents[2]
 

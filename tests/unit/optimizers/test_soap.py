@@ -21,7 +21,7 @@ from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 
 pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "rule",
-                   "schedule_rates")
+                   "rate_checks")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-8)
 #: Eigenvalues of KL-SOAP are at least eps: with so large a one all that is seen of them is of one size.

@@ -20,7 +20,7 @@ from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
-pytestmark = rooms("group_defaults", "presets", "schedule_rates", "param_groups")
+pytestmark = rooms("group_defaults", "presets", "rate_checks", "param_groups")
 
 
 class Attention(nn.Module):
