@@ -71,8 +71,8 @@ def plain(value: Any, where: str) -> Any:
 def check_kind(held: Any, value: Any, where: str) -> None:
     """Refuse a ``value`` of a file if it is of another kind than ``held``, which it would replace.
 
-    If ``held`` is a number, ``value`` must be a number, None or unknown. Groups of values are compared item
-    by item, as far as both go; a group must not become a number.
+    If ``held`` is a number, ``value`` must be a number, None or unknown. Groups of values are
+    compared item by item, as far as both go; a group must not become a number.
 
     Raises:
         ValueError: the kinds differ; the error calls it ``where``.

@@ -84,47 +84,48 @@ def resumed(
         ValueError: a value of the checkpoint is of another kind than this run's.
     """
     is_deepspeeds = type(scheduler).__module__ == lr_schedules.__name__
+    starts_from_lr = goes_on is False or goes_on and is_deepspeeds
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
-        built = optimizer.built_with[index]
         lr = float(saved["lr"])
-        stays = {*_OF_THIS_RUN, *optimizer.fixed_keys, *HYPER_KEYS - built.keys()}
-        if goes_on is False:
-            stays |= _OF_SCHEDULERS
-        old = optimizer.named(before)
-        changes = []
-        for key, new in optimizer.named(built).items():
-            if old.get(key, new) != new:
-                changes.append(f"{key} was {old[key]} and is {new}")
-        values = {key: value for key, value in saved.items() if key not in stays}
-        given = {**before}
-        factor = 1.0
+        built = optimizer.built_with[index]
+        changes = _changes(optimizer.named(before), optimizer.named(built))
         why = ""
         if index in otherwise:
             why = f"the saved run used {otherwise[index]}"
         elif changes and wins == "config":
             why = "layerwise.on_hyper_change is 'config'"
-        elif before["lr"] != built["lr"] and (goes_on is False or goes_on and is_deepspeeds):
+        elif starts_from_lr and before["lr"] != built["lr"]:
             why = f"{type(scheduler).__name__} starts from its lr"
-        else:
-            check_kind(optimizer.param_groups[index], saved, f"param_groups[{index}]")
-        line = f"param_groups[{index}]: {', '.join(changes)}; "
         if why:
-            given = {**built}
-            values = {}
-            if goes_on:
-                factor = built["lr"] / (before["lr"] or built["lr"])
-                values["lr"] = lr * factor
-            line += f"this run's values are used, because {why}"
-        elif changes:
-            line += "the checkpoint's are used, set layerwise.on_hyper_change to 'config' for these"
-        else:
-            line = ""
+            factor = built["lr"] / (before["lr"] or built["lr"]) if goes_on else 1.0
+            values = {"lr": lr * factor} if goes_on else {}
+            line = f"param_groups[{index}]: {changes}this run's values are used, because {why}"
+            groups.append(ResumedGroup(values, dict(built), line, 1.0 if is_deepspeeds else factor))
+            continue
+        check_kind(optimizer.param_groups[index], saved, f"param_groups[{index}]")
+        stays = {*_OF_THIS_RUN, *optimizer.fixed_keys, *HYPER_KEYS} - built.keys()
+        if goes_on is False:
+            stays |= _OF_SCHEDULERS
+        line = changes and (
+            f"param_groups[{index}]: {changes}the checkpoint's are used, set "
+            "layerwise.on_hyper_change to 'config' for these"
+        )
+        values = {key: value for key, value in saved.items() if key not in stays}
         # A rate in an override becomes a ratio to this one, which must not be 0.
-        given["lr"] = given["lr"] or built["lr"]
-        groups.append(ResumedGroup(values, given, line, 1.0 if is_deepspeeds else factor))
+        given = {**before, "lr": before["lr"] or built["lr"]}
+        groups.append(ResumedGroup(values, given, line, 1.0))
     return groups
+
+
+def _changes(before: Mapping[str, object], built: Mapping[str, object]) -> str:
+    """Return what differs between the values that the saved run and this one were given."""
+    text = ""
+    for key, new in built.items():
+        if before.get(key, new) != new:
+            text += f"{key} was {before[key]} and is {new}; "
+    return text
 
 
 def take_over(

@@ -251,7 +251,7 @@ def with_object(make, schedule=None, module=None, **layerwise):
 
 
 class TestAnotherOptimizer(DistributedTest):
-    """Its groups hold this run's values, in every form of checkpoint."""
+    """Groups hold this run's values, in every form of checkpoint."""
 
     @pytest.mark.parametrize("policy, stage", [("reset", 1), ("keep_shared", 3)])
     def test_rates_are_those_of_the_config(self, policy, stage, tmp_path, capsys):
