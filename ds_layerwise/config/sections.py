@@ -420,6 +420,10 @@ class LayerWiseConfig(Section):
     """Compare the first update with that of a single process; see
     :mod:`.zero.verify.first_step`.
     """
+    check_writes: OrNull[Count] = None
+    """Compare all weights by value every so many steps, for writes that show nowhere; None for
+    never. See :meth:`.LayerWiseZeroOptimizer.reload_weights`.
+    """
     overlap_param_gather: bool = False
     """Wait for an updated parameter at its first use, not in ``step``."""
     auto_split: bool = True

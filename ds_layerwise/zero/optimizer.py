@@ -420,6 +420,24 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     _restore_from_bit16_weights = refresh_fp32_params
 
+    def reload_weights(self) -> None:
+        """Let masters follow weights that a script has written in a way that shows nowhere: through
+        ``data``, into another rank's part of them, or into cuts of ZeRO stage 3. Masters of
+        unchanged weights keep their precision, and optimizer states do not change.
+
+        Every rank must call this, after the writes and before the next forward pass.
+
+        Raises:
+            LayerWiseError: on every rank, if ranks have different weights, or weights are
+                offloaded.
+        """
+        self.wait_for_params()
+        with comm.errors_on_all_ranks():
+            self.offloading.check_not_offloaded()
+        self._before_update.weight_writes.take_over()
+        for bucket in self.layout.buckets:
+            self._run.owned.follow_values(bucket.index)
+
     def update_lp_params(self) -> None:
         """Set the model's weights from the masters, on every rank."""
         self.checkpointing.weights_from_masters()

@@ -1,7 +1,7 @@
 """The number of operations that torch dispatches in a step and in a backward pass, beside those of
 the bare module.
 
-    python examples/benchmarks/dispatches.py [--by_name]
+    python examples/benchmarks/dispatches.py [--by_name] [--stage 3]
 
 The model is a GPT of 12 layers, width 128, in bf16, on one rank. In a launch-bound run each
 operation costs microseconds of a host.
@@ -90,7 +90,7 @@ class Gpt(nn.Module):
         )
 
 
-def counted(bucket_numel: int) -> dict[str, Counter[str]]:
+def counted(bucket_numel: int, stage: int) -> dict[str, Counter[str]]:
     """Count the dispatched operations of a backward pass and a step, and of a backward pass of the
     bare module."""
     torch.manual_seed(0)
@@ -102,8 +102,10 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
             loss.backward()
         counts["backward, bare"] = found_here.counts
         bare.zero_grad()
+    model = Gpt()
     engine, *_ = ds_layerwise.initialize(
-        model=Gpt(),
+        model=model,
+        model_parameters=model.parameters(),
         config={
             "train_micro_batch_size_per_gpu": 2,
             "bf16": {"enabled": True},
@@ -113,7 +115,7 @@ def counted(bucket_numel: int) -> dict[str, Counter[str]]:
                 "type": "LayerWiseMuon",
                 "params": {"lr": 1e-3, "muon_lr": 0.02, "ns_dtype": "fp32"},
             },
-            "zero_optimization": {"stage": 1, "reduce_bucket_size": bucket_numel},
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": bucket_numel},
         },
     )
     for _ in range(3):
@@ -130,6 +132,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--by_name", action="store_true", help="which they are, too")
     parser.add_argument("--bucket_numel", type=int, default=500_000_000)
+    parser.add_argument("--stage", type=int, default=1, choices=[1, 2, 3])
     args = parser.parse_args()
     # Only inference uses this operator. Its memory is named after the port, which others may have,
     # too.
@@ -147,7 +150,7 @@ def main() -> None:
             rank=0,
             world_size=1,
         )
-        counted_at = counted(args.bucket_numel)
+        counted_at = counted(args.bucket_numel, args.stage)
         dist.destroy_process_group()
     print(
         "\nOperations that torch dispatches. python "

@@ -102,22 +102,6 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
     return WireElements(*map(tuple, total.tolist()))
 
 
-#: The number of words of 8 bytes of a sum in the search for written weights, in 16 bytes each: as
-#: many as fit into a processor's cache.
-CHECKED_WORDS = 1 << 19
-
-
-def checksum_workspace(layout: Layout, persistent: int) -> int:
-    """Return the bytes in which a rank looks for writes into its cuts of ZeRO stage 3, and into
-    parameters that stay whole, of ``persistent`` bytes, which are copied into one tensor.
-    """
-    cuts = 0
-    for bucket in layout.buckets:
-        if bucket.whole:
-            cuts += itemsize(bucket.dtype) * sum(map(bucket.cut_of, bucket.slots))
-    return 16 * min(CHECKED_WORDS, -(-max(cuts, persistent) // 8)) + persistent
-
-
 def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
     """Count the elements of parameters of ``dtype`` that each rank sends after a step of ZeRO stage
     3: as their owner, to the cuts of all other ranks.

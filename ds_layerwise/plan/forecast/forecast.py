@@ -28,7 +28,6 @@ from ds_layerwise.plan.forecast.cost import (
     RankMemory,
     RankTraffic,
     checkpoint_bytes,
-    checksum_workspace,
     cut_elements,
     fetched_elements,
     memory_bytes,
@@ -197,9 +196,8 @@ class Forecast:
             whole = run.fetching.whole(map(_size_of, specs))
         hosted = run.host_ratio > 0
         workspace = workspace_bytes(layout, routes, opened, tp_size=tp_size, hosted=hosted)
-        if stage == 3:
-            checked = checksum_workspace(layout, whole.always)
-            workspace = tuple(max(works, checked) for works in workspace)
+        # What stays whole is compared with a copy.
+        workspace = tuple(works + whole.always for works in workspace)
         return cls(
             layout,
             stage,

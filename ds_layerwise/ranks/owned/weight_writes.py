@@ -1,25 +1,34 @@
 """Writes into weights that do not come from the optimizer, such as ``load_state_dict`` or a trial
 of averaged weights.
 
-A step starts from masters. Without this module it would silently undo the write.
+A step starts from masters. Without this module it would silently undo the write, or ranks would
+step from different weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from itertools import chain
 
 import torch
 from torch import Tensor
 
+from ds_layerwise.errors import StepError
+from ds_layerwise.output import announce
+from ds_layerwise.ranks.comm import comm
+
 #: The number of elements per comparison, which takes a few bytes of memory for each.
 _AT_A_TIME = 1 << 22
+
+#: An odd number of 63 bits, which spreads the bits of what is multiplied with it, modulo 2^64.
+_SPREAD = 0x1E3779B97F4A7C15
 
 
 def followed(masters: Tensor, values: Tensor) -> Tensor:
     """Return ``masters`` itself if it rounds to ``values``, else a copy on the host that follows
     them.
     """
-    if not any(_differs(*some).any() for some in _some_at_a_time(masters, values)):
+    if not any(_rounds_elsewhere(*some).any() for some in _some_at_a_time(masters, values)):
         return masters
     copy = masters.to("cpu", copy=True)
     follow_(copy, values)
@@ -41,7 +50,7 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
     for master, value in _some_at_a_time(masters, values):
-        differs = _differs(master, value)
+        differs = _rounds_elsewhere(master, value)
         if master.device.type == "cpu" and not differs.any():
             continue
         written |= (differs & (value == value)).any()
@@ -55,6 +64,155 @@ def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, T
         yield master, value.to(master.device)
 
 
-def _differs(master: Tensor, value: Tensor) -> Tensor:
+def _rounds_elsewhere(master: Tensor, value: Tensor) -> Tensor:
     # Some NaNs round to other bits, depending on their position in a vector.
-    return master.to(value.dtype).view(torch.int16) != value.view(torch.int16)
+    return differs(master.to(value.dtype), value)
+
+
+def differs(values: Tensor, others: Tensor) -> Tensor:
+    """Tell for each element whether its bits differ, of tensors of one dtype."""
+    return _bits(values) != _bits(others)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
+
+
+class WeightWrites:
+    """The writes of scripts into weights between two steps. Each rank steps from its own part of
+    the weights, so they must be equal.
+
+    Note: which writes are noticed
+        A parameter counts writes through itself (``load_state_dict``, any in-place operation), but
+        not writes through its ``data``, which :meth:`search` finds. Ranks may write in different
+        ways, for example one from a file and the others by a broadcast. Only the final values are
+        compared.
+
+    Args:
+        params: the trained parameters by name.
+        ep_size: the number of consecutive ranks that hold different experts under a parameter's
+            name.
+        group: the ranks with the same part of the model.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], ep_size: Mapping[str, int], *, group: comm.Group
+    ) -> None:
+        self._params = params
+        self._group = group
+        self._ep_size = ep_size
+        self._seen = {name: param._version for name, param in params.items()}
+        self._said = False
+
+    def noticed(self, followed: Tensor) -> Tensor:
+        """Return flags, each 0 or 1, to be summed over all ranks for :meth:`settle`.
+
+        Args:
+            followed: 0-d bool, True if masters have followed written weights on this rank.
+        """
+        return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
+
+    def settle(self, followed: bool, written: bool) -> None:
+        """Announce once that masters have followed written weights, and compare the weights if any
+        rank has written some.
+
+        Raises:
+            StepError: see :meth:`check`.
+        """
+        if followed and not self._said:
+            self._said = True
+            if comm.rank_of(None) == 0:
+                # Printed, because DeepSpeed's logger shows only warnings by default.
+                announce(
+                    "ds_layerwise: weights were written between two steps; their float32 masters "
+                    "were set to them, optimizer states were not changed"
+                )
+        if written:
+            self.check()
+
+    def written(self) -> list[str]:
+        """List the parameters written on this rank since the last :meth:`check`."""
+        found = []
+        for name, param in self._params.items():
+            if param._version != self._seen[name]:
+                found.append(name)
+        return found
+
+    def check(self) -> None:
+        """Compare the weights that any rank has written. Every rank of every group must call this
+        at the same point.
+
+        Raises:
+            StepError: ranks have different values. Most of them would be lost.
+        """
+        everywhere = comm.gather_objects(self.written(), group=self._group)
+        anywhere = dict.fromkeys(chain(*everywhere))
+        check_same({name: self._params[name] for name in anywhere}, self._ep_size, self._group)
+        self._seen = {name: param._version for name, param in self._params.items()}
+
+    def search(self) -> None:
+        """Compare all weights by value. Every rank must call this at the same point.
+
+        Raises:
+            StepError: on every rank, if ranks have different values.
+        """
+        check_same(self._params, self._ep_size, self._group)
+
+    def take_over(self) -> None:
+        """Prepare for masters to follow all weights, written in whatever way. Every rank must call
+        this at the same point.
+
+        Raises:
+            StepError: on every rank, if ranks have different values.
+        """
+        self.search()
+
+
+def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: comm.Group) -> None:
+    """Compare values by name that were written on any rank. Every rank must call this at the same
+    point, with the same names.
+
+    Args:
+        ep_size: the number of ranks in a row with other experts under a name; 1 where missing.
+
+    Raises:
+        StepError: ranks have different names, or different values for a name, of which most would
+            be lost.
+    """
+    with comm.errors_on_all_ranks():
+        mine = {name: checksum_of(value) for name, value in params.items()}
+    everyone = comm.gather_objects(mine, group=group)
+    with comm.errors_on_all_ranks():
+        for rank, sums in enumerate(everyone):
+            if lonely := everyone[0].keys() ^ sums.keys():
+                raise StepError(
+                    f"{min(lonely)} is whole on only one of ranks 0 and {rank}: they do not freeze "
+                    "the same parameters, or do not run the same modules, as ZeRO stage 3 needs "
+                    "it; do so, or set zero_optimization.stage to 2"
+                )
+        for name in params:
+            for rank, sums in enumerate(everyone):
+                first = rank % ep_size.get(name, 1)
+                if sums[name] != everyone[first][name]:
+                    raise StepError(
+                        f"{name} was written since the last step, and is not the same on ranks "
+                        f"{first} and {rank}; write the same values on every rank, or broadcast "
+                        "them"
+                    )
+
+
+@torch.no_grad()
+def checksum_of(values: Tensor) -> int:
+    """Return an integer that distinguishes tensors of one shape and dtype, also by the positions of
+    values.
+    """
+    total = 0
+    first = 1
+    for bits in torch.split(_bits(values.detach().reshape(-1)), _AT_A_TIME):
+        places = torch.arange(first, first + bits.numel(), device=bits.device)
+        # Sums of products alone would be the same where values change places symmetrically.
+        mixed = places.mul_(_SPREAD).bitwise_xor_(bits)
+        mixed = (mixed ^ (mixed >> 32)).mul_(_SPREAD)
+        total += int((mixed ^ (mixed >> 29)).sum())
+        first += bits.numel()
+    return total

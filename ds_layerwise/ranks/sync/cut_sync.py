@@ -5,19 +5,21 @@ and of written cuts back to the owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from ds_layerwise.errors import StepError, few
 from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards, has_owners
 from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
-from ds_layerwise.ranks.owned.weight_checksums import SameWeights, check_same, checksum_of
+from ds_layerwise.ranks.owned.weight_writes import WeightWrites, check_same, differs
 
 
 class Place(NamedTuple):
@@ -76,10 +78,6 @@ def rounds_of(layout: Layout, rank: int) -> list[CutRound]:
 class Cuts(Protocol):
     """This rank's cuts of parameters. Modules gather the whole parameters while they use them."""
 
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The memory of the cuts of whole parameters, one tensor per dtype."""
-
     def of(self, name: str) -> Tensor:
         """Return the cut of a parameter, 1-D."""
 
@@ -92,8 +90,13 @@ class Cuts(Protocol):
     def persistent(self) -> Mapping[str, Tensor]:
         """Return those that stay whole, and are, by name."""
 
-    def persistent_written(self) -> Tensor:
-        """Tell whether somebody has written into one of those that stay whole: 0-d bool."""
+    def written(self) -> Tensor:
+        """Tell whether a signal shows that somebody has written a cut, or what stays whole, since
+        :meth:`take_note`: 0-d bool; nobody waits for the device.
+        """
+
+    def take_note(self) -> None:
+        """Let cuts count as not written."""
 
     def follow_persistent(self) -> None:
         """Copy writes into parameters that stay whole to their cuts."""
@@ -130,7 +133,6 @@ class CutSync:
         self._rounds = rounds_of(layout, rank)
         self._pending: deque[comm.Pending] = deque()
         self._start()
-        self._sent = self._checksums()
 
     def _start(self) -> None:
         self._launched: set[int] = set()
@@ -212,7 +214,7 @@ class CutSync:
             self._pending.popleft().wait()
         # An interrupted update may have launched only some buckets of a round.
         self._start()
-        self._sent = self._checksums()
+        self._all_cuts.take_note()
 
     def leave_pending(self) -> None:
         """Wait: DeepSpeed may fetch any cut from here on."""
@@ -224,16 +226,8 @@ class CutSync:
     # --- cuts to owners
 
     def written(self) -> Tensor:
-        """Tell whether somebody has written a cut, or what stays whole, since it was sent: 0-d
-        bool; nobody waits for the device.
-        """
-        found = self._all_cuts.persistent_written()
-        for sent, now in zip(self._sent, self._checksums(), strict=True):
-            found = found | (now != sent).any().to(found.device)
-        return found
-
-    def _checksums(self) -> list[Tensor]:
-        return [checksum_of(memory) for memory in self._all_cuts.tensors]
+        """See :meth:`Cuts.written`."""
+        return self._all_cuts.written()
 
     def fetch(self, indices: Collection[int] | None = None) -> None:
         """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
@@ -241,9 +235,9 @@ class CutSync:
         """
         for round_ in self._rounds:
             if indices is None or not round_.buckets.isdisjoint(indices):
-                self._ask(round_).wait()
+                self._ask(round_, self._copy_in).wait()
         if indices is None:
-            self._sent = self._checksums()
+            self._all_cuts.take_note()
 
     def follow_writes(self, indices: Collection[int] | None = None) -> None:
         """Let owners have what somebody has written into the cuts of the buckets ``indices``, None
@@ -266,7 +260,41 @@ class CutSync:
         self._all_cuts.follow_persistent()
         self.fetch()
 
-    def _ask(self, round_: CutRound) -> comm.Pending:
+    def search(self) -> None:
+        """Compare all cuts with the values that their owners have. Every rank must call this at the
+        same point.
+
+        Raises:
+            StepError: on every rank, if a cut has other values, or ranks have different values of
+                what stays whole.
+        """
+        check_same(self._all_cuts.persistent(), {}, self._group)
+        lost = []
+
+        def compare(name: str, own: Tensor, rows: Tensor) -> None:
+            value = torch.empty_like(own)
+            out_of_rows(rows, value)
+            if differs(value, own).any():
+                lost.append(name)
+
+        for round_ in self._rounds:
+            self._ask(round_, compare).wait()
+        everywhere = comm.gather_objects(lost, group=self._group)
+        if names := sorted(chain(*everywhere)):
+            raise StepError(
+                f"{few(names)} was written into the cuts of ZeRO stage 3 in a way that shows "
+                "nowhere, and would be lost; call engine.optimizer.reload_weights() on all ranks "
+                "after such a write, or write under deepspeed.zero.GatheredParameters with a "
+                "modifier_rank"
+            )
+
+    def _ask(self, round_: CutRound, take: Callable[[str, Tensor, Tensor], None]) -> comm.Pending:
+        """Start to send the cuts of a round to their owners.
+
+        Args:
+            take: called on the owner for each parameter, with its name, its place in the shard, and
+                the cuts of all ranks in rows.
+        """
         sizes = round_.sizes(self._holders)
         own = sizes[self._rank]
         shard = self._shard(round_)
@@ -280,17 +308,21 @@ class CutSync:
             sent_to=sizes,
         )
 
-        def into_place() -> None:
+        def arrived() -> None:
             first = 0
             for place in round_.places.get(self._rank, ()):
                 value = shard[place.start : place.start + place.numel]
-                out_of_rows(rows[:, first : first + place.cut], value)
+                take(place.name, value, rows[:, first : first + place.cut])
                 first += place.cut
 
-        return comm.Pending([work], into_place, keep=sent)
+        return comm.Pending([work], arrived, keep=sent)
+
+    @staticmethod
+    def _copy_in(_: str, value: Tensor, rows: Tensor) -> None:
+        out_of_rows(rows, value)
 
 
-class CutWrites(SameWeights):
+class CutWrites(WeightWrites):
     """The writes of scripts into cuts between two steps, which owners must follow."""
 
     def __init__(self, cut_sync: CutSync, *, group: comm.Group) -> None:
@@ -298,7 +330,7 @@ class CutWrites(SameWeights):
         self._cut_sync = cut_sync
 
     def noticed(self, followed: Tensor) -> Tensor:
-        """Return flags to be summed over all ranks, as :meth:`.SameWeights.noticed` does."""
+        """Return flags to be summed over all ranks, as :meth:`.WeightWrites.noticed` does."""
         return torch.stack([followed, self._cut_sync.written()]).float()
 
     def check(self) -> None:
@@ -307,4 +339,12 @@ class CutWrites(SameWeights):
         Raises:
             StepError: see :meth:`CutSync.take_over`.
         """
+        self._cut_sync.take_over()
+
+    def search(self) -> None:
+        """See :meth:`CutSync.search`."""
+        self._cut_sync.search()
+
+    def take_over(self) -> None:
+        """See :meth:`CutSync.take_over`."""
         self._cut_sync.take_over()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
 from ds_layerwise.ranks.owned.host_memory import host_memory
-from ds_layerwise.ranks.owned.weight_checksums import checksum_of
+from ds_layerwise.ranks.owned.weight_writes import differs
 
 
 def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
@@ -143,8 +144,10 @@ class ParamCuts:
         self._fetcher = fetcher
         self._device = values.tensors[0].device
         self._places: dict[str, Tensor] = {}
-        self._fetched: Tensor | None = None
-        """The checksum of what stays whole, as it was fetched; None where that is not known."""
+        self._fetched: list[Tensor] | None = None
+        """The values of what stays whole, as they were fetched, one tensor per dtype; None where
+        they are not known.
+        """
         self._were_whole = False
         """True once persistent parameters have been whole."""
         self._refusing: dict[nn.Parameter, ExitStack] = {}
@@ -157,6 +160,17 @@ class ParamCuts:
                 self._move_in(bucket, values.shard(bucket, rank))
         self.tensors = [self._move_apart(slots) for slots in apart.values()]
         """The memory of cuts that are no shards, one tensor per dtype."""
+        self.take_note()
+
+    def take_note(self) -> None:
+        """Let cuts count as not written."""
+        self._versions = self._versions_now()
+        self._followed = False
+
+    def _versions_now(self) -> list[int]:
+        # DeepSpeed writes a cut where GatheredParameters has a modifier_rank. The views of
+        # :meth:`of` count apart, so that what this package writes is none.
+        return [param.ds_tensor._version for param in self._params.values()]  # type: ignore[attr-defined]
 
     def _move_apart(self, slots: Sequence[tuple[Slot, int]]) -> Tensor:
         sizes = [size for _, size in slots]
@@ -206,7 +220,7 @@ class ParamCuts:
         if self._were_whole:
             persistent = self._fetcher.persistent_parameters
             persistent[0].all_gather(persistent)
-            self._fetched = self._checksum()
+            self._fetched = self._values_of_persistent()
 
     def persistent(self) -> dict[str, Tensor]:
         """Return the parameters that stay whole, and are, by name; 1-D."""
@@ -217,26 +231,34 @@ class ParamCuts:
                 found[name] = param.data.view(-1)
         return found
 
-    def _checksum(self) -> Tensor:
-        """Return whole numbers that change with what stays whole: int64, (2,)."""
-        total = torch.zeros(2, dtype=torch.int64, device=self._device)
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for value in self.persistent().values():
-            by_dtype.setdefault(value.dtype, []).append(value)
-        for values in by_dtype.values():
-            total += checksum_of(torch.cat(values))
-        return total
+    def written(self) -> Tensor:
+        """Tell whether a signal shows that somebody has written a cut, or what stays whole, since
+        :meth:`take_note`: 0-d bool; nobody waits for the device.
+        """
+        known = self._followed or self._versions != self._versions_now()
+        return self._persistent_written() | known
 
-    def persistent_written(self) -> Tensor:
+    def _persistent_written(self) -> Tensor:
         """Tell whether somebody has written into what stays whole since it was fetched: 0-d bool;
         nobody waits for the device.
         """
-        if self._fetched is not None:
-            return (self._checksum() != self._fetched).any()
         found = torch.zeros((), dtype=torch.bool, device=self._device)
-        for cut, part in self._persistent_parts():
-            found |= (cut.to(part.device) != part).any()
+        if self._fetched is None:
+            for cut, part in self._persistent_parts():
+                found |= differs(cut.to(part.device), part).any()
+            return found
+        for fetched, now in zip_longest(self._fetched, self._values_of_persistent()):
+            if fetched is None or now is None or fetched.numel() != now.numel():
+                # Others are whole now.
+                return found.logical_not_()
+            found |= differs(fetched, now).any()
         return found
+
+    def _values_of_persistent(self) -> list[Tensor]:
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for value in self.persistent().values():
+            by_dtype.setdefault(value.dtype, []).append(value)
+        return [torch.cat(values) for values in by_dtype.values()]
 
     def _persistent_parts(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the cut of each parameter that stays whole, and what it has to be."""
@@ -246,16 +268,18 @@ class ParamCuts:
             before = cut.to(part.device)
             # Under torch_autocast it was rounded to be fetched, which is no write.
             fetched = before.to(get_comm_dtype(param)).to(cut.dtype)
-            yield cut, torch.where(part == fetched, before, part)
+            yield cut, torch.where(differs(part, fetched), part, before)
 
     def follow_persistent(self) -> None:
         """Let cuts follow what somebody has written into what stays whole. Where nobody has, a cut
         keeps what was written into it.
         """
-        if self.persistent_written():
+        if self._persistent_written():
             for cut, new in self._persistent_parts():
                 cut.copy_(new)
-            self._fetched = self._checksum()
+            self._followed = True
+            if self._fetched is not None:
+                self._fetched = self._values_of_persistent()
 
     def write(self, name: str, value: Tensor) -> None:
         """Write this rank's cut of a whole parameter, 1-D, and the parameter itself if it is whole
@@ -289,7 +313,7 @@ class ParamCuts:
     def misplaced(self) -> str | None:
         """Return the name of the first parameter whose cut is not in its place; None if all are."""
         for name, place in self._places.items():
-            if self.of(name).data_ptr() != place.data_ptr():
+            if self._params[name].ds_tensor.data_ptr() != place.data_ptr():  # type: ignore[attr-defined]
                 return name
         return None
 

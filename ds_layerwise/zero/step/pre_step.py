@@ -8,7 +8,7 @@ import torch
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm.step_agreement import Agreement
-from ds_layerwise.ranks.owned.weight_checksums import SameWeights
+from ds_layerwise.ranks.owned.weight_writes import WeightWrites
 from ds_layerwise.ranks.sync.cut_sync import CutSync, CutWrites
 from ds_layerwise.ranks.sync.step_state import half_a_pass, nothing_reduced
 from ds_layerwise.zero.offloading import Offloading
@@ -34,9 +34,9 @@ class BeforeUpdate:
             tied=run.tied,
         )
         if isinstance(run.param_sync, CutSync):
-            self.same_weights: SameWeights = CutWrites(run.param_sync, group=settings.group)
+            self.weight_writes: WeightWrites = CutWrites(run.param_sync, group=settings.group)
         else:
-            self.same_weights = SameWeights(run.params, run.ep_sizes, group=settings.group)
+            self.weight_writes = WeightWrites(run.params, run.ep_sizes, group=settings.group)
 
     def decide(self, *, clip_grad: float, loss_scale: float) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.
@@ -62,7 +62,7 @@ class BeforeUpdate:
             # The other ranks wait in the sum, so this rank must join them, also if its device has
             # no memory left to compute its own sums.
             error = caught
-        noticed = self.same_weights.noticed(self._run.owned.written)
+        noticed = self.weight_writes.noticed(self._run.owned.written)
         # A script that handles accumulation itself may step at any time. A rank may have no pass of
         # its own.
         begun = bool(self._run.progress.passes or grad_sync.got or grad_sync.by_hand)
@@ -75,7 +75,10 @@ class BeforeUpdate:
             grad_sync.reset()
             self._run.progress.forget_reductions()
             raise nothing_reduced()
-        self.same_weights.settle(bool(followed), bool(written))
+        self.weight_writes.settle(bool(followed), bool(written))
+        every = self._run.config.check_writes
+        if every and (self._run.progress.updates + 1) % every == 0:
+            self.weight_writes.search()
         return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
     def _reduce(self) -> Exception | None:

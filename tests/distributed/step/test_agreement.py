@@ -10,7 +10,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
 from torch import nn
 
 from ds_layerwise.errors import LayerWiseError, StepError
-from ds_layerwise.ranks.owned import weight_checksums
+from ds_layerwise.ranks.owned import weight_writes
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_tensor_parallel import part_of
 from tests.support import internals
@@ -223,7 +223,7 @@ class TestOneRankAlone(DistributedTest):
         with monkeypatch.context() as patch:
             if dist.get_rank() == 1:
                 of, name = {"the norm": (internals.owned(engine).reduced, "sum_of_squares"),
-                            "a checksum": (weight_checksums, "checksum_of")}[where]
+                            "a checksum": (weight_writes, "checksum_of")}[where]
                 patch.setattr(of, name, no_memory)
             with raises_on_rank_1(torch.OutOfMemoryError, "tried to allocate"):
                 engine.step()

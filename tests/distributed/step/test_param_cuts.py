@@ -395,10 +395,32 @@ class TestWrittenByScripts(DistributedTest):
         for kept_whole in (0, 10**6):
             zero = {"stage3_param_persistence_threshold": kept_whole}
             engine = train_engine(start(Net(), config_of(3, zero=zero, **PRECISIONS[precision])), 1)
-            for name in ("square.weight", "embed.weight"):
-                engine.module.get_parameter(name).ds_tensor.data.mul_(2)
+            with torch.no_grad():
+                for name in ("square.weight", "embed.weight"):
+                    engine.module.get_parameter(name).ds_tensor.mul_(2)
             engines.append(train_engine(engine, 2, first=1))
         assert_same_run(*engines)
+
+    def test_writes_that_show_nowhere_are_found_and_reloaded(self, precision):
+        engines = []
+        for shows in (True, False):
+            config = config_of(3, zero={"stage3_param_persistence_threshold": 0}, layerwise={"check_writes": 2},
+                               **PRECISIONS[precision])
+            engine = train_engine(start(Net(), config), 2)
+            for name in ("square.weight", "tall.weight"):
+                cut = engine.module.get_parameter(name).ds_tensor
+                with torch.no_grad():
+                    (cut if shows else cut.data).mul_(2)
+            if not shows:
+                engine.optimizer.reload_weights()
+            engines.append(train_engine(engine, 3, first=2))
+        assert_same_run(*engines)
+        engine.module.square.weight.ds_tensor.data[:1] += 1
+        with pytest.raises(StepError, match="^square.weight was written into the cuts .* engine.optimizer.reload_weig"):
+            train_engine(engine, 2, first=5)
+        engine.optimizer.reload_weights()
+        engine.zero_grad()
+        train_engine(engine, 2, first=5)
 
     @pytest.mark.parametrize("name", ["square.weight", "norm.bias"])
     def test_different_writes_of_ranks_into_persistent_parameters_are_errors(self, name):
