@@ -152,9 +152,9 @@ def cuts(engine: Any) -> list[torch.Tensor]:
     return list(grad_sync(engine).cuts)
 
 
-def same_weights(engine: Any) -> Any:
+def weight_writes(engine: Any) -> Any:
     """Return the check that compares weights that were written between steps."""
-    return engine.optimizer._before_update.same_weights
+    return engine.optimizer._before_update.weight_writes
 
 
 def access(engine: Any) -> list[Any]:

@@ -170,7 +170,7 @@ class ParamCuts:
     def _versions_now(self) -> list[int]:
         # DeepSpeed writes a cut where GatheredParameters has a modifier_rank. The views of
         # :meth:`of` count apart, so that what this package writes is none.
-        return [param.ds_tensor._version for param in self._params.values()]  # type: ignore[attr-defined]
+        return [self._cut(name)._version for name in self._params]
 
     def _move_apart(self, slots: Sequence[tuple[Slot, int]]) -> Tensor:
         sizes = [size for _, size in slots]
@@ -194,12 +194,15 @@ class ParamCuts:
         """
         numel = min(max(slot.numel - self._rank * place.numel(), 0), place.numel())
         place[:numel].copy_(self.of(slot.name)[:numel])
-        self._params[slot.name].ds_tensor.data = place  # type: ignore[attr-defined]
+        self._cut(slot.name).data = place
         self._places[slot.name] = place
 
     def of(self, name: str) -> Tensor:
         """Return this rank's cut of ``name``, 1-D, wherever it lies now."""
-        cut: Tensor = self._params[name].ds_tensor.data  # type: ignore[attr-defined]
+        return self._cut(name).data
+
+    def _cut(self, name: str) -> Tensor:
+        cut: Tensor = self._params[name].ds_tensor  # type: ignore[attr-defined]
         return cut
 
     def release(self) -> None:
@@ -313,7 +316,7 @@ class ParamCuts:
     def misplaced(self) -> str | None:
         """Return the name of the first parameter whose cut is not in its place; None if all are."""
         for name, place in self._places.items():
-            if self._params[name].ds_tensor.data_ptr() != place.data_ptr():  # type: ignore[attr-defined]
+            if self._cut(name).data_ptr() != place.data_ptr():
                 return name
         return None
 
