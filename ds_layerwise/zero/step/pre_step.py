@@ -77,7 +77,7 @@ class BeforeUpdate:
             raise nothing_reduced()
         self.weight_writes.settle(bool(followed), bool(written))
         every = self._run.config.check_writes
-        if every and (self._run.progress.updates + 1) % every == 0:
+        if every and (self._run.progress.state.updates + 1) % every == 0:
             self.weight_writes.search()
         return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
 
