@@ -45,7 +45,7 @@ LISTED = {
     "self.param.{key}": "the same, taken away",
     # torch: attributes that are there to be set.
     "param.data": "the memory of a parameter",
-    "self._params[slot.name].ds_tensor.data": "the same",
+    "self._cut(slot.name).data": "the same",
     "self.params[name].data": "the same",
     "param.grad": "a gradient",
     "self._params[name].grad": "the same",
