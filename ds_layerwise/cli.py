@@ -29,6 +29,20 @@ _MOST_GIB = 2**20
 #: takes a minute there.
 _MOST_RANKS = 2**17
 
+#: The options of ``plan`` that went, each with the way out.
+_GONE = {
+    "--ep_size": "plan a module:function with experts of deepspeed.moe.layer.MoE, which know it",
+    "--tp_size": "plan a module:function that builds the layers in the sizes that one rank has",
+    "--html": "take the table, or the numbers of --json",
+}
+
+
+class _Gone(argparse.Action):
+    """An option that went. Its constant is the way out."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        parser.error(f"{self.option_strings[0]} is no option any more; {self.const}")
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that ``argv`` names, this process's arguments by default.
@@ -165,8 +179,9 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
     add(
         "--model",
         required=True,
-        help="a file of names and shapes, the name of one that comes with the package, or Hugging "
-        "Face's config.json (with transformers)",
+        metavar="NAME|config.json|MODULE:FUNCTION",
+        help="the name of a model that comes with the package, a config.json of transformers or a "
+        "folder with one, or a function that returns the model",
     )
     add("--config", required=True, type=Path, metavar="FILE", help="the DeepSpeed config, as JSON")
     add(
@@ -195,20 +210,6 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         'layerwise.reduction, and for "auto" the backend\'s own except on tcp',
     )
     add(
-        "--ep_size",
-        type=_positive,
-        default=1,
-        metavar="N",
-        help="ranks that share the experts of a layer, as in deepspeed.moe.layer.MoE (%(default)s)",
-    )
-    add(
-        "--tp_size",
-        type=_positive,
-        metavar="N",
-        help="ranks that tensor parallelism cuts the model for, beside --ranks; by default "
-        "tensor_parallel.autotp_size",
-    )
-    add(
         "--memory",
         type=_gib,
         metavar="GIB",
@@ -229,13 +230,8 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         "lr, owner, and why",
     )
     add("--json", action="store_true", help="the same numbers for a program")
-    add("--html", type=_gone, help=argparse.SUPPRESS)
-
-
-def _gone(_: str) -> None:
-    raise argparse.ArgumentTypeError(
-        "pages are no longer made; take the table, or the numbers of --json"
-    )
+    for option, way_out in _GONE.items():
+        add(option, action=_Gone, nargs="?", const=way_out, help=argparse.SUPPRESS)
 
 
 def _positive(text: str) -> int:
@@ -316,8 +312,6 @@ def _print_plan(options: argparse.Namespace) -> int:
         "links": options.links,
         "reduction": options.reduction,
         "ranks_per_node": options.ranks_per_node,
-        "ep_size": options.ep_size,
-        "tp_size": options.tp_size,
     }
     if options.fit is not None:
         return _plan_that_fits(options, given)

@@ -16,6 +16,7 @@ from ds_layerwise.plan.forecast.quantities import size_text, time_text
 from ds_layerwise.plan.forecast.report import table_of
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.meta_model import MetaModel
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
 _SHORT_STATES = {
@@ -49,18 +50,15 @@ _STAGES = (1, 2, 3)
 _AS_FAST = 1.05
 #: The width of a terminal.
 _NARROW = 80
-_PARALLEL_SIZES = (2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
 class Change:
-    """New values for a config, by path, and how many ranks share matrices or experts."""
+    """New values for a config, by path."""
 
     values: Mapping[str, Any]
     price: str = ""
     """A remark on what it costs; empty if that is only time of a step."""
-    tp_size: int = 1
-    ep_size: int = 1
 
     def applied_to(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of ``given`` with the new values."""
@@ -79,9 +77,6 @@ class Change:
         for path, value in self.values.items():
             shown = value["device"] if isinstance(value, dict) else value
             words.append(f"{path.rpartition('.')[2]} {shown}")
-        for key in ("tp_size", "ep_size"):
-            if getattr(self, key) > 1:
-                words.append(f"{key} {getattr(self, key)}")
         return ", ".join(words) or "as it is"
 
 
@@ -102,8 +97,6 @@ def find_fits(
     devices: Sequence[int],
     *,
     memory_bytes: int,
-    ep_size: int = 1,
-    tp_size: int | None = None,
     **options: Any,
 ) -> tuple[list[list[Fit]], Sequence[str]]:
     """Return, for each number of ``devices``, the changes with which ``model`` fits, and lines with
@@ -114,7 +107,6 @@ def find_fits(
 
     Args:
         memory_bytes: the memory of one device.
-        ep_size, tp_size: as in :meth:`.DryRun.of`; if they are given, no others are tried.
         options: further arguments of :meth:`.DryRun.of`.
 
     Raises:
@@ -122,14 +114,14 @@ def find_fits(
         RoutingError: a parameter cannot be trained by its chosen optimizer.
     """
     given = read_file(config)
-    as_it_is = DryRun.of(model, given, [devices[0]], ep_size=ep_size, tp_size=tp_size, **options)
-    is_fixed = tp_size is not None or max(as_it_is.tp_size, ep_size) > 1
+    built = MetaModel.build(model)
+    as_it_is = DryRun.of(built, given, [devices[0]], **options)
     found = []
     for num_devices in devices:
         fits = []
-        for kind in _changes(ep_size, as_it_is.tp_size, fixed=is_fixed):
+        for kind in _changes():
             for change in kind:
-                fit = _tried(model, given, num_devices, change, memory_bytes, options)
+                fit = _tried(built, given, num_devices, change, memory_bytes, options)
                 if fit is not None:
                     fits.append(fit)
             if fits:
@@ -138,31 +130,16 @@ def find_fits(
     return found, as_it_is.assumed
 
 
-def _changes(ep_size: int, tp_size: int, *, fixed: bool) -> Iterator[list[Change]]:
-    """Yield the changes to try, by kind, the cheapest kind first; none of the two sizes if they are
-    ``fixed``.
-    """
-
-    def at_each_stage(**sizes: int) -> Iterator[list[Change]]:
-        for (values, price), bound in product(_MEASURES, _BOUNDS):
-            prices = "; ".join(filter(None, (price, bound)))
-            values = {**_BOUNDS[bound], **values}
-            yield [
-                Change({"zero_optimization.stage": stage, **values}, prices, **sizes)
-                for stage in _STAGES
-            ]
-
-    yield from at_each_stage(tp_size=tp_size, ep_size=ep_size)
-    if fixed:
-        return
-    for size in _PARALLEL_SIZES:
-        both = zip(at_each_stage(ep_size=size), at_each_stage(tp_size=size), strict=True)
-        for experts, slices in both:
-            yield [*experts, *slices]
+def _changes() -> Iterator[list[Change]]:
+    """Yield the changes to try, by kind, the cheapest kind first."""
+    for (values, price), bound in product(_MEASURES, _BOUNDS):
+        prices = "; ".join(filter(None, (price, bound)))
+        values = {**_BOUNDS[bound], **values}
+        yield [Change({"zero_optimization.stage": stage, **values}, prices) for stage in _STAGES]
 
 
 def _tried(
-    model: str,
+    model: MetaModel,
     given: Mapping[str, Any],
     num_devices: int,
     change: Change,
@@ -172,22 +149,12 @@ def _tried(
     """Return the fit of ``change`` with its best bucket size; None if there is none, or a run would
     refuse the config.
     """
-    if num_devices % (change.tp_size * change.ep_size):
-        return None
     tried = change.applied_to(given)
     # Batches change no plan, and would have to be others on other numbers of ranks.
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         tried.pop(key, None)
     try:
-        plan = DryRun.of(
-            model,
-            tried,
-            [num_devices // change.tp_size],
-            ep_size=change.ep_size,
-            tp_size=change.tp_size if change.tp_size > 1 else None,
-            memory_bytes=memory_bytes,
-            **options,
-        )
+        plan = DryRun.of(model, tried, [num_devices], memory_bytes=memory_bytes, **options)
     except LayerWiseError:
         return None
     prediction = plan.predictions[0]
@@ -224,10 +191,6 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
             below.append(f"devices: {num_devices}; nothing that was tried fits")
         elif fits[0].change.values:
             part = json.dumps(fits[0].change.applied_to({}))
-            if fits[0].change.tp_size > 1:
-                part += f", with tensor parallelism over {fits[0].change.tp_size} ranks"
-            if fits[0].change.ep_size > 1:
-                part += f", with experts shared by {fits[0].change.ep_size} ranks"
             below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
     about = (
         "change: of the config; left: for what the forward and the backward pass keep, activations "

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -35,20 +35,15 @@ class Facts:
     shape: Shape
     """The sizes of the whole parameter, also if tensor parallelism has cut it."""
     modules: tuple[str, ...] | None = None
-    """The class names of the modules that hold it, short and qualified; None if there is no
-    model.
-    """
+    """The class names of the modules that hold it, short and qualified; None if unknown."""
     param: Any = None
-    """The parameter itself; None if there is none."""
+    """The parameter itself."""
 
 
 class Conditions(Section):
     """Conditions on a parameter. All that are given must hold; of a list, one element must
     match.
     """
-
-    #: The conditions that names and shapes alone do not determine.
-    OF_THE_MODEL: ClassVar[tuple[str, ...]] = ("module", "attr")
 
     name: Annotated[Texts | None, _told_as("a glob over parameter names, or a list of them")] = None
     """A glob over full parameter names; ``*`` crosses dots."""
@@ -174,13 +169,8 @@ def has_attribute(facts: Facts, attr: str) -> bool:
     """Tell whether a parameter has an attribute of that name with a true value.
 
     Raises:
-        RoutingError: there is no parameter, or the attribute is neither true nor false.
+        RoutingError: the attribute is neither true nor false.
     """
-    if facts.param is None:
-        raise RoutingError(
-            f"{facts.name}: the condition attr {attr!r} needs the parameter itself, but only its "
-            "name and shape are known"
-        )
     try:
         return bool(getattr(facts.param, attr, False))
     except (RuntimeError, ValueError) as e:

@@ -91,24 +91,3 @@ LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_
 #: The names, in linear attention, of the numbers of key heads and value heads, and of the total
 #: width of each.
 LINEAR_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
-
-#: The linear layers that open a block, and those that close one, in Llama, Qwen and GPT-2.
-OPENS_BLOCK = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "c_attn", "c_fc")
-CLOSES_BLOCK = ("o_proj", "down_proj", "c_proj")
-
-#: The embeddings and output layers of the same families.
-TABLES = ("embed_tokens", "wte")
-OUTPUT_LAYERS = ("lm_head",)
-
-#: The modules of the same families of which every tensor-parallel rank has a copy.
-COPIED = (
-    "wpe",
-    "ln_1",
-    "ln_2",
-    "ln_f",
-    "norm",
-    "input_layernorm",
-    "post_attention_layernorm",
-    "q_norm",
-    "k_norm",
-)

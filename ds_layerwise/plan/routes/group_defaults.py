@@ -54,13 +54,6 @@ class ByKind:
     optimizer: OptimizerConfig = OptimizerConfig()
     layerwise: LayerWiseConfig = LayerWiseConfig()
 
-    def asks_for_tables(self) -> str | None:
-        """Return the first key for embeddings and output heads that is set; None if none is."""
-        for key in (*_OF_TABLES, "mup"):
-            if getattr(self.layerwise, key) is not None:
-                return key
-        return None
-
     def change_table(self, changes: Changes) -> None:
         """Add the values for embeddings and output heads to ``changes`` of one of them.
 

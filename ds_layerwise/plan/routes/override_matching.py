@@ -170,23 +170,3 @@ def require_members(groups: Mapping[str, NormGroup], found: Collection[str]) -> 
                 f"layerwise.norm_groups.{key} ({group.conditions_told()}) matches no trainable "
                 'parameter; is the pattern misspelled? With "optional": true it may match none'
             )
-
-
-def check_norm_groups(
-    params: Iterable[tuple[str, tuple[int, ...]]], groups: Mapping[str, NormGroup]
-) -> None:
-    """Refuse norm groups that are wrong according to names and shapes. Groups with other conditions
-    are skipped.
-
-    Args:
-        params: the names and shapes of all trained parameters.
-
-    Raises:
-        RoutingError: as in :func:`grouped` and :func:`require_members`.
-    """
-    known = {}
-    for key, group in groups.items():
-        if group.given().keys().isdisjoint(NormGroup.OF_THE_MODEL):
-            known[key] = group
-    found = grouped({name: [Facts(name=name, shape=shape)] for name, shape in params}, known)
-    require_members(known, set(found.values()))

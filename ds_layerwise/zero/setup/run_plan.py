@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import nn
 
 from ds_layerwise.checkpoint.new_names import expert_names
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import HYPER_KEYS
+from ds_layerwise.config.targets.norm_groups import NormGroup
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.output import announce
@@ -28,6 +30,7 @@ from ds_layerwise.plan.routes.override_matching import grouped, require_members
 from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.param_facts import facts_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
@@ -90,6 +93,87 @@ class Planned:
         return shapes
 
 
+class Routed(NamedTuple):
+    """The routes of a model, and what placing its parameters needs to know."""
+
+    routes: dict[str, Route]
+    specs: list[ParamSpec]
+    trained: dict[str, nn.Parameter]
+    """The parameters with a route, by name."""
+    names: dict[str, tuple[str, ...]]
+    """As in :class:`Planned`."""
+
+
+def route(
+    model: nn.Module,
+    optimizer: LayerWiseOptimizer,
+    run: RunConfig,
+    ep_size: Callable[[str, str], int],
+    *,
+    tp_size: int = 1,
+    elsewhere: Elsewhere | None = None,
+) -> Routed:
+    """Route the parameters of ``model``, for training and for plans.
+
+    Args:
+        optimizer: the optimizer with the parameter groups.
+        ep_size: a function that returns the number of ranks that hold different experts under one
+            name, from this name and DeepSpeed's name of their group.
+        tp_size: the number of tensor-parallel parts of the model.
+        elsewhere: the facts about other pipeline stages; None without a pipeline.
+
+    Raises:
+        RoutingError: as in :func:`.routing.routing_rules.route_parameters`.
+        ConfigError: a setting does not go together with the routes.
+    """
+    rules = optimizer.config
+    config = run.layerwise
+    ep_sizes = _ep_sizes(model, optimizer, ep_size)
+    names = expert_names(ep_sizes)
+    routes = route_parameters(
+        model,
+        optimizer.param_groups,
+        overrides=config.overrides,
+        per_head=rules.per_head_muon,
+        auto_split=config.auto_split,
+        recipes=rules.recipes,
+        tp_size=tp_size,
+        elsewhere=elsewhere,
+        experts=names,
+        by_kind=ByKind(rules, config),
+        own_decay=optimizer.own_decay,
+        by_group=optimizer.recipes_by_group,
+    )
+    optimizer.require_chosen_rates(routes)
+    trained = {name: param for name, param in model.named_parameters() if name in routes}
+    params = []
+    wires = {}
+    for name, param in trained.items():
+        dtype = dtype_name(param.dtype)
+        wires[name] = run.sent_as(dtype)
+        if run.autocast:
+            wires[name] = dtype_name(get_comm_dtype(param))
+        params.append((name, tuple(param.shape), dtype))
+    specs = specs_of(params, routes, tp_size=tp_size, ep_size=ep_sizes, wires=wires)
+    check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=run.host_ratio)
+    return Routed(routes, specs, trained, names)
+
+
+def norm_groups_of(
+    model: nn.Module, routed: Routed, groups: Mapping[str, NormGroup], *, tp_size: int = 1
+) -> dict[str, str]:
+    """Return the norm group of each trained parameter that is in one of ``groups``.
+
+    Raises:
+        RoutingError: as in :func:`.plan.routes.override_matching.grouped`.
+    """
+    if not groups:
+        return {}
+    asked = groups.values()
+    facts = facts_of(model, routed.trained, asked, tp_size=tp_size, experts=routed.names)
+    return grouped(facts, groups)
+
+
 def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) -> Planned:
     """Route and place every parameter of ``model``. The ranks compare the result before anything
     else.
@@ -103,32 +187,20 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             "other what they train with, by names; name its class in the config, as "
             "optimizer.params.matrix_optimizer"
         )
-    rules = optimizer.config
     config = settings.layerwise
     elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
     per_node, counts = _ranks_per_node(settings, where)
     with comm.errors_on_all_ranks():
-        ep_size = _ep_sizes(model, optimizer, settings)
-        names = expert_names(ep_size)
-        routes = route_parameters(
+        routed = route(
             model,
-            optimizer.param_groups,
-            overrides=config.overrides,
-            per_head=rules.per_head_muon,
-            auto_split=config.auto_split,
-            recipes=rules.recipes,
+            optimizer,
+            settings,
+            settings.ep_size,
             tp_size=settings.tp_size,
             elsewhere=elsewhere,
-            experts=names,
-            by_kind=ByKind(rules, config),
-            own_decay=optimizer.own_decay,
-            by_group=optimizer.recipes_by_group,
         )
-        optimizer.require_chosen_rates(routes)
-        trained = {name: param for name, param in model.named_parameters() if name in routes}
-        specs = _specs(trained, routes, ep_size, settings)
-        check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=settings.host_ratio)
+        routes, specs, trained, names = routed
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
         on_node = max(counts)
@@ -158,7 +230,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
-    norm_groups = _norm_groups(model, trained, names, settings)
+    norm_groups = _norm_groups(model, routed, settings)
     counted_elsewhere = set()
     for name, param in trained.items():
         if getattr(param, "ds_pipe_replicated", False):
@@ -189,31 +261,8 @@ def _wants_training(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
             yield name, param
 
 
-def _specs(
-    trained: Mapping[str, nn.Parameter],
-    routes: Routes,
-    ep_size: Mapping[str, int],
-    settings: Settings,
-) -> list[ParamSpec]:
-    """Return the specs that the planner needs of the parameters."""
-    params = []
-    wires = {}
-    for name, param in trained.items():
-        dtype = dtype_name(param.dtype)
-        wires[name] = settings.sent_as(dtype)
-        if settings.autocast:
-            wires[name] = dtype_name(get_comm_dtype(param))
-        params.append((name, tuple(param.shape), dtype))
-    return specs_of(params, routes, tp_size=settings.tp_size, ep_size=ep_size, wires=wires)
-
-
-def _norm_groups(
-    model: nn.Module,
-    trained: Mapping[str, nn.Parameter],
-    names: Mapping[str, Sequence[str]],
-    settings: Settings,
-) -> dict[str, str]:
-    """Return the norm group of each of ``trained`` that is in one.
+def _norm_groups(model: nn.Module, routed: Routed, settings: Settings) -> dict[str, str]:
+    """Return the norm group of each trained parameter that is in one.
 
     Raises:
         RoutingError: on every rank, if on any rank a parameter is in two groups, or a group has no
@@ -224,9 +273,8 @@ def _norm_groups(
     if not groups:
         return {}
     with comm.errors_on_all_ranks():
-        facts = facts_of(model, trained, groups.values(), tp_size=settings.tp_size, experts=names)
-        mine = grouped(facts, groups)
-    stages = [{name: mine.get(name) for name in trained}]
+        mine = norm_groups_of(model, routed, groups, tp_size=settings.tp_size)
+    stages = [{name: mine.get(name) for name in routed.trained}]
     if pipeline.is_pipeline(model):
         stages = comm.gather_objects(stages[0], group=settings.model_group)
     with comm.errors_on_all_ranks():
@@ -279,7 +327,7 @@ def _tell(
 
 
 def _ep_sizes(
-    model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings
+    model: nn.Module, optimizer: LayerWiseOptimizer, ep_size: Callable[[str, str], int]
 ) -> dict[str, int]:
     """Return the number of consecutive ranks that hold different experts under the name of a
     trained parameter, by name.
@@ -292,7 +340,7 @@ def _ep_sizes(
         if param in given:
             sizes[name] = 1
             if is_moe_param(param):
-                sizes[name] = settings.ep_size(name, param.group_name)  # type: ignore[attr-defined]
+                sizes[name] = ep_size(name, param.group_name)  # type: ignore[attr-defined]
     return sizes
 
 
