@@ -38,6 +38,7 @@ from ds_layerwise.optimizers.recipes.update_hook_settings import UpdateHooks
 from ds_layerwise.plan.network.links import LINKS
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from tests import api
 from tests.outputs import pages_with_outputs, with_outputs
@@ -54,6 +55,7 @@ from tests.support.documents import (
     prose_of,
     tables_of,
 )
+from tests.support.model_specs import bare
 from tests.support.rooms import rooms
 
 pytestmark = rooms("sections", "cli", "routing_rules")
@@ -91,29 +93,21 @@ def test_every_block_is_in_a_language_that_is_tested():
 
 
 #: Names as the pages' overrides have them.
-MODEL = """
-model: small
-numel: 1416
-params:
-  - {name: model.embed.weight, shape: [40, 8], optimizer: scalar}
-  - {name: model.layers.0.proj.weight, shape: [32, 32], optimizer: matrix}
-  - {name: model.layers.0.proj.bias, shape: [32], optimizer: scalar}
-  - {name: model.norm.weight, shape: [40], optimizer: scalar}
-"""
+MODEL = {"model.embed.weight": (40, 8), "model.layers.0.proj.weight": (32, 32), "model.layers.0.proj.bias": (32,),
+         "model.norm.weight": (40,)}
 
 
 @each_block("json")
 def test_configs_are_planned(block, tmp_path):
     config, _ = as_config(block)
     (tmp_path / "ds.json").write_text(json.dumps(config))
-    (tmp_path / "model.yaml").write_text(MODEL)
 
     def plan():
-        return DryRun.of(str(tmp_path / "model.yaml"), tmp_path / "ds.json", [1, 2])
+        return DryRun.of(MetaModel(bare(MODEL)), tmp_path / "ds.json", [1, 2])
 
     if "tensor_parallel" in config:
         # All that comes before is in order.
-        with pytest.raises(ConfigError, match="shapes of a whole model do not say how tensor parallelism cuts it"):
+        with pytest.raises(ConfigError, match="tensor_parallel.autotp_size is 2, and a plan cuts no model"):
             plan()
         return
     assert plan().run.optimizer == OptimizerConfig.from_section(config["optimizer"])
@@ -175,7 +169,7 @@ def check_ours(arguments):
     options = cli._parser().parse_args(arguments)
     if options.command == "plan":
         assert_file(str(options.config))
-        models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.yaml")}
+        models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.json")}
         assert options.model in models or options.model in USERS_FILES
         assert options.links in {None, *LINKS} or options.links in USERS_FILES
         return

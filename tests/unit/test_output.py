@@ -138,11 +138,10 @@ def test_a_terminal_has_a_width_and_nothing_else_has(columns, most, width, monke
 
 @pytest.fixture
 def plan(tmp_path):
-    (tmp_path / "model.yaml").write_text("model: m\nnumel: 8\nparams: [{name: w, shape: [2, 4], optimizer: matrix}]")
     (tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 1}, "optimizer": {"type": "LayerWiseMuon", '
                                       '"params": {"lr": 1e-3, "muon_lr": 0.02}}}')
-    command = [sys.executable, "-m", "ds_layerwise.cli", "plan", "--model", tmp_path / "model.yaml", "--config",
-               tmp_path / "ds.json", "--ranks", "1"]
+    command = [sys.executable, "-m", "ds_layerwise.cli", "plan", "--model", "tests.support.model_specs:small",
+               "--config", tmp_path / "ds.json", "--ranks", "1"]
 
     def run(shell="exec \"$@\"", **env):
         return subprocess.run(["bash", "-c", shell, "-", *map(str, command)], cwd=ROOT, capture_output=True,

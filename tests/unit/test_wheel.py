@@ -36,7 +36,7 @@ def test_everything_that_is_no_code_is_in_it(installed):
                 if path.is_file() and path.suffix not in (".py", ".pyc")}
 
     carried = others(installed / "ds_layerwise")
-    assert carried == others(ROOT / "ds_layerwise") >= {"py.typed", "plan/models/gpt2-124m.yaml"}
+    assert carried == others(ROOT / "ds_layerwise") >= {"py.typed", "tools/models/gpt2-124m.json"}
 
 
 def test_the_wheel_has_the_version_of_the_package(installed):

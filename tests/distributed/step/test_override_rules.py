@@ -5,16 +5,17 @@ from dataclasses import replace
 
 import deepspeed.comm as dist
 import pytest
-import torch
 
 import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
 from tests.support.expected import assert_close, each_alone
 from tests.support.harness import DistributedTest
+from tests.support.model_specs import bare
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
@@ -171,14 +172,11 @@ class TestParamMap(DistributedTest):
 
         # A plan of the same shapes has the same keys, and the same plan.
         known = [row for row in parameters if len(row["shape"]) < 3]
-        lines = [f"  - {{name: {row['name']}, shape: {row['shape']}, optimizer: "
-                 f"{'scalar' if row['matrices'] is None else 'matrix'}}}" for row in known]
-        numel = sum(torch.Size(row["shape"]).numel() for row in known)
+        shapes = bare({row["name"]: row["shape"] for row in known})
         own = tmp_path / str(dist.get_rank())
         own.mkdir()
-        (own / "model.yaml").write_text("\n".join(["model: net", f"numel: {numel}", "params:", *lines]))
         (own / "ds.json").write_text(json.dumps({**given, "layerwise": {}}))
-        plan = DryRun.of(str(own / "model.yaml"), own / "ds.json", [RANKS])
+        plan = DryRun.of(MetaModel(shapes), own / "ds.json", [RANKS])
         assert as_json(plan.forecasts[0]).keys() == written.keys()
         for row in plan.listed(plan.forecasts[0]):
             assert row.keys() == rows[row["name"]].keys()

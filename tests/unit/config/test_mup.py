@@ -169,5 +169,3 @@ def test_plans_and_tables_show_rates_where_they_know_embeddings(tmp_path):
     assert "eps 0.0625 to 0.25" in " ".join(lines.split())
     row = next(line for line in lines.splitlines() if "rate x 0.25 by" in line or "layerwise.overrides" in line)
     assert "0.00025" in row
-    with pytest.raises(ConfigError, match="layerwise.mup is base_width=8 width=32, and names and shapes alone"):
-        planned(tmp_path, "llama-3-8b")

@@ -7,6 +7,7 @@ import struct
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
@@ -23,6 +24,7 @@ from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
 pytestmark = rooms("split_masters", "low_bit", "low_bit_states", "low_bit_checks", "low_bit_settings", "dtypes")
@@ -302,14 +304,12 @@ class TestAccuracy:
         assert nearest > 2 and codes > 0.2 and chance < 0.1
 
 
-MODEL = """
-model: small
-numel: 1384
-params:
-  - {name: embed.weight, shape: [40, 8], optimizer: scalar}
-  - {name: layers.0.proj.weight, shape: [32, 32], optimizer: matrix}
-  - {name: norm.weight, shape: [40], optimizer: scalar}
-"""
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 8, device="meta")
+        self.layers = nn.ModuleList([nn.ModuleDict({"proj": nn.Linear(32, 32, bias=False, device="meta")})])
+        self.norm = nn.RMSNorm(40, device="meta")
 
 
 def planned(folder, ranks=(1,), *, dtype="bf16", host=False, params=(), layerwise=()):
@@ -319,8 +319,7 @@ def planned(folder, ranks=(1,), *, dtype="bf16", host=False, params=(), layerwis
     if host:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (folder / "ds.json").write_text(json.dumps(config))
-    (folder / "model.yaml").write_text(MODEL)
-    return DryRun.of(str(folder / "model.yaml"), folder / "ds.json", list(ranks))
+    return DryRun.of(MetaModel(Small()), folder / "ds.json", list(ranks))
 
 
 REMAINDER = {"master_dtype": "bfloat16+remainder"}

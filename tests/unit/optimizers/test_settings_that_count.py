@@ -17,13 +17,12 @@ from ds_layerwise.optimizers.base.fields import merged_keys
 from ds_layerwise.optimizers.recipe_registry import names
 from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms
 
-pytestmark = rooms("group_defaults", "rate_checks", "routing_rules", "param_groups", "sections", "model_file")
+pytestmark = rooms("group_defaults", "rate_checks", "routing_rules", "param_groups", "sections")
 
 TESTS = Path(__file__).parents[2]
 
@@ -156,16 +155,6 @@ def test_the_file_of_another_serves_it_and_what_it_leaves_is_told():
                               overrides=parsed(None, OVERRIDES)[1].overrides)
     assert routes["up.weight"].reason.endswith("num_heads, ns_steps without effect")
     assert routes["down.weight"].reason.endswith("momentum, split without effect")
-
-
-def test_a_plan_says_the_same_of_one_for_everything():
-    params = [ModelParam("up.weight", (16, 8), "matrix"), ModelParam("down.weight", (8, 16), "matrix"),
-              ModelParam("up.bias", (16, ), "scalar")]
-    config, section = parsed({**FILE, "matrix_optimizer": "adamw"}, OVERRIDES)
-    found = route_model(params, section.overrides, recipes=config.recipes, per_head=config.per_head_muon,
-                        by_kind=ByKind(config, section))
-    assert {route.recipe for route in found.values()} == {AdamW()} and found["up.weight"].lr_scale == 0.5
-    assert found["up.weight"].reason.endswith("num_heads, ns_steps without effect")
 
 
 @pytest.mark.parametrize("params, said", [

@@ -16,18 +16,17 @@ from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.orthogonalize.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
-from ds_layerwise.plan.forecast.forecast import opened_bytes, specs_of, workspace_bytes
-from ds_layerwise.plan.forecast.model_file import ModelParam, find_model, read_model, route_model
+from ds_layerwise.plan.forecast.forecast import opened_bytes, workspace_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
 from tests.support.live_memory import LiveMemory, most_beside
+from tests.support.model_specs import bare, routes_of, shipped, specs_in
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon_family", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
                    "newton_schulz_cost", "forecast", "recipes", "update_sets")
 
 META = torch.device("meta")
-MODELS = find_model("gpt2-124m").parent
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 
 #: Experts that are one parameter: gpt-oss-120b's and Qwen3-30B-A3B's.
@@ -46,10 +45,10 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def params_of(model):
-    if model not in STACKED:
-        return read_model(MODELS / f"{model}.yaml").params
-    return [ModelParam(f"{layer}.{i}", shape, "matrix") for layer in range(4) for i, shape in enumerate(STACKED[model])]
+def model_of(name):
+    if name not in STACKED:
+        return shipped(name)
+    return bare({f"{layer}.{i}": shape for layer in range(4) for i, shape in enumerate(STACKED[name])})
 
 
 def updates_of(layout, rank, routes, rule, *, elsewhere=(), tp_size=1):
@@ -71,9 +70,9 @@ def shapes_of(names, routes):
     ("gpt2-124m", 2, 50_000_000, 37), ("qwen3-0.6b", 8, 50_000_000, 38), ("llama-2-7b", 8, 500_000_000, 37),
     ("llama-3-405b", 64, 500_000_000, 37), ("gpt-oss", 2, 500_000_000, 37), ("qwen3-moe", 1, 500_000_000, 37)])
 def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, bucket_numel, budget, method, ns_dtype):
-    params, recipe = params_of(model), recipes.Muon(ns_method=method, ns_dtype=ns_dtype)
-    routes, rule = route_model(params, recipes=Recipes(matrix=recipe)), Muon.of(recipe)
-    specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
+    module, recipe = model_of(model), recipes.Muon(ns_method=method, ns_dtype=ns_dtype)
+    routes, rule = routes_of(module, recipes=Recipes(matrix=recipe)), Muon.of(recipe)
+    specs = specs_in(module, routes)
     layout = plan_layout(specs, ranks, bucket_numel=bucket_numel)
     said = workspace_bytes(layout, routes)
     rank = said.index(max(said))
@@ -113,9 +112,9 @@ def test_experts_under_adafactor_are_updated_a_few_at_a_time(shape, together, se
     ("llama-2-7b", 8, 50_000_000, 28, 28)])
 def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, ranks, bucket_numel, matrices, calls):
     """A matrix of Llama-2-7B is a full batch by itself."""
-    params = params_of(model)
-    routes, rule = route_model(params, recipes=Recipes(matrix=recipes.Muon())), Muon.of(recipes.Muon())
-    specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
+    module = model_of(model)
+    routes, rule = routes_of(module, recipes=Recipes(matrix=recipes.Muon())), Muon.of(recipes.Muon())
+    specs = specs_in(module, routes)
     layout = plan_layout(specs, ranks, bucket_numel=bucket_numel)
     found = []
     for rank in range(ranks):
@@ -126,10 +125,9 @@ def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, r
 
 
 def qwen():
-    params = params_of("qwen3-0.6b")
-    routes = route_model(params, recipes=Recipes(matrix=recipes.Muon()))
-    specs = specs_of(((p.name, p.shape, "bfloat16") for p in params), routes)
-    return routes, plan_layout(specs, 8, bucket_numel=50_000_000)
+    module = shipped("qwen3-0.6b")
+    routes = routes_of(module, recipes=Recipes(matrix=recipes.Muon()))
+    return routes, plan_layout(specs_in(module, routes), 8, bucket_numel=50_000_000)
 
 
 def test_a_matrix_that_comes_from_elsewhere_joins_no_other_bucket():

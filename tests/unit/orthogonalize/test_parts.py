@@ -15,12 +15,12 @@ from ds_layerwise.optimizers.recipes.muon_recipes import Muon, NorMuon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon as Rule
 from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
-from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.part_views import first_state, seen_parts
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index
+from tests.support.model_specs import routes_of, shipped
 from tests.support.rooms import rooms
 
 pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "routes")
@@ -320,31 +320,14 @@ def test_sizes_are_those_of_all_ranks_together():
         route(cut((16, 6), 0), {"split": QKV}, tp_size=2)
 
 
-# --- model files ------------------------------------------------------------------------------------------------------
+# --- models of the package -------------------------------------------------------------------------------------------
 
 
 def test_the_models_of_the_package_have_the_parts_that_transformers_finds():
-    gpt2 = route_model(read_model(find_model("gpt2-124m")).params)
+    gpt2 = routes_of(shipped("gpt2-124m"))
     assert gpt2["transformer.h.3.attn.c_attn.weight"].seen(0) == dict.fromkeys("qkv", (768, 768))
     name = "model.layers.7.self_attn.{}.weight"
-    deepseek = read_model(find_model("deepseek-v3")).params
-    routes = route_model(deepseek)
+    routes = routes_of(shipped("deepseek-v3"))
     assert {leaf: routes[name.format(leaf)].seen(0) for leaf in ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa")} == {
         "q_b_proj": {"nope": (16384, 1536), "rope": (8192, 1536)}, "kv_b_proj": {"k": (16384, 512), "v": (16384, 512)},
         "kv_a_proj_with_mqa": {"latent": (512, 7168), "rope": (64, 7168)}}
-    assert not any(each.parts for each in route_model(deepseek, auto_split=False).values())
-    told = route_model(deepseek, [Override(name="*.kv_b_proj.weight", num_heads=128),
-                                  Override(name="*.q_b_proj.weight", split={})])
-    assert told[name.format("kv_b_proj")].matrix_shape == (128, 256, 512)
-    assert told[name.format("q_b_proj")].parts is None
-
-
-def test_a_model_file_whose_parts_do_not_fit(tmp_path):
-    (tmp_path / "model.yaml").write_text("""
-model: wrong
-numel: 96
-params:
-  - {name: w, shape: [16, 6], optimizer: matrix, split: {q: 4, k: 4}, split_groups: 3}
-""")
-    with pytest.raises(ConfigError, match=r"w \(16, 6\) is split into q 4, k 4 x 3, 24 in all, and has 16 outputs"):
-        read_model(tmp_path / "model.yaml")

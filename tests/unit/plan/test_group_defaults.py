@@ -17,6 +17,7 @@ from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.routes.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
+from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
@@ -175,21 +176,18 @@ def test_the_base_of_a_rate_stays_when_a_schedule_moves_the_rate():
 
 # --- plans -----------------------------------------------------------------------------------------------------------
 
-MODEL_FILE = """
-model: small
-numel: 108
-params:
-  - {name: embed.weight, shape: [10, 4], optimizer: scalar}
-  - {name: q_norm.weight, shape: [4], optimizer: scalar}
-  - {name: mlp.weight, shape: [8, 8], optimizer: matrix}
-"""
+
+class Planned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.q_norm = nn.Embedding(10, 4, device="meta"), nn.RMSNorm(4, device="meta")
+        self.mlp = nn.Linear(8, 8, bias=False, device="meta")
 
 
 def planned(tmp_path, params=None, layerwise=None):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "layerwise": layerwise or {},
                                                   "optimizer": {"type": "LayerWiseMuon", "params": params or {}}}))
-    (tmp_path / "model.yaml").write_text(MODEL_FILE)
-    run = DryRun.of(str(tmp_path / "model.yaml"), tmp_path / "ds.json", [2])
+    run = DryRun.of(MetaModel(Planned()), tmp_path / "ds.json", [2])
     return {row["name"]: row for row in run.listed(run.forecasts[0])}
 
 
@@ -208,17 +206,11 @@ def test_a_plan_honours_what_names_and_shapes_answer(tmp_path):
         planned(tmp_path, layerwise={"overrides": [{"ndim": 2, "min_elements": 50, "min_lr": 0.5}]})
 
 
-@pytest.mark.parametrize("layerwise, told", [
-    ({"overrides": [{"ndim": 2, "lr": 0.1}, {"module": "Linear", "lr": 0.1}]},
-     r"layerwise.overrides\[1\].module is 'Linear', and names and shapes alone do not say which parameters those are"),
-    ({"overrides": [{"attr": "is_router", "lr": 0.1}]}, r"layerwise.overrides\[0\].attr is 'is_router', and names and"),
-    ({"decoupled_lr": 0.5}, "layerwise.decoupled_lr is 0.5, and names and shapes alone do not say which parameters are "
-     "embeddings and output heads; plan without it, or name them in layerwise.overrides"),
-    ({"decoupled_min_lr": 0.5}, "layerwise.decoupled_min_lr is 0.5, and names and shapes alone"),
-])
-def test_a_plan_refuses_by_name_what_they_do_not(layerwise, told, tmp_path):
-    with pytest.raises(ConfigError, match=told):
-        planned(tmp_path, layerwise=layerwise)
+def test_a_plan_honours_what_the_model_alone_answers(tmp_path):
+    rows = planned(tmp_path, {"lr": 0.5, "muon_lr": 0.5}, {
+        "decoupled_lr": 0.25, "overrides": [{"module": "Linear", "lr": 0.125}]})
+    assert {name: row["lr_ratio"] for name, row in rows.items()} == {
+        "embed.weight": 0.5, "q_norm.weight": 1, "mlp.weight": 0.25}
 
 
 # --- presets ---------------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.plan.forecast.cost import LayoutReport
 from ds_layerwise.plan.forecast.forecast import forecast
-from ds_layerwise.plan.forecast.model_file import find_model
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.plan.layout.draft_buckets import draft_owned
@@ -58,7 +57,6 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("links", "transport", "even_rows", "draft_buckets", "prediction", "planner")
 
-MODELS = find_model("gpt2-124m").parent
 
 #: Two nodes of four have 100 bytes a nanosecond inside, and two interfaces of 10 each between them.
 SMALL = Links(inside_gb_s=100.0, between_gb_s=10.0, inside_us=1.0, between_us=10.0, ranks_per_node=4, rails=2,
@@ -394,7 +392,7 @@ def test_sums_made_inside_nodes_first_are_never_ragged_so_that_the_way_changes_n
     for links, ranks in itertools.product((NVLINK_IB, PCIE_ETHERNET, TCP.model_copy(update={"ranks_per_node": 2})),
                                           (4, 16, 64)):
         for model, bucket_numel in itertools.product(("gpt2-124m", "qwen3-0.6b"), (10**6, 5 * 10**7, 5 * 10**8)):
-            layout = plan_layout(load_model_specs(MODELS / f"{model}.yaml"), ranks, bucket_numel=bucket_numel,
+            layout = plan_layout(load_model_specs(model), ranks, bucket_numel=bucket_numel,
                                  links=links, reduction="ordered")
             if at_levels("ordered", ranks, links):
                 assert chosen_ways(layout) <= {"even", "cuts"}, (links, ranks, model, bucket_numel)
@@ -420,7 +418,7 @@ def test_no_other_ways_take_much_less(seed):
 
 def planned(model, ranks, *, bucket_numel=500_000_000, links=NVLINK_IB, reduction="ordered", policy="balanced"):
     """Return the number of buckets and the time of all collectives."""
-    specs = [replace(spec, wire="bfloat16") for spec in load_model_specs(MODELS / f"{model}.yaml")]
+    specs = [replace(spec, wire="bfloat16") for spec in load_model_specs(model)]
     buckets = plan_layout(specs, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction,
                           policy=policy).buckets
     return len(buckets), wire_time([Load.of_bucket(bucket, "bfloat16", reduction) for bucket in buckets],
@@ -460,7 +458,7 @@ def test_the_fastest_of_smaller_sizes_is_taken_if_that_gains_enough(model, ranks
     assert planned(model, ranks, bucket_numel=bucket_numel)[0] < found[0] == num_buckets
     monkeypatch.setattr(planner, "_FEW_BUCKETS", 0)
     # A bucket holds all of the model at most.
-    full = min(bucket_numel, sum(spec.numel for spec in load_model_specs(MODELS / f"{model}.yaml")))
+    full = min(bucket_numel, sum(spec.numel for spec in load_model_specs(model)))
     smaller = [planned(model, ranks, bucket_numel=-(-full // parts)) for parts in (1, 2, 4, 8)]
     assert found == min(smaller, key=lambda each: felt(each[1])) and felt(found[1]) < 0.97 * felt(smaller[0][1])
     assert min(smaller, key=lambda each: each[1].total)[0] == by_total
@@ -543,7 +541,7 @@ def test_rows_alter_nobodys_total(seed):
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 def real(name, wire="bfloat16"):
-    return [replace(spec, wire=wire) for spec in load_model_specs(find_model(name))]
+    return [replace(spec, wire=wire) for spec in load_model_specs(name)]
 
 
 def chosen_ways(layout):
@@ -611,7 +609,7 @@ def test_a_step_takes_little_more_than_rings_without_owners(model, bucket_numel,
     """The bounds that the results of examples/benchmarks/links.py have for all models, and say where they do not."""
     for ranks in (8, 64, 512, 4096):
         num_buckets, found = planned(model, ranks, bucket_numel=bucket_numel, links=links, reduction=reduction)
-        specs = load_model_specs(MODELS / f"{model}.yaml")
+        specs = load_model_specs(model)
         total = sum(spec.numel for spec in specs)
         rings = -(-total // bucket_numel)
         ring = rings * Group(ranks, links).ring(2 * total / rings)

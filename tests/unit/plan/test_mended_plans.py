@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-import yaml
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -20,17 +19,16 @@ from ds_layerwise.optimizers.recipes.soap_recipe import Soap
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast import prediction
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
-from ds_layerwise.plan.forecast.model_file import read_model
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.network.link_fit import Fit, Measured
 from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.plan.routes.override_matching import overrides_by_name
 from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.module_of import weights_of
-from ds_layerwise.tools.hf_model import HfShapes
+from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "ds_config", "hf_model", "kronecker_recipe", "link_fit", "model_file", "module_of",
+pytestmark = rooms("conditions", "ds_config", "kronecker_recipe", "link_fit", "meta_model", "module_of",
                    "muon_recipes", "override_matching", "overrides", "prediction", "report", "routes")
 
 
@@ -75,31 +73,6 @@ def test_factors_of_what_is_no_matrix_are_an_error_of_values(shape):
 def test_a_recipe_of_the_family_need_not_say_more_of_its_scale():
     assert Orthogonalized.scale_summary(Muon()) == ""
     assert "momentum" in Orthogonalized().summary(str)
-
-
-@pytest.mark.parametrize("entry, message", [
-    ({"name": "", "shape": [2, 4], "optimizer": "matrix"}, "name"),
-    ({"name": "w", "shape": [2, 4], "optimizer": "matrix", "split": 3}, 'an object like {"q": 64, .*, got 3'),
-    ({"name": "w", "shape": [2, 4], "optimizer": "matrix", "split": None}, 'an object like {"q": 64, .*, got None'),
-    ({"block": None, "params": []}, r"like {layer: \[0, 32\]}, got None"),
-    ({"block": 3, "params": []}, r"like {layer: \[0, 32\]}, got 3"),
-])
-def test_a_model_file_says_what_it_takes(entry, message, tmp_path):
-    path = tmp_path / "model.yaml"
-    path.write_text(yaml.safe_dump({"model": "small", "numel": 8, "params": [entry]}))
-    with pytest.raises(ConfigError, match=message):
-        read_model(path)
-
-
-@pytest.mark.parametrize("model", ["405", "4.5", "[a]", ""])
-@pytest.mark.parametrize("numel", ["3000", "3.0e+3"])
-def test_a_name_and_a_count_may_be_any_of_yaml(model, numel, tmp_path):
-    path = tmp_path / "m.yaml"
-    path.write_text(f"model: {model}\nnumel: {numel}\nparams: [{{name: w, shape: [30, 100], optimizer: matrix}}]\n")
-    assert [param.shape for param in read_model(path).params] == [(30, 100)]
-    path.write_text(path.read_text().replace(f"numel: {numel}", "numel: 3000.5"))
-    with pytest.raises(ConfigError, match="the parameters have 3000 elements, numel says 3000.5"):
-        read_model(path)
 
 
 SHAPES = {"up": (16, 8), "down": (8, 16), "bias": (8,)}
@@ -182,4 +155,4 @@ def test_a_model_is_built_where_the_hub_keeps_no_errors(tmp_path, monkeypatch):
     config.save_pretrained(tmp_path)
     LlamaForCausalLM(config)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
-    assert HfShapes(tmp_path / "config.json").hidden_size == 8
+    assert MetaModel.build(str(tmp_path)).hidden_size == 8

@@ -3,25 +3,23 @@
 import heapq
 import random
 from collections import Counter
-from dataclasses import replace
 from fractions import Fraction
 from itertools import combinations, product
 from pathlib import Path
 
 import pytest
 
-from ds_layerwise.errors import ConfigError, LayoutError
+from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
-from ds_layerwise.plan.forecast.model_file import deal_out_experts
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.owners import Item, spread
 from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.tools import meta_model
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
-pytestmark = rooms("planner", "owners", "model_file")
+pytestmark = rooms("planner", "owners")
 
-MODELS = Path(__file__).resolve().parents[3] / "ds_layerwise" / "plan" / "models"
 POLICIES = ("balanced", "lpt", "size_matching")
 RANKS = (1, 2, 3, 4, 6, 8, 12, 16, 32, 64, 96, 128, 256, 512, 1024)
 
@@ -184,7 +182,7 @@ def test_lpt_waits_until_the_largest_is_no_more_than_a_shard_and_a_tenth():
 
 
 def test_lpt_pads_llama_2_at_64_ranks_by_what_is_published():
-    specs = [spec for spec in load_model_specs(MODELS / "llama-2-7b.yaml") if spec.whole]
+    specs = [spec for spec in load_model_specs("llama-2-7b") if spec.whole]
     layout = plan_layout(specs, 64, bucket_numel=64_000_000, policy="lpt")
     assert layout.buffer_numel("bfloat16") / sum(spec.numel for spec in specs) == pytest.approx(1.337, abs=5e-4)
     assert len(layout.buckets) == 3
@@ -449,11 +447,12 @@ LONGEST_FIRST = {
 
 @pytest.fixture(scope="module", params=sorted(NUMELS))
 def model(request):
-    return request.param, load_model_specs(MODELS / f"{request.param}.yaml")
+    return request.param, load_model_specs(request.param)
 
 
-def test_every_model_file_is_known_here():
-    assert sorted(path.stem for path in MODELS.glob("*.yaml")) == sorted(NUMELS)
+def test_every_model_of_the_package_is_known_here():
+    folder = Path(meta_model.__file__).parent / "models"
+    assert sorted(path.stem for path in folder.glob("*.json")) == sorted(NUMELS)
 
 
 def test_models_have_their_published_size(model):
@@ -495,7 +494,7 @@ def test_swaps_make_no_model_worse(model):
 @pytest.mark.parametrize("name, world_size, work, numel", [
     ("gpt2-124m", 8, 1.0100, 1), ("gpt2-124m", 16, 1.0298, 1), ("qwen3-0.6b", 64, 1.0076, 1.0667)])
 def test_swaps_reach_what_exists(name, world_size, work, numel):
-    specs = load_model_specs(MODELS / f"{name}.yaml")
+    specs = load_model_specs(name)
     report = LayoutReport.of(plan_layout(specs, world_size, bucket_numel=500_000_000), specs)
     assert report.work_max_over_mean <= work
     assert report.whole_max_over_mean <= numel
@@ -503,13 +502,7 @@ def test_swaps_reach_what_exists(name, world_size, work, numel):
 
 @pytest.fixture(scope="module")
 def deepseek():
-    specs = {spec.name: spec for spec in load_model_specs(MODELS / "deepseek-v3.yaml")}
-
-    def with_experts(ep_size):
-        left, experts = deal_out_experts([(name, spec.shape) for name, spec in specs.items()], ep_size)
-        return [replace(specs[name], ep_size=experts.get(name, 1)) for name, _ in left]
-
-    return with_experts
+    return lambda ep_size: load_model_specs("deepseek-v3", ep_size=ep_size)
 
 
 @pytest.mark.parametrize("ep_size, world_size, work, worse_apart", [
@@ -565,56 +558,6 @@ def test_ranks_with_different_experts_are_loaded_as_one(seed):
     assert sum(report.whole_numel) == sum(spec.numel * spec.ep_size for spec in specs)
     if any(report.work):
         assert max(report.work) <= sum(report.work) / world_size + 2 * max(spec.work for spec in specs)
-
-
-def test_experts_of_one_layer_keep_model_order():
-    names_in_order = [spec.name for spec in load_model_specs(MODELS / "deepseek-v3.yaml")]
-    first = names_in_order.index("model.layers.3.mlp.experts.0.gate_proj.weight")
-    assert names_in_order[first:first + 4] == [
-        "model.layers.3.mlp.experts.0.gate_proj.weight", "model.layers.3.mlp.experts.0.up_proj.weight",
-        "model.layers.3.mlp.experts.0.down_proj.weight", "model.layers.3.mlp.experts.1.gate_proj.weight"]
-
-
-def test_a_model_file_expands_in_order(tmp_path):
-    file = tmp_path / "m.yaml"
-    file.write_text("""
-model: m
-numel: 46
-params:
-  - {name: first, shape: [4], optimizer: scalar}
-  - block: {layer: [0, 2]}
-    params:
-      - block: {expert: [1, 3]}
-        params:
-          - {name: "{layer}.{expert}", shape: [2, 5], optimizer: matrix}
-      - {name: "{layer}.norm", shape: [1], optimizer: scalar}
-""")
-    specs = load_model_specs(file, dtype="float32", method="standard", steps=1)
-    assert [spec.name for spec in specs] == ["first", "0.1", "0.2", "0.norm", "1.1", "1.2", "1.norm"]
-    assert specs[1] == ParamSpec("0.1", (2, 5), "float32", True, 4 * 2 * 2 * 5 + 2 * 8, state_bytes=4 * 10)
-    assert specs[3] == ParamSpec("0.norm", (1,), "float32", False, state_bytes=8)
-
-
-@pytest.mark.parametrize("params, message", [
-    ("[{name: w, shape: [2], optimizer: scalar}]", "m.yaml: the parameters have 2 elements, numel says 3"),
-    ("[{name: w, shape: [3], optimizer: adam}]", "optimizer must be one of 'matrix', 'scalar', got 'adam'"),
-    ("[{name: w, shape: [3], optimizer: matrix}]", r"w is a matrix of shape \(3,\)"),
-    ("[{name: w, shape: [3], optimiser: scalar}]", "optimiser is not an option; did you mean 'optimizer'"),
-    ("[{name: w, optimizer: scalar}]", r"params\[0\].shape is missing"),
-    ("[{name: '{layer}', shape: [3], optimizer: scalar}]", r"params\[0\].name '\{layer\}' needs 'layer', but only "
-                                                           "nothing is repeated"),
-    ("[{block: {layer: 3}, params: []}]", "block.layer must be .*got 3"),
-    ("[{block: [layer], params: []}]", "block must be like .*got "),
-    ("[{block: {layer: [2, 2]}, params: []}]", r"block.layer must be .*got \[2, 2\]"),
-    ("[{block: {layer: [0, 2]}}]", r"params\[0\].params is missing"),
-    ("7", "m.yaml.params must be a list, got 7"),
-    ("[7]", r"params\[0\] must be an object like .*\"shape\".*, got 7"),
-])
-def test_a_wrong_model_file_is_refused_with_the_place(tmp_path, params, message):
-    file = tmp_path / "m.yaml"
-    file.write_text(f"model: m\nnumel: 3\nparams: {params}\n")
-    with pytest.raises(ConfigError, match=message):
-        load_model_specs(file)
 
 
 @pytest.mark.parametrize("policy", ["balanced", "lpt", "size_matching"])

@@ -13,12 +13,12 @@ from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.plan.forecast.cost import RankMemory, RankTraffic
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
-from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.plan.routes.routes import Route
+from tests.support.model_specs import bare, routes_of, specs_in
 from tests.support.rooms import rooms
 
 pytestmark = rooms("report", "param_list", "forecast", "prediction")
@@ -188,9 +188,8 @@ def test_at_stage_3_times_and_what_passes_make_whole_are_foretold():
     zero = {"stage": 3, "stage3_max_live_parameters": 1000, "stage3_param_persistence_threshold": 100}
     run = RunConfig.from_ds_config({"zero_optimization": zero, "bf16": {"enabled": True}, "optimizer": {
         "type": "LayerWiseMuon", "params": {"muon_lr": 0.1}}})
-    matrices = [ModelParam(f"w{number}", (40, 50), "matrix") for number in range(8)]
-    routes = route_model([*matrices, ModelParam("b", (30, ), "scalar")])
-    specs = specs_of(((name, (40, 50) if name != "b" else (30, ), "bfloat16") for name in routes), routes)
+    model = bare({**{f"w{number}": (40, 50) for number in range(8)}, "b": (30,)})
+    specs = specs_in(model, routes := routes_of(model))
     found = forecast(specs, routes, run, 4)
     assert found.whole == (60, 4000)
     assert "whole, at most" in start_up_table(routes, specs, found, run.optimizer)

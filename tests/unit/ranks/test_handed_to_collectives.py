@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import distributed, nn
 
-from ds_layerwise.plan.forecast.model_file import find_model
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import NVLINK_IB, TCP
 from ds_layerwise.plan.planner.planner import plan_layout
@@ -24,7 +23,6 @@ from tests.support.ways import in_cuts
 
 pytestmark = rooms("bucket_transfers", "exchange", "grad_sync", "param_sync", "nodes", "comm")
 
-MODELS = find_model("gpt2-124m").parent
 
 
 #: By ranks, how many hold different experts.
@@ -173,7 +171,7 @@ def test_sums_are_made_inside_a_node_before_they_leave_it(monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_some_ranks_of_many(reduction, monkeypatch):
-    layout = plan_layout(load_model_specs(MODELS / "llama-3-70b.yaml"), 1024, bucket_numel=500_000_000,
+    layout = plan_layout(load_model_specs("llama-3-70b"), 1024, bucket_numel=500_000_000,
                          reduction=reduction)
     calls = play(layout, [0, 1, 520, 1016], monkeypatch, native=reduction == "native", on_device=True,
                  per_node=8, stage=1)

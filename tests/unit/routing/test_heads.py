@@ -10,7 +10,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.forecast.model_file import find_model, read_model, route_model
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
@@ -64,13 +63,6 @@ def test_num_heads_cuts_the_outputs_of_a_conv1d():
         route(build("gpt2", **GPT2), Override(name="*.c_attn.weight", num_heads=32))
 
 
-def test_a_model_file_says_what_is_transposed():
-    params = read_model(find_model("gpt2-124m")).params
-    name = "transformer.h.3.attn.c_attn.weight"
-    routes = route_model(params, [Override(name="*.c_attn.weight", num_heads=36)])
-    assert (routes[name].matrix_shape, routes[name].by_columns) == ((36, 768, 64), True)
-
-
 def test_a_transposed_layer_that_tensor_parallelism_has_cut_is_refused():
     model = build("gpt2", **GPT2)
     for param in model.parameters():
@@ -99,14 +91,6 @@ def test_the_advice_in_the_error_of_per_head_muon_works(config):
     assert advice, caught.value
     routes = route(model, Override(name="a.weight", num_heads=4), per_head=True)
     assert (routes["a.weight"].matrix_shape, routes["b.weight"].matrix_shape) == ((4, 2, 8), (8, 8))
-
-
-def test_the_same_advice_for_a_model_file():
-    params = read_model(find_model("llama-3-8b")).params
-    with pytest.raises(RoutingError, match=r"name the projections in layerwise\.overrides with num_heads$"):
-        route_model(params, per_head=True)
-    routes = route_model(params, [Override(name="*.q_proj.weight", num_heads=32)], per_head=True)
-    assert routes["model.layers.0.self_attn.q_proj.weight"].matrix_shape == (32, 128, 4096)
 
 
 def test_num_heads_of_the_user_wins_over_the_config():

@@ -57,20 +57,14 @@ def test_the_plan_says_the_same_of_what_it_proposes(model, devices, memory, writ
     for num_devices, fits in zip(devices, found, strict=True):
         assert fits
         for fit in fits:
-            plan = DryRun.of(model, written(fit.change.applied_to(given)), [num_devices // fit.change.tp_size],
-                             tp_size=fit.change.tp_size, ep_size=fit.change.ep_size, memory_bytes=memory * GIB)
+            plan = DryRun.of(model, written(fit.change.applied_to(given)), [num_devices], memory_bytes=memory * GIB)
             prediction, = plan.predictions
             assert prediction.own.left == fit.left >= 0
             assert prediction.own.wire.total + prediction.update == fit.nanoseconds
 
 
-def test_ranks_share_matrices_where_nothing_else_helps(written):
-    (fits, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)
-    assert fits and all(fit.change.tp_size > 1 and fit.change.values["zero_optimization.stage"] < 3 for fit in fits)
-    (with_size, ), _ = find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB,
-                                 tp_size=fits[0].change.tp_size)
-    assert with_size[0].nanoseconds == fits[0].nanoseconds
-    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB, tp_size=1)[0] == [[]]
+def test_nothing_may_fit(written):
+    assert find_fits("llama-3-8b", written(config()), [8], memory_bytes=12 * GIB)[0] == [[]]
 
 
 def test_a_refused_config_is_refused(written):
@@ -88,22 +82,6 @@ def test_the_table_and_what_to_merge(written):
     assert nothing == "devices: 2; nothing that was tried fits"
     for more in (["--memory", "20"], ["--list"], ["--json"]):
         assert_refused("leave --memory, --list and --json out, or --fit", *arguments, *more)
-
-
-@pytest.mark.parametrize("option, parallelism", [("--tp_size", "tensor parallelism"), ("--ep_size", "shared experts")])
-def test_stage_3_of_a_cut_model_is_refused_as_in_a_run(option, parallelism, written):
-    assert_refused(f"stage 3 goes together with no {parallelism} here", "plan", "--model", "llama-3-8b", "--config",
-                   written(config(stage=3)), "--ranks", "8", option, "2")
-
-
-def test_tensor_parallelism_of_the_config_stays(written):
-    cut = config(tensor_parallel={"autotp_size": 4})
-    (fits, ), _ = find_fits("llama-3-8b", written(cut), [8], memory_bytes=40 * GIB)
-    assert fits and {fit.change.tp_size for fit in fits} == {4}
-    for fit in fits:
-        # Eight devices are two ranks with the same part.
-        plan = DryRun.of("llama-3-8b", written(fit.change.applied_to(cut)), [2], memory_bytes=40 * GIB)
-        assert plan.predictions[0].own.left == fit.left
 
 
 def test_assumptions_are_said(written):

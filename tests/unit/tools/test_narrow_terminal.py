@@ -14,25 +14,12 @@ from tests.support.rooms import rooms
 
 pytestmark = rooms("text_tables", "quantities")
 
-MODEL = """
-model: small
-numel: 5120
-params:
-  - {name: embed, shape: [16, 64], optimizer: scalar}
-  - {name: up.weight, shape: [16, 64], optimizer: matrix}
-  - block: {layer: [0, 3]}
-    params:
-      - {name: "down.{layer}", shape: [64, 16], optimizer: matrix}
-"""
-
-
 @pytest.fixture
 def command(tmp_path):
-    (tmp_path / "model.yaml").write_text(MODEL)
     (tmp_path / "ds.json").write_text(json.dumps({
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},
         "optimizer": {"type": "LayerWiseMuon", "params": {}}}))
-    model = ["--model", tmp_path / "model.yaml", "--config", tmp_path / "ds.json"]
+    model = ["--model", "tests.support.model_specs:small", "--config", tmp_path / "ds.json"]
     return lambda ranks, *more: ["plan", *model, "--ranks", ranks, *more]
 
 
