@@ -91,13 +91,11 @@ def _of_transformers(said: str, path: Path) -> nn.Module:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         transformers = import_module("transformers")
-        hub_errors = import_module("huggingface_hub.errors")
     except ImportError as e:
         raise ConfigError(
             f"--model {said} is built by transformers, which cannot be imported ({e}): pip install "
             "'ds_layerwise[hf]'"
         ) from e
-    invalid = getattr(hub_errors, "StrictDataclassError", ValueError)
     try:
         config = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
         kind = None
@@ -109,9 +107,15 @@ def _of_transformers(said: str, path: Path) -> nn.Module:
         with torch.device("meta"):
             model: nn.Module = kind(config)
         model.tie_weights()  # type: ignore[operator]
-    except (OSError, *FOREIGN_ERRORS, invalid) as e:
+    except (OSError, *FOREIGN_ERRORS, _validation_error()) as e:
         raise _cannot_build(f"{said} by transformers {transformers.__version__}", e) from e
     return model
+
+
+def _validation_error() -> type[Exception]:
+    hub_errors = import_module("huggingface_hub.errors")
+    found: type[Exception] = getattr(hub_errors, "StrictDataclassError", ValueError)
+    return found
 
 
 def _of_function(said: str, module_name: str, function_name: str) -> nn.Module:

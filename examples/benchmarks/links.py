@@ -28,7 +28,6 @@ from ds_layerwise.plan.planner.planner import plan_layout
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 NAMES = (
     "gpt2-124m",
     "qwen3-0.6b",
@@ -119,7 +118,7 @@ HEADER = (
 def measure(names: Sequence[str], ranks: Sequence[int], wire: str, links: Links) -> Iterator[Row]:
     """Yield a row for each model, number of ranks and bucket size."""
     for name in names:
-        specs = [replace(spec, wire=wire) for spec in load_model_specs(MODELS / f"{name}.yaml")]
+        specs = [replace(spec, wire=wire) for spec in load_model_specs(name)]
         for size in ranks:
             for bucket_numel in BUCKET_NUMELS:
                 yield row(name, specs, size, bucket_numel, links)

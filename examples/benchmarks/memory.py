@@ -44,7 +44,6 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
-from ds_layerwise.plan.forecast.model_file import ModelParam, route_model
 from ds_layerwise.ranks.owned import owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 
@@ -191,7 +190,6 @@ def measure(job: Job, watched: Any) -> None:
     engine, model = start(job)
     optimizer = engine.optimizer
     shapes = optimizer.saved_shapes
-    params = [ModelParam(name, shapes[name], "scalar") for name, _ in model.named_parameters()]
     train(engine, job)
     gc.collect()
     settle()
@@ -202,18 +200,9 @@ def measure(job: Job, watched: Any) -> None:
     before_update = update.now()
     train(engine, job, update)
     run = RunConfig.from_ds_config(job.ds_config())
-    routes = route_model(
-        [
-            ModelParam(p.name, p.shape, "matrix" if optimizer.routes[p.name].whole else "scalar")
-            for p in params
-        ]
-    )
-    plan = forecast(
-        specs_of(((p.name, p.shape, run.param_dtype) for p in params), routes),
-        routes,
-        run,
-        job.ranks,
-    )
+    params = [(name, shapes[name], run.param_dtype) for name, _ in model.named_parameters()]
+    routes = optimizer.routes
+    plan = forecast(specs_of(params, routes), routes, run, job.ranks)
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
     held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]

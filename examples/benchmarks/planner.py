@@ -15,21 +15,20 @@ import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 from conditions import conditions
 
 from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
-from ds_layerwise.plan.forecast.model_file import deal_out_experts
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
+ROOT = Path(__file__).resolve().parents[2]
 NAMES = (
     "gpt2-124m",
     "qwen3-0.6b",
@@ -56,13 +55,6 @@ MAX_CPU_S = 5
 #: The largest plans for the whole command: model, ranks. The next line bounds its time and memory.
 COMMANDS = (("llama-3-405b", 16384), ("deepseek-v3", 4096))
 MAX_COMMAND_S, MAX_COMMAND_MB = 10, 2000
-
-
-def with_experts(specs: Sequence[ParamSpec], ep_size: int) -> list[ParamSpec]:
-    """Return a rank's part of ``specs`` when ``ep_size`` ranks share the experts of a layer."""
-    spec_of = {spec.name: spec for spec in specs}
-    left, experts = deal_out_experts([(spec.name, spec.shape) for spec in specs], ep_size)
-    return [replace(spec_of[name], ep_size=experts.get(name, 1)) for name, _ in left]
 
 
 def plain_lpt(
@@ -182,11 +174,10 @@ HEADER = (
 def measure(models: Sequence[str], ranks: Sequence[int]) -> Iterator[Row]:
     """Yield a row for each model, ep_size, world size and bucket size."""
     for model in models:
-        whole_model = load_model_specs(MODELS / f"{model}.yaml")
         for ep_size, world_size in product(EP_SIZES.get(model, (1,)), ranks):
             if world_size % ep_size:
                 continue
-            specs = with_experts(whole_model, ep_size)
+            specs = load_model_specs(model, ep_size=ep_size)
             owners, work, numel = plain_lpt(specs, world_size)
             for bucket_numel in BUCKET_NUMELS:
                 wall, cpu = time.perf_counter(), time.process_time()
@@ -234,9 +225,9 @@ class Command:
                 "--ranks",
                 str(ranks),
                 "--config",
-                str(MODELS.parents[2] / "ds_configs" / "bf16.json"),
+                str(ROOT / "ds_configs" / "bf16.json"),
             ],
-            {**os.environ, "PYTHONPATH": str(MODELS.parents[2])},
+            {**os.environ, "PYTHONPATH": str(ROOT)},
             file_actions=[(os.POSIX_SPAWN_OPEN, 1, os.devnull, os.O_WRONLY, 0)],
         )
         _, status, used = os.wait4(child, 0)

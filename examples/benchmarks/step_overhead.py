@@ -45,7 +45,6 @@ from ds_layerwise.ranks.sync.param_sync import ParamSync
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs
 
-MODELS = Path(__file__).resolve().parents[2] / "ds_layerwise" / "plan" / "models"
 META = torch.device("meta")
 
 
@@ -264,7 +263,7 @@ def medians_ms(step: Step, times: int) -> tuple[float, float]:
 
 def row(stubs: Stubs, times: int, case: Case) -> str:
     """Return a case as a row of the table."""
-    specs = load_model_specs(MODELS / f"{case.model}.yaml")
+    specs = load_model_specs(case.model)
     layout = plan_layout(
         specs,
         case.ranks,

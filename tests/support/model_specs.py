@@ -72,7 +72,7 @@ def load_model_specs(name: str, *, dtype: str = "bfloat16", method: NsMethod = "
     """
     recipe = Muon(ns_method=method, ns_steps=steps)
     model = shipped(name)
-    specs = []
+    specs: list[ParamSpec] = []
     for spec in specs_in(model, routes_of(model, recipes=Recipes(matrix=recipe), auto_split=False), dtype):
         specs += _experts(spec, recipe, ep_size) if spec.name.endswith("experts.gate_up_proj") else [spec]
     return [spec for spec in specs if not spec.name.endswith("experts.down_proj")]

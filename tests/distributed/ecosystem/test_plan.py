@@ -5,9 +5,9 @@ import json
 import deepspeed.comm as dist
 import pytest
 import torch
-import yaml
+import transformers
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.plan.network.links import unlike_the_run
@@ -16,11 +16,12 @@ from ds_layerwise.tools.dry_run import DryRun
 from tests.support import internals
 from tests.support.cli import run
 from tests.support.harness import DistributedTest
-from tests.support.models import TINY_GPT_MATRICES, tiny_gpt
+from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
+from tests.support.tensor_parallel import Mpu, mark, part
 from tests.support.training import BF16, allow_fp16, ds_config, start
 
-pytestmark = rooms("forecast", "cost", "report", "dry_run")
+pytestmark = rooms("forecast", "cost", "report", "dry_run", "meta_model", "run_plan")
 
 SPLIT = {"overrides": [{"name": "blocks.*.qkv.weight", "num_heads": 3},
                        {"name": "*.down.weight", "optimizer": "scalar"},
@@ -41,39 +42,79 @@ CASES = {
 }
 
 
+#: Small models of ten families of transformers. What a config does not name has the value of :data:`SIZES`.
+FAMILIES = {
+    "llama": {}, "qwen3": {"head_dim": 8}, "phi3": {"pad_token_id": 0},
+    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16},
+    "gpt_neox": {"num_attention_heads": 2}, "opt": {"ffn_dim": 24, "word_embed_proj_dim": 16},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "head_dim": 8},
+    "deepseek_v3": {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "q_lora_rank": 8,
+                    "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4,
+                    "moe_intermediate_size": 8, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+    "bert": {"architectures": ["BertForSequenceClassification"]},
+    "vit": {"image_size": 8, "patch_size": 4, "architectures": ["ViTForImageClassification"]},
+}
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 16}
+
+
+def built(family):
+    """A model of a family, and its config."""
+    hf_config = AutoConfig.for_model(family, **{**({} if family == "gpt2" else SIZES), **FAMILIES[family]})
+    name, = hf_config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)].__name__]
+    hf_config.architectures = [name]
+    return getattr(transformers, name)(hf_config), hf_config
+
+
+def assert_same(engine, model, path, told_beside=""):
+    """Check that a plan says of ``model`` what the engine says: its layout, numbers, routes and table."""
+    size = engine.optimizer.world_size
+    arguments = ["plan", "--model", model, "--config", path, "--ranks", size, "--links", "tcp"]
+    arguments += ["--ranks_per_node", size]
+    code, out, err = run(*arguments, "--json", "--list")
+    assert code == 0 and err.endswith(told_beside) and err.count("\n") == bool(told_beside)
+    plan, = json.loads(out)
+    assert plan["digest"] == engine.optimizer.layout.digest()
+    # What a step takes on some links is no engine's business.
+    assert plan.pop("predicted")["reduction"] == "ordered"
+    assert plan.pop("parameters") == json.loads(json.dumps(engine.optimizer.listed()))
+    assert plan == as_json(engine.optimizer.forecast())
+    table, costs = run(*arguments)[1].removeprefix(err).partition("predicted a step")[0].split("layout ")
+    run_table, run_costs = engine.optimizer.describe().split("layout ")
+    assert costs.strip() == run_costs.strip()
+    # An engine knows in which dtype it multiplies.
+    assert table.partition("optimizer: whole")[0] == run_table.partition("optimizer: whole")[0]
+
+
 class TestAgainstTheEngine(DistributedTest):
     world_size = [1, 3]
 
     def test_every_number_is_the_engines(self, tmp_path):
-        module, folder = tiny_gpt(tied=False), tmp_path / str(dist.get_rank())
-        folder.mkdir()
-        model = folder / "tiny.yaml"
-        params = [(name, list(p.shape)) for name, p in module.named_parameters()]
-        model.write_text(yaml.safe_dump({
-            "model": "tiny", "numel": sum(p.numel() for p in module.parameters()),
-            "params": [{"name": name, "shape": shape, "optimizer": "matrix" if name in TINY_GPT_MATRICES else "scalar"}
-                       for name, shape in params]}))
         allow_fp16()
+        path = tmp_path / f"{dist.get_rank()}.json"
         for case, changes in CASES.items():
             config = ds_config(**changes)
             if changes.get("bucket_numel", 1) is None:
                 config["zero_optimization"]["reduce_bucket_size"] = "auto"
-            path = folder / "config.json"
             path.write_text(json.dumps(config))
-            engine = start(tiny_gpt(tied=False), config)
-            arguments = ["plan", "--model", model, "--config", path, "--ranks", engine.optimizer.world_size,
-                         "--links", "tcp", "--ranks_per_node", engine.optimizer.world_size]
-            code, out, err = run(*arguments, "--json")
-            # Nobody has filled it in, and the file says no hidden_size, so that both take DeepSpeed's default.
-            left = "zero_optimization.reduce_bucket_size = 500000000\n" if case == "defaults" else ""
-            assert code == 0 and err.endswith(left) and err.count("\n") == bool(left), case
-            plan, = json.loads(out)
-            assert plan["digest"] == engine.optimizer.layout.digest(), case
-            # What a step takes on some links is no engine's business.
-            assert plan.pop("predicted")["reduction"] == "ordered"
-            assert plan == as_json(engine.optimizer.forecast()), case
-            costs = run(*arguments)[1].partition("layout ")[2].partition("predicted a step")[0]
-            assert costs.strip() == engine.optimizer.describe().partition("layout ")[2].strip(), case
+            engine = start(tiny_gpt(), config)
+            # Nobody has filled it in, and the model says no hidden_size, so that both take DeepSpeed's default.
+            assert_same(engine, "tests.support.models:tiny_gpt", path,
+                        "zero_optimization.reduce_bucket_size = 500000000\n" if case == "defaults" else "")
+            engine.destroy()
+
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_of_ten_families_a_plan_says_what_a_run_says(self, stage, tmp_path):
+        config = ds_config(stage=stage, bucket_numel=3000, params={"weight_decay": 0.1}, **BF16)
+        folder = tmp_path / str(dist.get_rank())
+        folder.mkdir()
+        (folder / "ds.json").write_text(json.dumps(config))
+        for family in FAMILIES:
+            model, hf_config = built(family)
+            hf_config.save_pretrained(folder)
+            engine = start(model, config)
+            assert_same(engine, folder, folder / "ds.json")
             engine.destroy()
 
     @pytest.mark.world_size(2)
@@ -89,6 +130,19 @@ class TestAgainstTheEngine(DistributedTest):
         dist.barrier()
         written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
         assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.02)
+
+    @pytest.mark.world_size(4)
+    def test_a_checkpoint_has_the_parts_of_all_ranks(self, tmp_path):
+        mpu, layer = Mpu(2), nn.Linear(256, 1024, bias=False)
+        layer.weight = nn.Parameter(part(layer.weight.data, 0, mpu))
+        mark(layer.weight, 0, partition_stride=1)
+        engine = start(nn.Sequential(layer), ds_config(), mpu=mpu)
+        engine.backward(engine(torch.ones(2, 256)).sum())
+        engine.step()
+        engine.save_checkpoint(tmp_path)
+        dist.barrier()
+        written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.04)
 
     @pytest.mark.world_size(2)
     def test_defaults_of_the_engine_are_those_of_the_plan(self):
