@@ -1,1 +1,1 @@
-"""The plan of a run: layout, costs, forecasts. It loads neither torch nor deepspeed."""
+"""The plan of a run: layout, costs, forecasts."""

@@ -55,7 +55,6 @@ from tests.support.documents import (
     prose_of,
     tables_of,
 )
-from tests.support.model_specs import bare
 from tests.support.rooms import rooms
 
 pytestmark = rooms("sections", "cli", "routing_rules")
@@ -93,8 +92,12 @@ def test_every_block_is_in_a_language_that_is_tested():
 
 
 #: Names as the pages' overrides have them.
-MODEL = {"model.embed.weight": (40, 8), "model.layers.0.proj.weight": (32, 32), "model.layers.0.proj.bias": (32,),
-         "model.norm.weight": (40,)}
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.ModuleDict({"proj": nn.Linear(32, 32, device="meta")})
+        self.model = nn.ModuleDict({"embed": nn.Embedding(40, 8, device="meta"), "layers": nn.ModuleList([layer]),
+                                    "norm": nn.RMSNorm(40, device="meta")})
 
 
 @each_block("json")
@@ -103,7 +106,7 @@ def test_configs_are_planned(block, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config))
 
     def plan():
-        return DryRun.of(MetaModel(bare(MODEL)), tmp_path / "ds.json", [1, 2])
+        return DryRun.of(MetaModel(Model()), tmp_path / "ds.json", [1, 2])
 
     if "tensor_parallel" in config:
         # All that comes before is in order.

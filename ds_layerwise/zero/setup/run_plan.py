@@ -101,7 +101,7 @@ class Routed(NamedTuple):
     trained: dict[str, nn.Parameter]
     """The parameters with a route, by name."""
     names: dict[str, tuple[str, ...]]
-    """As in :class:`Planned`."""
+    """The names of experts, see :class:`Planned`."""
 
 
 def route(

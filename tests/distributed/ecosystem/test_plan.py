@@ -105,7 +105,7 @@ class TestAgainstTheEngine(DistributedTest):
 
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("stage", [1, 3])
-    def test_of_ten_families_a_plan_says_what_a_run_says(self, stage, tmp_path):
+    def test_a_plan_of_each_of_ten_families_is_that_of_a_run(self, stage, tmp_path):
         config = ds_config(stage=stage, bucket_numel=3000, params={"weight_decay": 0.1}, **BF16)
         folder = tmp_path / str(dist.get_rank())
         folder.mkdir()

@@ -15,7 +15,6 @@ from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
 from tests.support.expected import assert_close, each_alone
 from tests.support.harness import DistributedTest
-from tests.support.model_specs import bare
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
@@ -170,18 +169,10 @@ class TestParamMap(DistributedTest):
         assert (rows["embed.weight"]["min_lr"], rows["embed.weight"]["weight_decay"]) == (0.0078125, 0.25)
         assert rows["flat.bias"]["weight_decay"] == 0 and rows["flat.weight"]["weight_decay"] == 0.1
 
-        # A plan of the same shapes has the same keys, and the same plan.
-        known = [row for row in parameters if len(row["shape"]) < 3]
-        shapes = bare({row["name"]: row["shape"] for row in known})
-        own = tmp_path / str(dist.get_rank())
-        own.mkdir()
-        (own / "ds.json").write_text(json.dumps({**given, "layerwise": {}}))
-        plan = DryRun.of(MetaModel(shapes), own / "ds.json", [RANKS])
+        # A plan has the same keys; what Python has overridden it does not know.
+        plan = DryRun.of(MetaModel(model()), given, [RANKS])
         assert as_json(plan.forecasts[0]).keys() == written.keys()
-        for row in plan.listed(plan.forecasts[0]):
-            assert row.keys() == rows[row["name"]].keys()
-            assert row["weight_decay"] == {"norm.weight": 0, "norm.bias": 0}.get(
-                row["name"], rows[row["name"]]["weight_decay"]) and row["shape"] == rows[row["name"]]["shape"]
+        assert [row.keys() for row in plan.listed(plan.forecasts[0])] == [row.keys() for row in parameters]
 
     def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(self, tmp_path):
         with pytest.raises(ConfigError if dist.get_rank() == 0 else LayerWiseError,

@@ -218,7 +218,7 @@ def test_overrides_move_parameters(files):
 
 
 class WithExperts(nn.Module):
-    """One MoE layer of DeepSpeed as rank 0 of two has it, which holds two of its four experts."""
+    """A MoE layer of DeepSpeed on rank 0 of two, with two of its four experts."""
 
     def __init__(self):
         super().__init__()

@@ -148,7 +148,7 @@ def test_a_model_of_ones_own_is_built_by_a_function_where_the_command_starts(tmp
     assert_refused("my_models:nothing must return a torch.nn.Module, got int", *command("my_models:nothing"))
 
 
-def test_what_is_no_model_says_what_may_be(arguments):
+def test_a_name_of_nothing_is_refused_with_the_known_ones(arguments):
     command = arguments(MODELS[1][1])
     command[2] = "gpt2"
     assert_refused("--model must be a config.json of transformers, a folder with one, module:function that returns a "
