@@ -22,8 +22,6 @@ from torch import Tensor, nn
 from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
-from ds_layerwise.plan.routes.override_matching import matched
-from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes, require_a_matrix
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.output_heads import (
     Elsewhere,
@@ -32,7 +30,8 @@ from ds_layerwise.routing.output_heads import (
     known_heads,
     tables_and_linears,
 )
-from ds_layerwise.routing.param_facts import facts_of
+from ds_layerwise.routing.override_matching import facts_of, matched
+from ds_layerwise.routing.routes import ParamGroups, Route, Routes, require_a_matrix
 
 
 def is_pipeline(model: nn.Module) -> bool:

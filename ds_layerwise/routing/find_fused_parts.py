@@ -37,8 +37,8 @@ from ds_layerwise.config.targets.model_names import (
 )
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.tensor_shards import Axis
-from ds_layerwise.plan.routes.routes import Route, parts_of, with_parts
 from ds_layerwise.routing.heads import attention_of, family_of, heads_of, number_of, sources_of
+from ds_layerwise.routing.routes import Route, parts_of, with_parts
 from ds_layerwise.routing.tensor_marks import runs_of
 
 

@@ -23,8 +23,8 @@ from ds_layerwise.config.targets.model_names import (
     QUERY_NAMES,
 )
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes.routes import Route, with_heads
 from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
+from ds_layerwise.routing.routes import Route, with_heads
 from ds_layerwise.routing.tensor_marks import heads_here
 
 

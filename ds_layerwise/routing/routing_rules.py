@@ -9,7 +9,7 @@ The rules, of which the first match wins:
    ``param.use_muon``, then a parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
 3. a vector of any shape, by the class of a norm or by its own name, see
-   :func:`.plan.routes.group_defaults.is_vector`: scalar, and with the weight decay of vectors;
+   :func:`.routing.group_defaults.is_vector`: scalar, and with the weight decay of vectors;
 4. a table or an output head: scalar. Tables are weights shared by layers of a pipeline;
    ``nn.Embedding`` by its type; other modules by a class name that ends in ``Embedding``; tables
    and heads that Megatron marks with ``is_embedding_or_output_parameter``; and bare parameters by
@@ -50,9 +50,14 @@ from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
 from ds_layerwise.optimizers.foreign.client_recipe import check_override
-from ds_layerwise.plan.routes.group_defaults import ByKind, is_vector, own_name
-from ds_layerwise.plan.routes.override_matching import overrides_by_name
-from ds_layerwise.plan.routes.routes import (
+from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
+from ds_layerwise.routing.group_defaults import ByKind, is_vector, own_name
+from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
+from ds_layerwise.routing.matrix_view import shape_in
+from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
+from ds_layerwise.routing.output_heads import Elsewhere, output_heads
+from ds_layerwise.routing.override_matching import facts_of, holders_of, overrides_by_name
+from ds_layerwise.routing.routes import (
     ParamGroups,
     Route,
     forced_matrix_shape,
@@ -62,12 +67,6 @@ from ds_layerwise.plan.routes.routes import (
     with_cut,
     with_effect,
 )
-from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
-from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
-from ds_layerwise.routing.matrix_view import shape_in
-from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
-from ds_layerwise.routing.output_heads import Elsewhere, output_heads
-from ds_layerwise.routing.param_facts import facts_of, holders_of
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
 
 #: The names of bare parameters that are looked up, or placed beside tokens: positions, latents,
@@ -125,14 +124,14 @@ def route_parameters(
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no
     route. With ``elsewhere``, ``model`` is one stage of a pipeline, and the caller calls
-    :func:`.plan.routes.routes.require_a_matrix` with the routes of all stages.
+    :func:`.routing.routes.require_a_matrix` with the routes of all stages.
 
     Args:
         auto_split: True to look for known fused matrices; see :mod:`.routing.find_fused_parts`.
         recipes: the recipes of the run, for matrices and for the rest.
         tp_size: the number of ranks that tensor parallelism has cut parameters for. Its marks count
             only if it is at least 2.
-        experts: see :func:`.routing.param_facts.facts_of`.
+        experts: see :func:`.routing.override_matching.facts_of`.
         own_decay: the indices of the parameter groups that set a weight decay themselves.
         by_group: the recipes of the groups of a client optimizer, which sees parameters unchanged.
 

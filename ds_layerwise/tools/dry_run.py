@@ -20,9 +20,9 @@ from ds_layerwise.plan.forecast.prediction import Prediction, predict
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import Links, links_of_run
 from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
-from ds_layerwise.plan.routes.group_defaults import idle_keys
-from ds_layerwise.plan.routes.override_matching import require_members
-from ds_layerwise.plan.routes.routes import Routes
+from ds_layerwise.routing.group_defaults import idle_keys
+from ds_layerwise.routing.override_matching import require_members
+from ds_layerwise.routing.routes import Routes
 from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route

@@ -16,8 +16,8 @@ from ds_layerwise.optimizers.recipes.update_hook_settings import keeps_zeros
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.param_list import listed
 from ds_layerwise.plan.forecast.report import as_json, start_up_table
-from ds_layerwise.plan.routes.group_defaults import idle_keys
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.models.auto import modeling_auto
 
 from ds_layerwise.routing.module_of import kind_of
-from ds_layerwise.routing.param_facts import holders_of
+from ds_layerwise.routing.override_matching import holders_of
 from ds_layerwise.routing.routing_rules import route_parameters
 
 #: The number of layers of a kind that a model keeps, enough to have those that differ from the first.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ds_layerwise.config.targets.fused_parts import Parts
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.plan.routes.routes import Route, parts_of
+from ds_layerwise.routing.routes import Route, parts_of
 from tests.support.reference import whole_number_gradients
 
 #: The shape of each parameter, and the entry of an override for its parts: unequal ones; columns with heads;

@@ -46,7 +46,7 @@ from ds_layerwise.plan.network.exchange_rounds import (
 from ds_layerwise.plan.network.links import TCP, Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
 from ds_layerwise.plan.network.transport import MAX_PENDING, in_levels, itemsize
-from ds_layerwise.plan.routes.routes import Routes
+from ds_layerwise.routing.routes import Routes
 
 
 def max_over_mean(loads: Sequence[int]) -> float:

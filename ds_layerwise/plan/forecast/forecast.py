@@ -39,7 +39,7 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Route, Routes
+from ds_layerwise.routing.routes import Route, Routes
 
 
 def specs_of(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.routes.routes import ParamGroups, Routes
+from ds_layerwise.routing.routes import ParamGroups, Routes
 
 
 def listed(

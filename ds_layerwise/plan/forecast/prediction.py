@@ -19,7 +19,7 @@ from ds_layerwise.plan.network.links import NVLINK_IB, Links
 from ds_layerwise.plan.network.reduction import Reduction
 from ds_layerwise.plan.network.transport import Load, WireTime, time_of_drafts, wire_time
 from ds_layerwise.plan.planner.planner import draft_layout
-from ds_layerwise.plan.routes.routes import Routes
+from ds_layerwise.routing.routes import Routes
 
 #: The bucket sizes, in elements, that a plan compares with its own.
 BUCKET_NUMELS = (100_000_000, 250_000_000, 500_000_000, 1_000_000_000)

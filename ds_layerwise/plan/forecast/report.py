@@ -22,7 +22,7 @@ from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, t
 from ds_layerwise.plan.forecast.text_tables import rendered
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
-from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
+from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The second width has room for the widest cells of every column, so that none is cut off.
 _WIDTH = 110

@@ -19,7 +19,6 @@ from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.plan.routes.routes import ParamGroups, Routes
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
@@ -30,6 +29,7 @@ from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.routing.part_views import Seen, first_state, seen_parts
+from ds_layerwise.routing.routes import ParamGroups, Routes
 
 #: The key of a master among the keys of states.
 MASTER = "fp32"

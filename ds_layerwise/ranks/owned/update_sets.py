@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.planner.update_batches import Matrices, together
-from ds_layerwise.plan.routes.routes import Route, Routes
+from ds_layerwise.routing.routes import Route, Routes
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,6 @@ from ds_layerwise.checkpoint.untrained import beside_masters, find_others, in_mo
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.routes.low_bit_checks import check_accuracy
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
@@ -42,6 +41,7 @@ from ds_layerwise.zero.checkpoint.load_request import (
 from ds_layerwise.zero.checkpoint.save_request import Save
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.low_bit_checks import check_accuracy
 from ds_layerwise.zero.setup.param_cuts import whole_shapes, write_cut
 from ds_layerwise.zero.step.param_guard import Guard
 

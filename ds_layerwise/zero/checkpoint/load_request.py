@@ -17,9 +17,9 @@ from ds_layerwise.checkpoint.new_names import LENIENT, Renamed
 from ds_layerwise.checkpoint.record import Header, RuleRecord, ShardRecord
 from ds_layerwise.checkpoint.reshard import LoadPlan
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.checkpoint.whole_states import tied
 
 

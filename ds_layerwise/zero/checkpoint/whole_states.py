@@ -24,9 +24,9 @@ from ds_layerwise.optimizers.base.recipe import Shape
 from ds_layerwise.optimizers.foreign import probe
 from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.routes.routes import ParamGroups, Route, Routes
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 from ds_layerwise.zero.setup.param_cuts import filled_cut
 
 #: The recipes with a torch class that can read their states.

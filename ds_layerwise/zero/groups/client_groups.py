@@ -17,8 +17,7 @@ from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.optimizers.base.fields import normalised
 from ds_layerwise.optimizers.foreign.client_recipe import ClientSplit
-from ds_layerwise.plan.routes.rate_checks import check_floors
-from ds_layerwise.plan.routes.routes import Routes
+from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.groups.client_object import (
     must_be_optimizer,
     of_class,
@@ -26,6 +25,7 @@ from ds_layerwise.zero.groups.client_object import (
     recipes_of,
 )
 from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.zero.groups.rate_checks import check_floors
 
 
 class ClientOptimizer(LayerWiseOptimizer):

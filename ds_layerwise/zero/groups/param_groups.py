@@ -21,9 +21,9 @@ from ds_layerwise.optimizers.base.fields import check, merged_keys, normalised, 
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.recipe_registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.plan.routes.group_defaults import OF_OTHER_SCHEDULES
-from ds_layerwise.plan.routes.rate_checks import check_floors, check_peaks, check_taken
-from ds_layerwise.plan.routes.routes import Route, Routes
+from ds_layerwise.routing.group_defaults import OF_OTHER_SCHEDULES
+from ds_layerwise.routing.routes import Route, Routes
+from ds_layerwise.zero.groups.rate_checks import check_floors, check_peaks, check_taken
 
 #: The rates of a config, each with the group's key for its ratio to ``lr``.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
-from ds_layerwise.plan.routes.routes import Routes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.routing.attention import (
@@ -30,6 +29,7 @@ from ds_layerwise.routing.attention import (
     attentions_of,
     implementation_of,
 )
+from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.qk_clip import attention_hook
 from ds_layerwise.zero.qk_clip.max_logits import is_measured
 from ds_layerwise.zero.run_state import RunState

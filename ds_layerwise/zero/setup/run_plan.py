@@ -24,16 +24,15 @@ from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.network.links import Links, links_of_run, unlike_the_run
 from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.group_defaults import ByKind
-from ds_layerwise.plan.routes.low_bit_checks import check_kept
-from ds_layerwise.plan.routes.override_matching import grouped, require_members
-from ds_layerwise.plan.routes.routes import Route, Routes
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.output_heads import Elsewhere
-from ds_layerwise.routing.param_facts import facts_of
+from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
+from ds_layerwise.routing.routes import Route, Routes
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.low_bit_checks import check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
 
 #: The largest number of nodes that a line lists.
@@ -165,7 +164,7 @@ def norm_groups_of(
     """Return the norm group of each trained parameter that is in one of ``groups``.
 
     Raises:
-        RoutingError: as in :func:`.plan.routes.override_matching.grouped`.
+        RoutingError: as in :func:`.routing.override_matching.grouped`.
     """
     if not groups:
         return {}

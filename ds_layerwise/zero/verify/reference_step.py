@@ -18,8 +18,8 @@ from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.rule import Hyper, State
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.part_views import Seen, seen_parts
+from ds_layerwise.routing.routes import Route
 
 #: The tolerance relative to the largest change, if the rule multiplies in float32 or not at all.
 _TOLERANCE = 1e-3

@@ -19,7 +19,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "param_facts", "group_defaults",
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "group_defaults",
                    "python_overrides", "start_report", "register", "routes")
 
 RANKS, STEPS = 2, 4

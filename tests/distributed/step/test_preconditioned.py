@@ -9,7 +9,7 @@ from ds_layerwise.errors import LayerWiseError, RoutingError, StepError
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.plan.forecast.report import as_json
-from ds_layerwise.plan.routes.routes import recipe_named
+from ds_layerwise.routing.routes import recipe_named
 from tests.support import internals, preconditioned
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.expected import assert_close, by_its_rule, mean_gradient

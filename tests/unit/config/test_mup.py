@@ -11,7 +11,7 @@ from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import scale_factor
 from ds_layerwise.plan.forecast.report import start_up_table
-from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer

@@ -14,12 +14,11 @@ from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.config.targets.conditions import Facts
 from ds_layerwise.config.targets.overrides import Override, overrides_of
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.plan.routes.override_matching import overrides_by_name
-from ds_layerwise.routing.param_facts import facts_of
+from ds_layerwise.routing.override_matching import facts_of, overrides_by_name
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "param_facts", "python_overrides")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "python_overrides")
 
 
 class RmsNorm(nn.Module):

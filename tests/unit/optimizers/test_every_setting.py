@@ -34,7 +34,7 @@ from ds_layerwise.optimizers.recipes.muon_recipes import NsDtype, Orthogonalized
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.orthogonalize.newton_schulz_cost import NsMethod
-from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
 from tests.support.peers import on_ranks

@@ -21,8 +21,8 @@ from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.plan.forecast.forecast import forecast, opened_bytes, specs_of
 from ds_layerwise.plan.forecast.report import as_json, plan_table
-from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms

@@ -18,7 +18,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.plan.forecast.forecast import specs_of
-from ds_layerwise.plan.routes.routes import Route, with_changes
+from ds_layerwise.routing.routes import Route, with_changes
 from tests.support.family import train
 from tests.support.live_memory import most_beside
 from tests.support.peers import on_ranks

@@ -14,7 +14,7 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.zero.checkpoint.resumed_groups import resumed, take_over
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms

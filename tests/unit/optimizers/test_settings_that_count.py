@@ -17,7 +17,7 @@ from ds_layerwise.optimizers.base.fields import merged_keys
 from ds_layerwise.optimizers.recipe_registry import names
 from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.plan.routes.group_defaults import ByKind, idle_keys
+from ds_layerwise.routing.group_defaults import ByKind, idle_keys
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms

@@ -15,7 +15,7 @@ from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.plan.forecast.forecast import specs_of
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.routing.routes import Route
 from tests.support import preconditioned
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms

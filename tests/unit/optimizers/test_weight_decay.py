@@ -13,7 +13,7 @@ from ds_layerwise.optimizers.recipes.elementwise_recipes import Adam, AdamW, Lio
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.plan.routes.routes import Route, recipe_named, with_changes
+from ds_layerwise.routing.routes import Route, recipe_named, with_changes
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms

@@ -16,8 +16,8 @@ from ds_layerwise.optimizers.rule import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon as Rule
 from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.part_views import first_state, seen_parts
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index
 from tests.support.model_specs import routes_of, shipped

@@ -13,8 +13,8 @@ from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.plan.forecast.forecast import on_the_wire, workspace_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms

@@ -51,7 +51,7 @@ from ds_layerwise.plan.network.transport import (
 from ds_layerwise.plan.planner import planner
 from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
 from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.routing.routes import Route
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 

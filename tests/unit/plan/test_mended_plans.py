@@ -22,9 +22,9 @@ from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.plan.network.link_fit import Fit, Measured
 from ds_layerwise.plan.network.links import TCP
-from ds_layerwise.plan.routes.override_matching import overrides_by_name
-from ds_layerwise.plan.routes.routes import Route
 from ds_layerwise.routing.module_of import weights_of
+from ds_layerwise.routing.override_matching import overrides_by_name
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 

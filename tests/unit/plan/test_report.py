@@ -17,7 +17,7 @@ from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table, start_up_table
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.network.links import TCP
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.routing.routes import Route
 from tests.support.model_specs import bare, routes_of, specs_in
 from tests.support.rooms import rooms
 

@@ -11,7 +11,7 @@ from torch import nn
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.heads import number_of
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts

@@ -12,7 +12,7 @@ from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.foreign.client_recipe import client_recipe
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.plan.routes.routes import require_a_matrix
+from ds_layerwise.routing.routes import require_a_matrix
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
 

@@ -16,8 +16,8 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.foreign.client_recipe import ClientTorch
-from ds_layerwise.plan.routes.override_matching import Changes
-from ds_layerwise.plan.routes.routes import Route
+from ds_layerwise.routing.override_matching import Changes
+from ds_layerwise.routing.routes import Route
 
 #: The names that model families give a norm over queries or keys, and its content.
 QK_NORM = re.compile(r"(.*\.)?((q|k|query|key)_?(layer_?norm|norm|ln)|(norm|ln)_(q|k))(\..+)?")

@@ -14,7 +14,7 @@ from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.optimizers.rule_registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import start_up_table
-from ds_layerwise.plan.routes.group_defaults import ByKind
+from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel

@@ -11,7 +11,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED
 from ds_layerwise.optimizers.base.low_bit_settings import MOST_KEPT
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.routes.routes import ParamGroups, Routes
+from ds_layerwise.routing.routes import ParamGroups, Routes
 
 
 def check_kept(

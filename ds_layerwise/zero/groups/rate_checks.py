@@ -10,7 +10,7 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.fields import NonNegative, check
 from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
-from ds_layerwise.plan.routes.routes import ParamGroups, Routes
+from ds_layerwise.routing.routes import ParamGroups, Routes
 
 #: The key with the rate that a scheduler reaches, or starts from, instead of the groups' ``lr``,
 #: and its default; None if the default is the groups' ``lr``.

@@ -1,1 +1,0 @@
-"""The routes of parameters: recipes, overrides and tensor parallelism."""
