@@ -36,8 +36,7 @@ from ds_layerwise.optimizers.base.fields import (
     merged_keys,
 )
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.foreign.any_torch_recipe import any_of
-from ds_layerwise.optimizers.foreign.client_recipe import ClientOptimizerConfig
+from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientOptimizerConfig, any_of
 from ds_layerwise.optimizers.recipe_registry import (
     NOT_HERE,
     entry_of,
@@ -166,9 +165,14 @@ class Recipes(NamedTuple):
     """The recipes of parameters for which nothing else is set."""
 
     matrix: Recipe = Muon()
-    """The recipe of matrices; of everything, if it does not need whole matrices."""
+    """The recipe of matrices; of everything, if it is an element-wise one of the registry."""
     scalar: Recipe = AdamW()
     """The recipe of the rest."""
+
+    @property
+    def are_one(self) -> bool:
+        """True if one recipe is for everything."""
+        return type(self.matrix) is type(self.scalar)
 
 
 class OptimizerConfig(Hyper):
@@ -242,11 +246,11 @@ class OptimizerConfig(Hyper):
         named = "muon"
         if general:
             named = _named(params, "matrix_optimizer", "muon", _matrix_names())
-        matrix = entry_of(named, whole=True).recipe
+        matrix = entry_of(named, for_matrices=True).recipe
         default = "adam" if params.get("adam_w_mode") is False else "adamw"
         of_rest = _named(params, "scalar_optimizer", default, names(whole=False))
-        scalar = entry_of(of_rest, whole=False).recipe
-        if not matrix.whole:
+        scalar = entry_of(of_rest, for_matrices=False).recipe
+        if named in names(whole=False):
             scalar = matrix
         model = params_model(matrix, scalar, general)
         refuse_of_others(params, matrix, scalar, {*model.keys()})
@@ -255,7 +259,7 @@ class OptimizerConfig(Hyper):
         preset = _preset(params, model)
         checked = build(model, "optimizer.params", {**preset, **params})
         for_the_run = _set_in(checked, _FOR_THE_RUN)
-        if not matrix.whole:
+        if scalar is matrix:
             for_the_run.pop("per_head_muon", None)
         values = {
             **_set_in(checked, Hyper.model_fields),
@@ -333,7 +337,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
         general: True for the type "LayerWise".
     """
     # A recipe for everything replaces another one, whose settings may stay in the config.
-    others = (scalar,) if matrix.whole else recipes_of_settings()
+    others = recipes_of_settings() if scalar is matrix else (scalar,)
     kinds = (*others, matrix)
     fields = {}
     for kind in kinds:
@@ -456,7 +460,7 @@ class LayerWiseConfig(Section):
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
     """The settings for an optimizer that the script passes to ``initialize``; see
-    :mod:`.optimizers.foreign.client_recipe`.
+    :mod:`.zero.groups.client_groups`.
     """
     decoupled_lr: OrNull[NonNegative] = None
     """The learning rate of embeddings and output heads, like an override's ``lr``; Megatron-LM's

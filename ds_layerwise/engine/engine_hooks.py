@@ -58,8 +58,11 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_list import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.zero.groups.client_groups import ClientOptimizer, pointing_to_ours
-from ds_layerwise.zero.groups.client_object import must_be_optimizer
+from ds_layerwise.zero.groups.client_groups import (
+    ClientOptimizer,
+    must_be_optimizer,
+    pointing_to_ours,
+)
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us

@@ -58,15 +58,15 @@ NOT_HERE = {
 }
 
 
-def entry_of(name: str, *, whole: bool) -> Entry:
+def entry_of(name: str, *, for_matrices: bool) -> Entry:
     """Return the optimizer for a name in a config: an entry of the registry, or a class by its
     path.
 
     Args:
-        whole: for a class by its path, True if it gets whole parameters.
+        for_matrices: for a class by its path, True if it gets matrices; False for the rest.
     """
     if any_torch_recipe.is_path(name):
-        recipe = any_torch_recipe.recipe_of(name, whole=whole)
+        recipe = any_torch_recipe.recipe_of(name, for_matrices=for_matrices)
         return Entry(recipe, "ds_layerwise.optimizers.foreign.any_torch:AnyTorch")
     return REGISTRY[name]
 
@@ -74,7 +74,7 @@ def entry_of(name: str, *, whole: bool) -> Entry:
 def recipes_of_settings() -> tuple[type[Recipe], ...]:
     """Return recipes that together have all settings."""
     recipes = (entry.recipe for entry in REGISTRY.values())
-    return (*recipes, any_torch_recipe.WholeTorch, any_torch_recipe.ElementTorch)
+    return (*recipes, any_torch_recipe.MatrixTorch, any_torch_recipe.ScalarTorch)
 
 
 def names(*, whole: bool) -> tuple[str, ...]:

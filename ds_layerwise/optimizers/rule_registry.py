@@ -27,7 +27,7 @@ def rule_of(recipe: Recipe) -> UpdateRule:
     Raises:
         ConfigError: a setting that can only be checked with torch is invalid.
     """
-    module, _, name = entry_of(recipe.rule, whole=recipe.whole).rule.partition(":")
+    module, _, name = entry_of(recipe.rule, for_matrices=recipe.for_matrices).rule.partition(":")
     rule: UpdateRule = getattr(import_module(module), name).of(recipe)
     return rule
 

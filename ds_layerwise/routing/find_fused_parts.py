@@ -92,7 +92,7 @@ def split_known(
     split = dict(routes)
     for name, route in routes.items():
         module, leaf = attention_of(model, name)
-        shape = route.matrix_shape
+        shape = route.matrices
         if name in named or shape is None or per_head and leaf in FUSED_NAMES:
             continue
         axis = outputs_of(module, route)

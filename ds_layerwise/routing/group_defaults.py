@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.foreign.client_recipe import ClientTorch
+from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch
 from ds_layerwise.routing.override_matching import Changes
 from ds_layerwise.routing.routes import Route
 
@@ -105,11 +105,12 @@ class ByKind:
         """
         if route.weight_decay is not None or own_decay:
             return route
-        exempt = (len(shape) < 2 or vector and not route.whole) and not self.optimizer.decay_vectors
+        is_vector_here = len(shape) < 2 or vector and not route.recipe.for_matrices
+        exempt = is_vector_here and not self.optimizer.decay_vectors
         as_others = self.layerwise.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)
         if exempt and not as_others:
             return replace(route, weight_decay=0.0)
-        if route.whole:
+        if route.recipe.for_matrices:
             return route
         return replace(route, weight_decay=self.optimizer.scalar_weight_decay)
 
@@ -145,7 +146,9 @@ def _idle_in_layerwise(
     if layerwise.client_optimizer.split != "whole" and not has_client:
         idle.append("client_optimizer")
     if layerwise.apply_wd_to_qk_layernorm:
-        has_qk_norm = any(QK_NORM.fullmatch(route.name) for route in routes if not route.whole)
+        has_qk_norm = any(
+            QK_NORM.fullmatch(route.name) for route in routes if not route.recipe.for_matrices
+        )
         if optimizer.decay_vectors or not has_qk_norm:
             idle.append("apply_wd_to_qk_layernorm")
     for key, sets in _OF_TABLES.items():
@@ -159,11 +162,11 @@ def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[s
     acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
     for recipe in {route.recipe for route in routes}:
         acting.update(recipe.keys(), recipe.hyper)
-        acting.add("muon_lr" if recipe.whole else "adam_lr")
-    if optimizer.matrix.whole:
+        acting.add("muon_lr" if recipe.for_matrices else "adam_lr")
+    if not optimizer.recipes.are_one:
         acting |= {"scalar_optimizer", "per_head_muon"}
     decay = optimizer.scalar_weight_decay
-    if any(not route.whole and route.weight_decay == decay for route in routes):
+    if any(not route.recipe.for_matrices and route.weight_decay == decay for route in routes):
         acting.add("scalar_weight_decay")
     return acting
 

@@ -150,7 +150,7 @@ def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
         return heads
     if leaf in KEY_VALUE_NAMES:
         return key_heads
-    shape = route.matrix_shape
+    shape = route.matrices
     if leaf not in FUSED_NAMES or shape is None or len(shape) != 2:
         return None
     outputs = shape[int(route.transposed)] * (tp_size if route.tp_axis == -2 else 1)

@@ -76,12 +76,17 @@ class Route:
         """True if one rank owns it."""
         return self.recipe.whole
 
+    @property
+    def matrices(self) -> Shape | None:
+        """``matrix_shape`` if its rule sees matrices; None if it sees anything else."""
+        return None if self.recipe.own_shapes else self.matrix_shape
+
     def described(self) -> str:
         """Return everything that determines its update, except its group. The ranks that hold it
         must agree on it.
         """
         own = ", ".join(f"{key} {getattr(self, key)}" for key in (*_OF_ROUTES, "eps_scale"))
-        kind = "matrix" if self.whole else "scalar"
+        kind = "matrix" if self.recipe.for_matrices else "scalar"
         seen = ""
         if parts := self.parts:
             seen = f", as {self.seen(0)} in {parts.groups} groups of axis {parts.axis}"
@@ -225,7 +230,9 @@ def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Rec
             return recipe
     if is_path(name):
         # The changes themselves set the kind of its weight decay.
-        return entry_of(name, whole=True).recipe()
+        kind = entry_of(name, for_matrices=True).recipe
+        params = {key: value for key, value in changes.items() if key == "matrix_params"}
+        return build(kind, f"an override to {name}", params)
     said: dict[str, Any] = {}
     for key in Recipe.keys():
         for recipe in recipes:
@@ -274,6 +281,10 @@ def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> 
     if settings:
         where = f"layerwise.overrides for {route.name}"
         recipe = build(type(recipe), where, {**recipe.settings(), **settings})
+        if recipe.whole is not route.whole:
+            raise RoutingError(
+                f"{where} change split of {recipe.rule}; give the entry the optimizer, too"
+            )
     if settings or "optimizer" in changes:
         _check_rate(
             recipe, recipes, changes, f"{', '.join(settings) or 'optimizer'} for {route.name}"
@@ -312,7 +323,7 @@ def with_effect(
     In a run with one recipe for everything, settings that only the replaced recipe has are without
     effect.
     """
-    if recipes.matrix.whole or route.whole:
+    if not recipes.are_one or route.recipe.for_matrices:
         return route, changes
     takes = {"optimizer", "weight_decay", "lr", "lr_scale", "min_lr"}
     takes.update(route.recipe.keys(), route.recipe.hyper)
@@ -354,7 +365,7 @@ def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
     """
     if num_heads is None:
         return route
-    shape = route.matrix_shape
+    shape = route.matrices
     axis = int(route.transposed)
     if shape is None or len(shape) != 2 or shape[axis] % num_heads:
         if explicit:
@@ -383,19 +394,20 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
         return None
     axis: Axis = outputs if split.axis == "out" else -3 - outputs  # type: ignore[assignment]
     parts = Parts(axis, split.parts, split.groups)
-    if route.matrix_shape is None:
+    shape = route.matrices
+    if shape is None:
         raise RoutingError(
             f"{route.name}: layerwise.overrides splits it into {split!r}, but it goes to "
             f"{route.recipe.rule} ({route.reason}), which does not see it as a matrix; narrow the "
             "pattern"
         )
-    length = route.matrix_shape[axis] * (tp_size if route.tp_axis == axis else 1)
+    length = shape[axis] * (tp_size if route.tp_axis == axis else 1)
     if parts.length != length:
         raise RoutingError(
-            f"{route.name} {route.matrix_shape}: layerwise.overrides splits it into {split!r}, "
+            f"{route.name} {shape}: layerwise.overrides splits it into {split!r}, "
             f"which is {parts.length} in all, and it has {length} "
             f"{'rows' if axis == -2 else 'columns'}"
-            f"{' over all tensor-parallel ranks' * (length != route.matrix_shape[axis])}; correct "
+            f"{' over all tensor-parallel ranks' * (length != shape[axis])}; correct "
             "the sizes, or split_axis, or split_groups, or leave split out"
         )
     return parts
@@ -436,7 +448,7 @@ def require_a_matrix(
     if all(route.by_user for route in routes):
         return
     for route in routes:
-        if route.whole or route.sent_away:
+        if route.recipe.for_matrices or route.sent_away:
             return
     counts = Counter(route.reason for route in routes)
     reasons = ", ".join(f"{n} x {reason}" for reason, n in counts.items())

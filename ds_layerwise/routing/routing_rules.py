@@ -49,7 +49,7 @@ from ds_layerwise.config.sections import Recipes
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
-from ds_layerwise.optimizers.foreign.client_recipe import check_override
+from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch
 from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
 from ds_layerwise.routing.group_defaults import ByKind, is_vector, own_name
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
@@ -177,7 +177,7 @@ def route_parameters(
         route = cut_heads(route, changes.get("num_heads"), param, tp_size, explicit=True)
         routes[name] = split_as_told(route, changes.get("split"), home.module, param, tp_size)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
-    if auto_split and not by_group:
+    if auto_split:
         routes = split_known(model, routes, trained, tp_size, named=named, per_head=per_head)
     if per_head:
         routes = split_heads(model, routes, trained, tp_size, named=named)
@@ -279,7 +279,7 @@ def _decide(
     if wanted is not None:
         recipe, reason = wanted
         has_axes = param.dim() > 1
-        if recipe.whole:
+        if recipe.whole and not recipe.own_shapes:
             shape = shape_in(home.module, param)[0]
             shape = shape or forced_matrix_shape(name, tuple(param.shape), reason)
     else:
@@ -288,6 +288,8 @@ def _decide(
             shape, reason = shape_in(home.module, param)
         has_axes = shape is not None
         recipe = recipes.matrix if has_axes else recipes.scalar
+    if recipe.own_shapes:
+        shape = tuple(param.shape) or (1,)
     return Route(
         name=name,
         recipe=recipe,
@@ -295,7 +297,7 @@ def _decide(
         group=group,
         matrix_shape=shape if recipe.whole else None,
         by_user=wanted is not None,
-        sent_away=has_axes and not recipe.whole,
+        sent_away=has_axes and not recipe.for_matrices,
         bare=wanted is None and param.dim() > 1 and is_bare(home.module),
     )
 
@@ -312,7 +314,7 @@ def _of_client(
     """Return the route of a parameter of a client optimizer: whole and unchanged, or cut by
     element.
     """
-    check_override(name, changes)
+    ClientTorch.check_override(name, changes)
     route = Route(
         name=name,
         recipe=recipe,
@@ -321,12 +323,6 @@ def _of_client(
         matrix_shape=(tuple(param.shape) or (1,)) if recipe.whole else None,
         by_user=True,
     )
-    if recipe.whole and tp_size > 1 and is_cut(param):
-        raise RoutingError(
-            f"{name} {tuple(param.shape)} is cut by tensor parallelism, and {recipe.rule}, which "
-            "was given to initialize(), knows nothing of the other parts; name optimizers in the "
-            'config instead, or give its group "split": "element" if each element is updated alone'
-        )
     return with_changes(_with_cut(route, param, tp_size), changes, recipes)
 
 
@@ -334,6 +330,13 @@ def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
     if tp_size == 1 or not is_cut(param):
         return route
     axis = None
+    if route.whole and route.recipe.own_shapes:
+        raise RoutingError(
+            f"{route.name} {tuple(param.shape)} is cut by tensor parallelism, and "
+            f'{route.recipe.rule} knows nothing of the other parts; say "split": "element" of it '
+            "(beside its arguments, or in the group of an optimizer object) if it updates each "
+            "element alone, or use another optimizer"
+        )
     if route.matrix_shape is not None:
         axis = axis_of(route.name, param, route.matrix_shape, tp_size)
     return with_cut(route, axis, tp_size)

@@ -70,6 +70,8 @@ class Recipe(Section):
     """True if it needs whole parameters; False if they may be cut anywhere."""
     family: ClassVar[str]
     """The family. Recipes of one family can continue from each other's states."""
+    own_shapes: ClassVar[bool] = False
+    """True if it sees whole parameters in their own shapes, vectors too, and not as matrices."""
     gradient_average: ClassVar[str | None] = None
     """The state that is an exponential moving average of the gradient; other families may continue
     from it.
@@ -193,6 +195,11 @@ class Recipe(Section):
     def sees_tensor_shards(self) -> bool:
         """True if the rule treats a tensor shard of a matrix as a matrix."""
         return False
+
+    @property
+    def for_matrices(self) -> bool:
+        """True if it follows ``muon_lr``; False for a recipe of the rest, or of everything."""
+        return self.lr_ratio == "matrix_lr_ratio"
 
     @property
     def takes_rate_of_adamw(self) -> bool:

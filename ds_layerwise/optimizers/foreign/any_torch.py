@@ -13,19 +13,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.foreign import any_torch_recipe as recipes
-from ds_layerwise.optimizers.foreign import probe, probe_checks
-from ds_layerwise.optimizers.foreign.probe import COUNT, Kept, Leaf, set_rate
+from ds_layerwise.optimizers.foreign.any_torch_recipe import COUNT, Kept, Leaf, kept_of, rebuilt
 from ds_layerwise.optimizers.rule import Hyper, OneByOne, State
 
 
 @dataclass(frozen=True, eq=False)
 class AnyTorch(OneByOne):
-    """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, or on
-    1-D pieces.
+    """A class of ``torch.optim.Optimizer``, on float32 masters that are shaped as matrices, in
+    their own shapes, or cut into 1-D pieces.
 
-    State: the states of the class, found by :mod:`.optimizers.foreign.probe`, and ``step``. Every
-    parameter has an optimizer of its own for as long as its state exists. It works in the memory of
-    the state if the class writes in place; tensors that the class makes anew are copied there.
+    State: the states of the class, see :mod:`.optimizers.foreign.any_torch_recipe`, and ``step``.
+    Every parameter has an optimizer of its own for as long as its state exists. It works in the
+    memory of the state if the class writes in place; tensors that the class makes anew are copied
+    there.
 
     ``lr`` and, if the class has one, ``weight_decay`` are those of the group. If it has none,
     weight decay is decoupled: ``W -= lr * weight_decay * W`` before the step.
@@ -36,29 +36,19 @@ class AnyTorch(OneByOne):
         default_factory=WeakTensorKeyDictionary, init=False, repr=False
     )
 
-    @classmethod
-    def of(cls, recipe: recipes.AnyTorch) -> AnyTorch:
-        """Return the rule that runs ``recipe``.
-
-        Raises:
-            ConfigError: as in :func:`.optimizers.foreign.probe_checks.check`.
-        """
-        probe_checks.check(recipe, lambda: cls(recipe))
-        return cls(recipe)
-
     def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
         """Let the parameter's own optimizer make a step.
 
         Raises:
-            StepError: the class keeps other states than in its probe.
+            StepError: the class keeps other states than in the step that it was asked for.
         """
         step = int(state[COUNT])
-        kept = probe.kept_of(self.recipe, tuple(param.shape))
+        kept = kept_of(self.recipe, tuple(param.shape))
         optimizer: Optimizer | None = self._optimizers.get(  # type: ignore[no-untyped-call]
             state[COUNT]
         )
         if optimizer is None or not step:
-            optimizer = self._optimizers[state[COUNT]] = probe.make(self.recipe, param)
+            optimizer = self._optimizers[state[COUNT]] = self.recipe.make(param)
         (group,) = optimizer.param_groups
         group.update(hyper.of_client)
         group["params"] = [param]
@@ -68,11 +58,9 @@ class AnyTorch(OneByOne):
         elif hyper.weight_decay:
             param.mul_(1 - hyper.lr * hyper.weight_decay)
         if step:
-            for key, leaf in kept.groups.items():
-                group[key] = _value(leaf, state, step)
-            optimizer.state[param] = probe.rebuilt(
-                kept.after(step), lambda _, leaf: _value(leaf, state, step)
-            )
+            if kept.ahead is not None:
+                group[COUNT] = step + kept.ahead
+            optimizer.state[param] = rebuilt(kept.state, lambda _, leaf: _value(leaf, state, step))
         # A class may write to the gradient, which may be read after the step.
         param.grad = grad.clone()
         try:
@@ -85,43 +73,46 @@ class AnyTorch(OneByOne):
             group["params"] = []
             optimizer.state.clear()
 
-    def _keep(
-        self,
-        found: Mapping[Any, Any],
-        param: Tensor,
-        kept: Kept,
-        state: State,
-    ) -> None:
+    def _keep(self, found: Mapping[Any, Any], param: Tensor, kept: Kept, state: State) -> None:
         """Copy the tensors that the class has made anew into ``state``.
 
         Raises:
-            StepError: they differ from those of the probe.
+            StepError: they differ from those of ``kept``.
         """
-        step = int(state[COUNT])
-        who = f"of a parameter of {tuple(param.shape)}"
-        places = probe.flat(kept.after(step))
-        values = probe.flat(found)
-        for path, found_one in values.items():
-            if isinstance(found_one, Tensor) and not isinstance(places.get(path), Leaf):
+        of_step = f"of a parameter of {tuple(param.shape)} after {int(state[COUNT])} steps"
+        places = recipes.flat(kept.state)
+        values = recipes.flat(found)
+        for path, value in values.items():
+            if isinstance(value, Tensor) and not isinstance(places.get(path), Leaf):
                 raise StepError(
-                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(found_one.shape)} "
-                    f"{who} after {step} steps, which it did not in its probe; nothing has a place "
-                    "for it: this class cannot be used here"
+                    f"{self.recipe.rule} keeps {'.'.join(map(str, path))} {tuple(value.shape)} "
+                    f"{of_step}, which it did not in its first step; nothing has a place for it: "
+                    "this class cannot be used here"
                 )
         for path, leaf in places.items():
             if not isinstance(leaf, Leaf) or leaf.ahead is not None:
                 continue
             place = state[leaf.key]
-            value = probe.plain(values.get(path))
+            value = recipes.plain_tensor(values.get(path))
             if leaf.kind is not Tensor:
                 place.fill_(value)
             elif _told(value) != _told(place):
                 raise StepError(
-                    f"{self.recipe.rule} keeps {leaf.key} {who} as {_told(value)} after {step} "
-                    f"steps, and its probe said {_told(place)}: this class cannot be used here"
+                    f"{self.recipe.rule} keeps {leaf.key} {of_step} as {_told(value)}, and its "
+                    f"first step said {_told(place)}: this class cannot be used here"
                 )
             elif value.data_ptr() != place.data_ptr():
                 place.copy_(value)
+
+
+def set_rate(group: dict[str, Any], lr: float) -> None:
+    """Set ``lr`` of a parameter group in the form of its present rate: a number, or a tensor, which
+    its class may require.
+    """
+    rate = group["lr"]
+    group["lr"] = lr
+    if isinstance(rate, Tensor):
+        group["lr"] = torch.full_like(rate, lr)
 
 
 def _told(value: Any) -> str:

@@ -21,7 +21,6 @@ from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.base.recipe import Shape
-from ds_layerwise.optimizers.foreign import probe
 from ds_layerwise.optimizers.foreign.any_torch_recipe import AnyTorch
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
@@ -228,7 +227,7 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     recipe = route.recipe
     shape = route.matrix_shape or (1,)
     if isinstance(recipe, AnyTorch):
-        made = probe.make(recipe, torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
+        made = recipe.make(torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
     elif recipe.rule in _CLASSES:
         made = _CLASSES[recipe.rule]([torch.zeros(1, dtype=torch.float32, device="cpu")])
     else:

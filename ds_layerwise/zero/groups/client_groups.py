@@ -1,31 +1,51 @@
 """The takeover of an optimizer object that a script passed to ``initialize()``: its groups serve;
 its ``step``, ``state_dict`` and ``load_state_dict`` are replaced.
+
+Note: optimizers like it for single parameters
+    Each parameter has an optimizer of its own on the rank that owns it: of the same class, with a
+    copy of its group, of its ``defaults`` and of its other attributes. Those may be numbers,
+    texts, enums and functions; an object that keeps more is refused, because nothing shows which
+    part belongs to a parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MethodType
+from enum import Enum
+from types import FunctionType, MethodType
 from typing import Any
 
-from torch.optim import Optimizer
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
 
-from ds_layerwise.checkpoint.plain_values import plain
+from ds_layerwise.checkpoint.plain_values import plain as saved
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.errors import ConfigError, StepError
+from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
-from ds_layerwise.optimizers.base.fields import normalised
-from ds_layerwise.optimizers.foreign.client_recipe import ClientSplit
+from ds_layerwise.optimizers.base.fields import check, normalised, plain
+from ds_layerwise.optimizers.foreign import any_torch_recipe
+from ds_layerwise.optimizers.foreign.any_torch import set_rate
+from ds_layerwise.optimizers.foreign.any_torch_recipe import SPLIT, ClientTorch, UnitOfClass
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.groups.client_object import (
-    must_be_optimizer,
-    of_class,
-    path_of,
-    recipes_of,
-)
 from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.groups.rate_checks import check_floors
+
+#: The keys of a group that concern the group as a whole, and not an optimizer of one of its
+#: parameters.
+ABOUT_GROUPS = ("params", "param_names", SPLIT)
+
+#: The keys that a scheduler or a script changes, and that overrides replace.
+_MOVED = ("lr", "weight_decay")
+
+#: The keys that schedulers of torch store in a group.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+
+#: The attributes that copies of an object share with it.
+_SHARED = (type(None), bool, int, float, str, Enum, FunctionType, torch.dtype)
 
 
 class ClientOptimizer(LayerWiseOptimizer):
@@ -39,23 +59,22 @@ class ClientOptimizer(LayerWiseOptimizer):
 
     Args:
         given: the object, or a function that makes it from ``params``.
-        split: for groups that do not set ``split`` themselves.
+        split: the unit of ownership in groups that do not set ``split`` themselves.
 
     Raises:
-        ConfigError: no optimizers like it can be made, see :func:`.client_object.recipes_of`, or
-            another engine uses it.
+        ConfigError: no optimizers like it can be made, see :func:`_recipes_of`, or another engine
+            uses it.
     """
 
-    def __init__(self, given: Any, params: Any, *, split: ClientSplit) -> None:
-        make = given if callable(given) else None
-        client = must_be_optimizer(given if make is None else make(params))
+    def __init__(self, given: Any, params: Any, *, split: UnitOfClass) -> None:
+        client = must_be_optimizer(given(params) if callable(given) else given)
         if "add_param_group" in vars(client):
             raise ConfigError(
-                f"this {path_of(client)} has been given to another engine, which trains with its "
+                f"this {_path_of(client)} has been given to another engine, which trains with its "
                 "groups; make a new one"
             )
         self.client = client
-        self.recipes_by_group = recipes_of(client, make, split=split)
+        self.recipes_by_group = _recipes_of(client, split)
         self.config = OptimizerConfig(decay_vectors=True)
         self._stepping = False
         Optimizer.__init__(self, client.param_groups, {})
@@ -82,7 +101,7 @@ class ClientOptimizer(LayerWiseOptimizer):
                 "momentum": 0.0,
                 "betas": (0.0, 0.0),
                 "eps": 0.0,
-                "of_client": of_class(group),
+                "of_client": _of_class(group),
             }
             settings.append(now)
         return settings
@@ -112,7 +131,7 @@ class ClientOptimizer(LayerWiseOptimizer):
         """
         found = {}
         for key, value in given.items():
-            found[key] = normalised(plain(value, key))
+            found[key] = normalised(saved(value, key))
         return found
 
     def hold(self, held: Iterable[Held]) -> None:
@@ -126,7 +145,7 @@ class ClientOptimizer(LayerWiseOptimizer):
 
         def refuse(*_: Any, **__: Any) -> None:
             raise StepError(
-                f"an engine trains with this {path_of(self.client)}, and each rank has the states "
+                f"an engine trains with this {_path_of(self.client)}, and each rank has the states "
                 "of some of its parameters; call engine.step(), save with "
                 "engine.save_checkpoint(), or whole states in one file with "
                 "engine.optimizer.save_state_dict_to_file(), load with engine.load_checkpoint(), "
@@ -165,7 +184,7 @@ class ClientOptimizer(LayerWiseOptimizer):
 
 def _before_schedules(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of ``group``, with its rate before any scheduler."""
-    values = of_class(group)
+    values = _of_class(group)
     values["lr"] = float(values.pop("initial_lr", group["lr"]))
     return values
 
@@ -183,3 +202,149 @@ def pointing_to_ours(client: object) -> Iterator[None]:
             f"{error}. To train with Muon, give initialize() no optimizer: remove the {name}, and "
             "set optimizer.type 'LayerWiseMuon' in the config"
         ) from error
+
+
+def must_be_optimizer(found: object) -> Optimizer:
+    """Return ``found``, if it is an optimizer.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not isinstance(found, Optimizer):
+        raise ConfigError(
+            "the optimizer given to initialize() must be a torch.optim.Optimizer, or make one of "
+            f"parameters, got {type(found).__module__}.{type(found).__qualname__}"
+        )
+    return found
+
+
+def _of_class(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of ``group`` for an optimizer of one of its parameters."""
+    found = {}
+    for key, value in group.items():
+        if key not in ABOUT_GROUPS:
+            found[key] = value
+    return found
+
+
+def _path_of(client: Optimizer) -> str:
+    """Return the name of the class for a config: in the outermost package that exports it, because
+    saved states refer to the class by that name.
+    """
+    return any_torch_recipe.path_of(type(client))
+
+
+def _recipes_of(client: Optimizer, split: UnitOfClass) -> tuple[ClientTorch, ...]:
+    """Return the recipe of each parameter group of ``client``. Groups that differ only in their
+    rates and weight decay have the same recipe.
+
+    Raises:
+        LayerWiseError: a group has a value that no checkpoint can hold.
+        ConfigError: no optimizers like it can be made, or a value of a group is not valid.
+    """
+    path = _path_of(client)
+    attributes = _attributes_of(client)
+    by_settings = {}
+    found = []
+    for index, group in enumerate(client.param_groups):
+        where = f"param_groups[{index}]"
+        values = _of_class(group)
+        texts = {}
+        for key, value in values.items():
+            # Otherwise the first save would find it.
+            text = str(normalised(saved(value, f"{where}.{key}")))
+            if key not in (*_MOVED, *_OF_SCHEDULERS):
+                texts[key] = text
+        for key in _MOVED:
+            value = plain(values.get(key, 0.0))
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or "lr" not in values:
+                raise ConfigError(
+                    f"{where}.{key} of {path} is {values.get(key)!r}, and an engine needs a number "
+                    "that schedules can move; give one (of an optimizer that finds its own rate, "
+                    "switch that off)"
+                )
+        chosen = check(UnitOfClass, f"{where}.{SPLIT}", group.get(SPLIT, split))
+        same = chosen, tuple(texts.items())
+        if same not in by_settings:
+            by_settings[same] = any_torch_recipe.subclass(
+                ClientTorch,
+                path,
+                whole=chosen == "whole",
+                maker=_maker(client, attributes, copy.deepcopy(values)),
+                told=texts,
+            )()
+        found.append(by_settings[same])
+    return tuple(found)
+
+
+def _maker(
+    client: Optimizer, attributes: Mapping[str, Any], values: Mapping[str, Any]
+) -> Callable[[Sequence[Tensor]], Optimizer]:
+    """Return the function that makes optimizers like ``client``, with the ``values`` of a group."""
+    kind = type(client)
+    defaults = copy.deepcopy(client.defaults)
+
+    def make(params: Sequence[Tensor]) -> Optimizer:
+        group = {**copy.deepcopy(dict(values)), "params": list(params)}
+        set_rate(group, 1e-3)
+        made = kind.__new__(kind)
+        made.__setstate__(
+            {
+                **attributes,
+                "defaults": copy.deepcopy(defaults),
+                "state": defaultdict(dict),
+                "param_groups": [group],
+            }
+        )
+        return made
+
+    return make
+
+
+def _attributes_of(client: Optimizer) -> dict[str, Any]:
+    """Return the attributes of ``client`` beside those of torch.optim.Optimizer.
+
+    Raises:
+        ConfigError: no optimizer like it can be made: it has hooks before its step, has states, or
+            keeps more than copies can share.
+    """
+    path = _path_of(client)
+    if type(client).__module__.startswith("deepspeed.ops"):
+        raise ConfigError(
+            f"{path} updates all parameters of a rank at once, by kernels of DeepSpeed's; give "
+            "initialize() torch's optimizer of that kind, such as torch.optim.AdamW for Adam "
+            "(where Accelerate has put it there, set zero_force_ds_cpu_optimizer to false)"
+        )
+    plainest = SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=0.0)
+    shared = {}
+    more = []
+    for key, value in vars(client).items():
+        if key in vars(plainest) or hasattr(value, "_wrapped_by_lr_sched"):
+            continue
+        shared[key] = value
+        hides = callable(value) and hasattr(type(client), key)
+        if hides or not isinstance(value, _SHARED):
+            more.append(f"{key} ({type(value).__qualname__})")
+    if more:
+        raise ConfigError(
+            f"this {path} keeps {few(sorted(more))} beside its groups and states, and each "
+            "parameter needs an optimizer like it on the rank that owns it; name the class in the "
+            f"config (optimizer.params.matrix_optimizer: '{path}'), or give the optimizer inside, "
+            "if this wraps another"
+        )
+    if client._optimizer_step_pre_hooks:
+        raise ConfigError(
+            f"{path} has hooks that run before its step (register_step_pre_hook), which would find "
+            "no gradients: those stay in the engine; remove them, and use the engine's "
+            "gradient_clipping"
+        )
+    # Some classes make states, with a count of 0, in their constructors.
+    for state in client.state.values():
+        if state and state.get("step", 1) != 0:
+            raise ConfigError(
+                f"this {path} has states already, such as after a step or a load, and each rank "
+                "has those of what it owns alone; give initialize() one without states, and set "
+                "them afterwards with engine.load_checkpoint() or DeepSpeed's "
+                "safe_set_full_optimizer_state(), 'step' included"
+            )
+    return shared

@@ -224,7 +224,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         kind = self.config.matrix
         for route in routes.values():
             keys = self.own_keys[route.group] & {"lr", "muon_lr", "use_muon"}
-            if route.whole and keys == {"lr"} and not kind.takes_rate_of_adamw:
+            if route.recipe.for_matrices and keys == {"lr"} and not kind.takes_rate_of_adamw:
                 lr = self.built_with[route.group]["lr"]
                 one_rate = ""
                 if kind.as_adamw:

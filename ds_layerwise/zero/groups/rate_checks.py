@@ -48,14 +48,14 @@ def check_taken(
             continue
         for recipe in config.recipes:
             # A key that the matrix optimizer uses may be meant only for it.
-            is_matrixs = not recipe.whole and key in config.matrix.hyper
+            is_matrixs = not recipe.for_matrices and key in config.matrix.hyper
             if isinstance(recipe, AnyTorch) and recipe.wants(key) and not is_matrixs:
                 raise ConfigError(
                     f"{recipe.rule} does not read {where}.{key}, but has an argument {key}; set it "
-                    f"in optimizer.params.{'matrix' if recipe.whole else 'scalar'}_params, and "
+                    f"in optimizer.params.{recipe.params_key}, and "
                     "here only for another optimizer of the run"
                 )
-        if config.matrix.whole and not any(key in recipe.hyper for recipe in recipes):
+        if not config.recipes.are_one and not any(key in recipe.hyper for recipe in recipes):
             raise ConfigError(
                 "no optimizer of this run "
                 f"({', '.join(sorted({recipe.rule for recipe in recipes}))}) uses {where}.{key}; "

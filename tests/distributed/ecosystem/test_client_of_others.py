@@ -14,7 +14,7 @@ from tests.support.harness import DistributedTest
 from tests.support.huggingface import Tokens, config, gpt2
 from tests.support.rooms import rooms
 
-pytestmark = rooms("client_groups", "client_recipe", "engine_hooks")
+pytestmark = rooms("client_groups", "engine_hooks")
 
 STEPS = 4
 

@@ -15,8 +15,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 
-pytestmark = rooms("any_torch", "any_torch_recipe", "probe", "probe_checks", "recipe_registry", "rule_registry",
-                   "owned", "sections")
+pytestmark = rooms("any_torch", "any_torch_recipe", "recipe_registry", "rule_registry", "owned", "sections")
 
 STEPS = 6
 
@@ -28,8 +27,7 @@ CLASSES = {
 
 
 class Drops(Optimizer):
-    """Keeps a list of tensors, one that comes later, a number that is no count, and a count that is ahead; and has no
-    weight decay."""
+    """Keeps a list of tensors, a number that is no count, and a count that is ahead; and has no weight decay."""
 
     def __init__(self, params, lr=1e-3, drop=0.5):
         super().__init__(params, {"lr": lr, "drop": drop})
@@ -40,19 +38,14 @@ class Drops(Optimizer):
             for param in group["params"]:
                 state = self.state[param]
                 if not state:
-                    state.update(rows=[torch.zeros(param.shape[0]), torch.ones(param.shape[0])], size=1.0, turn=10,
-                                 later=None, kind="dropping")
-                state["turn"] += 1
+                    state.update(rows=[torch.zeros(param.shape[0]), torch.ones(param.shape[0])], size=1.0, step=10,
+                                 none=None, kind="dropping")
+                state["step"] += 1
                 state["size"] = state["size"] * group["drop"] + float(param.grad.abs().mean())
                 state["rows"][0] = state["rows"][0] + param.grad.flatten(1).mean(1)
                 state["rows"][1].mul_(group["drop"])
-                if state["turn"] == 12:
-                    state["later"] = torch.full_like(param, 0.25)
                 step = (state["rows"][0] + state["rows"][1]).view(-1, *[1] * (param.dim() - 1)) * state["size"]
-                param.sub_(group["lr"] * step / state["turn"])
-                if state["later"] is not None:
-                    state["later"].lerp_(param.grad, 0.5)
-                    param.sub_(group["lr"] * state["later"])
+                param.sub_(group["lr"] * step / state["step"])
                 # Nobody else sees what a class writes to the gradient.
                 param.grad.zero_()
 
@@ -120,9 +113,11 @@ class TestAgainstTheClass(DistributedTest):
                 kind, arguments, before[name], seen_as(name, before[name].shape), name, engine.world_size)
                 for name in names})
 
-    def test_a_class_for_parameters_cut_by_element_and_one_by_an_override(self):
-        scalars = {"scalar_optimizer": path_of(NAdam), "scalar_params": {"betas": [0.8, 0.9]}, "adam_lr": 0.01}
-        overrides = [{"name": "tall.weight", "optimizer": path_of(RMSprop), "matrix_params": {"alpha": 0.5},
+    @pytest.mark.parametrize("split", ["element", "whole"])
+    def test_a_class_for_the_rest_and_one_by_an_override(self, split):
+        said = {"split": split} if split == "element" else {}
+        scalars = {"scalar_optimizer": path_of(NAdam), "scalar_params": {"betas": [0.8, 0.9], **said}, "adam_lr": 0.01}
+        overrides = [{"name": "tall.weight", "optimizer": path_of(RMSprop), "matrix_params": {"alpha": 0.5, **said},
                       "lr_scale": 0.5}]
         given = config(Adafactor, {}, params=scalars, overrides=overrides)
         before = {name: p.detach().clone() for name, p in trainable(Net()).items()}
@@ -134,6 +129,10 @@ class TestAgainstTheClass(DistributedTest):
                 (RMSprop, {"alpha": 0.5}, 0.01) if name == "tall.weight" else (Adafactor, {}, 0.02))
             expected[name] = by_itself(kind, arguments, before[name], shape, name, 2, lr)
         assert_close(values, expected)
+        cut = {name for name, route in engine.optimizer.routes.items() if not route.whole}
+        assert cut == ({*values} - {*MATRICES} | {"tall.weight"} if split == "element" else set())
+        seen = {name: route.matrix_shape for name, route in engine.optimizer.routes.items() if name not in MATRICES}
+        assert split == "element" or seen == {name: tuple(values[name].shape) for name in seen}
 
 
 #: Settings, and what is said of them.
@@ -142,8 +141,9 @@ REFUSED = [
     ({"matrix_optimizer": "torch.optim:Soap"}, "torch.optim:Soap cannot be imported"),
     ({"matrix_optimizer": "torch.nn:Linear"}, "torch.nn:Linear is no class of torch.optim.Optimizer"),
     ({"matrix_optimizer": "torch.optim:LBFGS"}, "LBFGS cannot step on a parameter of .*closure"),
-    ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither tensor nor number"),
-    ({"scalar_optimizer": "torch.optim:Adafactor"}, "one element what depends on the others.*as matrix_optimizer"),
+    ({"matrix_optimizer": "pytorch_optimizer:ScalableShampoo"}, "keeps pre_cond.* neither a plain tensor nor a number"),
+    ({"scalar_optimizer": "torch.optim:SGD", "scalar_params": {"split": "rows"}}, "must be 'whole' or 'element'"),
+    ({"matrix_optimizer": "pytorch_optimizer:MADGRAD"}, r"goes on from .*optimizer.state\['k'\], and not from"),
     ({"matrix_optimizer": "torch.optim:Muon"}, r"experts \(3, 6, 9\).* cannot be trained by torch.optim:Muon"),
 ]
 

@@ -18,7 +18,7 @@ from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
 pytestmark = rooms("owned", "update", "first_step", "attention_logits", "split_master_store", "low_bit_states", "dcp",
-                   "whole_states", "client_groups", "client_recipe")
+                   "whole_states", "client_groups")
 
 REMAINDERS = {"master_dtype": "bfloat16+remainder"}
 NARROW = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16",

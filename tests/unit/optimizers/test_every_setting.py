@@ -28,7 +28,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.dtypes import StateDtype
 from ds_layerwise.optimizers.base.low_bit_settings import Kept
 from ds_layerwise.optimizers.base.recipe import WeightDecayMethod
-from ds_layerwise.optimizers.foreign.any_torch_recipe import ElementTorch, WholeTorch
+from ds_layerwise.optimizers.foreign.any_torch_recipe import MatrixTorch, ScalarTorch
 from ds_layerwise.optimizers.recipe_registry import REGISTRY
 from ds_layerwise.optimizers.recipes.muon_recipes import NsDtype, Orthogonalized, ScaleMode, TpMode
 from ds_layerwise.optimizers.rule import Hyper
@@ -50,7 +50,7 @@ FAMILY = tuple(name for name, entry in REGISTRY.items() if issubclass(entry.reci
 KRONECKER = ("soap", "kl_soap", "shampoo")
 #: Recipes by the name that a config has for them; a class of torch's is one, with parameters of any kind.
 RECIPES = {**{name: entry.recipe for name, entry in REGISTRY.items()},
-           SGD: WholeTorch, f"{SGD} of elements": ElementTorch}
+           SGD: MatrixTorch, f"{SGD} of the rest": ScalarTorch}
 
 #: By field, all that it is tried at. A choice among names is tried at all of them.
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -90,7 +90,7 @@ BESIDE: dict[tuple[str, str], dict[str, Any]] = {
 #: What is an error, and the words of it.
 REFUSED = {**{(name, key): f"which {key} determines" for name in ("namo", "scion", "polargrad")
               for key in ("hyperball", "relative_update")},
-           **{(name, key): "decays weights in its own way" for name in (SGD, f"{SGD} of elements")
+           **{(name, key): "decays weights in its own way" for name in (SGD, f"{SGD} of the rest")
               for key in ("weight_decay_method", "cautious_weight_decay")}}
 REFUSED_VALUES = [("namo", "weight_decay_method", "l2", "weight_decay_method of namo is 'l2'")]
 
@@ -150,14 +150,18 @@ class Model(nn.Module):
         self.vector, self.other_vector = (nn.Parameter(torch.zeros(16)) for _ in range(2))
 
 
+def for_matrices(kind):
+    return kind.lr_ratio == "matrix_lr_ratio"
+
+
 def routes_of(name, changes, lr_scale=0.5):
     """The route of one parameter of optimizer ``name``, of a config that sets ``changes`` for it and nothing else.
 
     An optimizer that takes rates of another size than before needs ``lr_scale``, too.
     """
     kind = RECIPES[name]
-    path, named = name.split(" ")[0], "matrix" if kind.whole else "vector"
-    params = {"lr": 0.1, "muon_lr": 0.1, ("matrix" if kind.whole else "scalar") + "_optimizer": path}
+    path, named = name.split(" ")[0], "matrix" if for_matrices(kind) else "vector"
+    params = {"lr": 0.1, "muon_lr": 0.1, ("matrix" if for_matrices(kind) else "scalar") + "_optimizer": path}
     overrides = [{"name": named, **({} if lr_scale is None else {"lr_scale": lr_scale}), **changes}]
     config = json.loads(json.dumps({"optimizer": {"type": "LayerWise", "params": params},
                                     "layerwise": {"overrides": overrides}}))
@@ -173,10 +177,10 @@ def routes_of(name, changes, lr_scale=0.5):
 
 def built(name, settings):
     """The recipe in Python."""
-    kind = RECIPES[name]
+    role = "matrix" if for_matrices(RECIPES[name]) else "scalar"
     default = OptimizerConfig.from_section({"type": "LayerWise", "params": {
-        "lr": 0.1, "muon_lr": 0.1, ("matrix" if kind.whole else "scalar") + "_optimizer": name.split(" ")[0]}}).recipes
-    return type(default.matrix if kind.whole else default.scalar)(**settings)
+        "lr": 0.1, "muon_lr": 0.1, f"{role}_optimizer": name.split(" ")[0]}}).recipes
+    return type(getattr(default, role))(**settings)
 
 
 def routed(name, settings):
@@ -190,7 +194,7 @@ def routed(name, settings):
 
 
 def shapes_of(name, field):
-    if not RECIPES[name].whole:
+    if not for_matrices(RECIPES[name]):
         return [(33,)]
     if name in KRONECKER:
         # All directions of a side with a factor are there from the first gradient on.
@@ -229,7 +233,7 @@ def written_out(name, settings, hyper, start, grads, state=None):
     if name in FAMILY:
         return family.train(name, start, grads, lr=hyper.lr, momentum=hyper.momentum, weight_decay=hyper.weight_decay,
                             settings=settings)
-    if RECIPES[name] in (WholeTorch, ElementTorch):
+    if RECIPES[name] in (MatrixTorch, ScalarTorch):
         return torchs_own(settings, hyper, start, grads)
     if name not in KRONECKER:
         return elementwise.train(name, start, grads, hyper, settings)
@@ -424,7 +428,7 @@ def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
 @pytest.mark.parametrize("by_chance", [False, True])
 @pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if issubclass(recipe, Kept)])
 def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
-    kind, shape = RECIPES[name], (16, 24) if RECIPES[name].whole else (512,)
+    kind, shape = RECIPES[name], (16, 24) if for_matrices(RECIPES[name]) else (512,)
     for state, field in kind.kept_by.items():
         recipe = routed(name, {field: dtype, "stochastic_rounding": by_chance})
         specs, plain = recipe.states(shape), kind().states(shape)
@@ -444,7 +448,7 @@ def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_states_are_what_every_value_makes_of_them(name):
-    shapes = [(16, 24), (24, 16), (3, 16, 24)] if RECIPES[name].whole else [(33,)]
+    shapes = [(16, 24), (24, 16), (3, 16, 24)] if for_matrices(RECIPES[name]) else [(33,)]
     settings = [{**beside(name, field), field: value} for field in RECIPES[name].model_fields for value in VALUES[field]
                 if (name, field) not in REFUSED and (name, field, value) not in {case[:3] for case in REFUSED_VALUES}]
     for shape, given in itertools.product(shapes, [{}, *settings]):

@@ -10,7 +10,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.foreign.client_recipe import client_recipe
+from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch, subclass
 from ds_layerwise.optimizers.recipes.muon_recipes import Muon
 from ds_layerwise.routing.routes import require_a_matrix
 from ds_layerwise.routing.routing_rules import route_parameters
@@ -263,7 +263,7 @@ def test_parameters_of_a_client_optimizer_are_seen_as_they_are():
             super().__init__(Phi3Config(hidden_size=4, intermediate_size=16))
             self.scale, self.down_proj, self.conv = nn.Parameter(torch.ones(())), None, nn.Conv2d(2, 3, 2)
 
-    whole, element = (client_recipe("package:Class", None, {}, split=split) for split in ("whole", "element"))
+    whole, element = (subclass(ClientTorch, "package:Class", whole=whole)() for whole in (True, False))
     model = Block()
     groups = [{"params": [model.gate_up_proj.weight, model.conv.weight, model.scale]}, {"params": [model.conv.bias]}]
     assert route_parameters(model, [{"params": list(model.parameters())}])["gate_up_proj.weight"].parts

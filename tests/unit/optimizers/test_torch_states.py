@@ -1,27 +1,25 @@
-"""The states that a probe finds of a class, against those that the class keeps; and classes that are refused."""
+"""The states that a class is asked for, against those that it keeps; and classes that are refused."""
 
 import copy
 import pickle
 import random
 import weakref
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, AdaBound, DAdaptAdam, EmoNavi, Kron, ScheduleFreeRAdam, Shampoo
+from pytorch_optimizer import CAME, MADGRAD, SOAP, SPAM, DAdaptAdam, EmoNavi, Kron, ScheduleFreeRAdam, Shampoo
 from torch.optim import Adafactor, AdamW, Optimizer
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
 from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
-from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path, recipe_of
-from ds_layerwise.optimizers.foreign.probe import kept_of
+from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path, kept_of, recipe_of
 from ds_layerwise.optimizers.recipe_registry import entry_of
 from ds_layerwise.optimizers.rule import Hyper, UpdateError
 from tests.support.rooms import rooms
 
-pytestmark = rooms("probe", "probe_checks", "any_torch", "any_torch_recipe")
+pytestmark = rooms("any_torch", "any_torch_recipe")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.9, betas=(0.9, 0.9), eps=1e-8)
 
@@ -53,7 +51,7 @@ class Looks(Optimizer):
 
 
 def recipe(kind, **arguments):
-    return recipe_of(f"{kind.__module__}:{kind.__name__}", whole=True)(matrix_params=arguments)
+    return recipe_of(f"{kind.__module__}:{kind.__name__}", for_matrices=True)(matrix_params=arguments)
 
 
 def really_kept(kind, shape, arguments, steps=3):
@@ -103,15 +101,15 @@ def test_arguments_that_the_class_cannot_take_are_refused(kind, arguments, messa
 
 
 def test_a_side_that_does_not_follow_from_the_shape_is_an_error_at_the_first_step():
-    rule = AnyTorch.of(recipe(Looks, extra="half a side"))
+    rule = AnyTorch(recipe(Looks, extra="half a side"))
     param = torch.zeros(80, 96)
-    with pytest.raises(StepError, match=r"keeps odd of a parameter of \(80, 96\) as \(40,\) in torch.float32 after 1 "
-                       r"steps, and its probe said \(8,\)"):
+    with pytest.raises(StepError, match=r"keeps odd of a parameter of \(80, 96\) after 1 steps as \(40,\) in "
+                       r"torch.float32, and its first step said \(8,\)"):
         rule.update_([param], [torch.ones(80, 96)], [rule.init_state(param)], HYPER)
 
 
-def test_a_state_that_comes_after_the_probe_is_an_error():
-    rule = AnyTorch.of(recipe(Looks, extra="late"))
+def test_a_state_that_comes_later_is_an_error():
+    rule = AnyTorch(recipe(Looks, extra="late"))
     params, grads = [torch.zeros(6, 10) for _ in range(2)], [torch.ones(6, 10) for _ in range(2)]
     states = [rule.init_state(param) for param in params]
     for _ in range(15):
@@ -131,7 +129,7 @@ class Writes(AdamW):
 
 
 def test_a_gradient_is_left_alone_and_the_state_lies_where_it_was():
-    rule = AnyTorch.of(recipe(Writes))
+    rule = AnyTorch(recipe(Writes))
     param, grad = torch.zeros(6, 10), torch.ones(6, 10)
     state = rule.init_state(param)
     places = {key: value.data_ptr() for key, value in state.items()}
@@ -142,7 +140,7 @@ def test_a_gradient_is_left_alone_and_the_state_lies_where_it_was():
 
 
 def test_a_state_that_is_set_back_starts_anew():
-    rule = AnyTorch.of(recipe(SOAP, precondition_frequency=2))
+    rule = AnyTorch(recipe(SOAP, precondition_frequency=2))
     grads = torch.randn(5, 6, 10, generator=torch.Generator().manual_seed(2))
     ends = []
     state = rule.init_state(torch.zeros(6, 10))
@@ -158,11 +156,11 @@ def test_a_state_that_is_set_back_starts_anew():
 
 def test_recipes_of_one_path_are_equal():
     path = "torch.optim:AdamW"
-    one, other = (entry_of(path, whole=True).recipe(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
+    one, other = (entry_of(path, for_matrices=True).recipe(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
     assert one == other and hash(one) == hash(other) and one.rule == path
-    assert one != entry_of(path, whole=True).recipe() != entry_of(path, whole=False).recipe()
+    assert one != entry_of(path, for_matrices=True).recipe() != entry_of(path, for_matrices=False).recipe()
     # Stages of a pipeline send them to each other.
-    for each in (one, entry_of(path, whole=False).recipe()):
+    for each in (one, entry_of(path, for_matrices=False).recipe()):
         for sent in (pickle.loads(pickle.dumps(each)), copy.deepcopy(each)):
             assert sent == each and type(sent) is type(each) and sent.model_fields_set == each.model_fields_set
 
@@ -194,168 +192,86 @@ def test_a_path_is_a_module_and_a_class(text, yes):
 # --- what cannot be run on parts of a model, or resumed --------------------------------------------------------------
 
 
-class Hidden:
-    """Shows nothing of what it has."""
-
-
 class Elsewhere(Optimizer):
-    """Keeps a number where nobody looks, or divides by what it was made with."""
+    """Keeps a number, or a tensor, beside the states of parameters."""
 
     def __init__(self, params, lr=1e-3, where=""):
         super().__init__(params, {"lr": lr, "size": [0.0], "far": torch.zeros(2)})
-        self.where, self.seen, self.all, self.made_with = where, 0.0, {"n": [torch.zeros(1)]}, lr
-        self.space, self.hidden = SimpleNamespace(), Hidden()
+        self.where, self.seen, self.all = where, 0.0, {"n": [torch.zeros(1)]}
 
     @torch.no_grad()
     def step(self, closure=None):
         group, = self.param_groups
         for param in group["params"]:
-            size, before = float(param.grad.abs().mean()), 0.0
             if self.where == "attribute":
-                before, self.seen = self.seen, size
+                self.seen += 1.0
             elif self.where == "tensor of an attribute":
-                before = float(self.all["n"][0])
-                self.all["n"][0].fill_(size)
+                self.all["n"][0].add_(1.0)
             elif self.where == "list of a group":
-                before, group["size"] = group["size"][0], [size]
+                group["size"] = [group["size"][0] + 1.0]
             elif self.where == "tensor of a group":
-                before = float(group["far"][1])
-                group["far"][1] = size
+                group["far"] = group["far"] + 1.0
+            elif self.where == "count of another name":
+                group["turn"] = group.get("turn", 0) + 1
             elif self.where == "state of all":
-                before = self.state["all"].get("seen", 0.0)
-                self.state["all"]["seen"] = size
-            elif self.where in ("unseen", "namespace"):
-                hidden = self.hidden if self.where == "unseen" else self.space
-                before = vars(hidden).get(str(id(param)), 0.0)
-                setattr(hidden, str(id(param)), size)
-            rate = group["lr"] * (group["lr"] / self.made_with if self.where == "rate" else 1)
-            param.sub_(rate * (1 + before) * param.grad)
+                self.state["all"]["seen"] = 1.0
+            param.sub_(group["lr"] * param.grad)
 
 
-@pytest.mark.parametrize("where, message", [
-    ("attribute", r"goes on from optimizer.seen, and not from optimizer.state\[param\] alone"),
-    ("tensor of an attribute", "goes on from optimizer.all, and"),
-    ("namespace", "goes on from optimizer.space, and"),
-    ("list of a group", r"goes on from optimizer.param_groups\[0\]\['size'\], and"),
-    ("tensor of a group", r"goes on from optimizer.param_groups\[0\]\['far'\], and"),
-    ("state of all", r"goes on from optimizer.state\['all'\], and"),
-    ("unseen", r"does otherwise where each .* optimizer.state\[param\], as after a load, .* that it keeps elsewhere"),
-    ("rate", "does otherwise where each .* more of the lr that it is made with than its parameter groups tell")])
-def test_a_class_that_keeps_something_elsewhere_is_refused(where, message):
-    AnyTorch.of(recipe(Elsewhere))
-    with pytest.raises(ConfigError, match=f"Elsewhere {message}"):
-        AnyTorch.of(recipe(Elsewhere, where=where))
+@pytest.mark.parametrize("where, place", [
+    ("attribute", "optimizer.seen"), ("tensor of an attribute", "optimizer.all.n.0"),
+    ("list of a group", r"optimizer.param_groups\[0\].size.0"),
+    ("tensor of a group", r"optimizer.param_groups\[0\].far"),
+    ("count of another name", r"optimizer.param_groups\[0\].turn"),
+    ("state of all", r"optimizer.state\['all'\]")])
+def test_a_class_that_keeps_something_elsewhere_is_refused(where, place):
+    kept_of(recipe(Elsewhere), (6, 10))
+    for shape in ((6, 10), (80, 96)):
+        with pytest.raises(ConfigError, match=rf"Elsewhere goes on from {place}, and not from optimizer.state"):
+            kept_of(recipe(Elsewhere, where=where), shape)
 
 
 @pytest.mark.parametrize("kind, message", [
     (MADGRAD, r"optimizer.state\['k'\]"), (SPAM, r"optimizer.state\['total_step'\]"),
-    (EmoNavi, r"optimizer.state\['ema'\]"), (DAdaptAdam, "'numerator_weighted'"), (AdaBound, "more of the lr"),
-    (ScheduleFreeRAdam, "does otherwise where each")], ids=lambda value: getattr(value, "__name__", ""))
+    (EmoNavi, r"optimizer.state\['ema'\]"), (DAdaptAdam, "numerator_weighted"), (Kron, "update_counter"),
+    (ScheduleFreeRAdam, "lr_max")], ids=lambda value: getattr(value, "__name__", ""))
 def test_published_classes_that_keep_something_elsewhere_are_refused(kind, message):
     with pytest.raises(ConfigError, match=message):
-        AnyTorch.of(recipe(kind))
+        kept_of(recipe(kind), (6, 10))
 
 
-class Counts(Optimizer):
-    """Counts in a tensor on the device of the parameter, and keeps more of what is large."""
+class Noise(Optimizer):
+    """Draws random numbers of every kind."""
 
-    def __init__(self, params, lr=1e-3, large=10**9):
-        super().__init__(params, {"lr": lr, "large": large})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group, = self.param_groups
-        for param in group["params"]:
-            state = self.state[param]
-            if not state:
-                state.update(step=torch.zeros((), device=param.device), average=torch.zeros_like(param))
-                if param.numel() > group["large"]:
-                    state["more"] = torch.zeros_like(param)
-            state["step"] += 1
-            state["average"].lerp_(param.grad, 0.1)
-            param.sub_(group["lr"] * state["average"] / (1 - 0.9 ** state["step"]))
-
-
-def test_states_of_a_piece_do_not_depend_on_its_length():
-    path = f"{Counts.__module__}:{Counts.__name__}"
-    scalar = recipe_of(path, whole=False)()
-    AnyTorch.of(scalar)
-    for numel in (1, 60, 5000):
-        assert {key: spec.shape for key, spec in scalar.states((numel,)).items()} == {
-            "step": (), "average": (numel,)}
-    with pytest.raises(ConfigError, match="Counts keeps more of a parameter of some sizes and not of others.*number of "
-                       "ranks; use it as matrix_optimizer"):
-        AnyTorch.of(recipe_of(path, whole=False)(scalar_params={"large": 3000}))
-
-
-#: Noise for a parameter, by its source.
-NOISE = {"nothing": lambda param: 0.0, "many": torch.rand_like, "torch": lambda param: float(torch.rand(())),
-         "python": lambda param: random.random(), "numpy": lambda param: float(np.random.rand())}
-
-
-class Later(Optimizer):
-    """Lets a parameter know of those before it, and draws random numbers, if it shall."""
-
-    def __init__(self, params, lr=1e-3, draws="nothing", mixes=True):
-        super().__init__(params, {"lr": lr, "draws": draws, "mixes": mixes})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        group, = self.param_groups
-        before = 0.0
-        for param in group["params"]:
-            param.sub_(group["lr"] * (param.grad + before + NOISE[group["draws"]](param)))
-            before = before + param.grad.mean() if group["mixes"] else 0.0
-
-
-def test_the_first_parameter_is_not_the_only_one_that_is_compared():
-    AnyTorch.of(recipe(Later, mixes=False))
-    with pytest.raises(ConfigError, match="Later does otherwise where each"):
-        AnyTorch.of(recipe(Later))
-
-
-@pytest.mark.parametrize("kind, arguments", [
-    (Kron, {}), *((Later, {"draws": source, "mixes": False}) for source in ("many", "torch", "python", "numpy"))])
-def test_a_class_that_draws_random_numbers_gets_matrices_alone(kind, arguments):
-    AnyTorch.of(recipe(kind, **arguments))
-    scalar = recipe_of(f"{kind.__module__}:{kind.__name__}", whole=False)(scalar_params=arguments)
-    with pytest.raises(ConfigError, match=f"{kind.__name__} draws random numbers, .* on several ranks, .*use it as "
-                       "matrix_optimizer"):
-        AnyTorch.of(scalar)
-
-
-def test_a_probe_takes_no_random_numbers_of_the_run():
-    torch.manual_seed(3)
-    expected = torch.rand(4)
-    torch.manual_seed(3)
-    rule = AnyTorch.of(recipe(Later, draws="many", mixes=False))
-    rule.init_state(torch.zeros(6, 10))
-    assert torch.equal(torch.rand(4), expected)
-
-
-class DrawsElsewhere(Optimizer):
-    """Draws in its constructor, for its last parameter first, or from a generator of its own."""
-
-    def __init__(self, params, lr=1e-3, where="constructor"):
+    def __init__(self, params, lr=1e-3):
         super().__init__(params, {"lr": lr})
-        self.where, self.own = where, random.Random(42)
-        if where == "constructor":
-            torch.rand(())
 
     @torch.no_grad()
     def step(self, closure=None):
-        group, = self.param_groups
-        number = self.own.random() if self.where == "own generator" else 1.0
-        for param in group["params"][::-1 if self.where == "order" else 1]:
-            param.sub_(group["lr"] * (param.grad + number * torch.rand_like(param)))
+        for param in self.param_groups[0]["params"]:
+            param.sub_(torch.rand_like(param, device="cpu").to(param.device) * random.random() * np.random.rand())
 
 
-@pytest.mark.parametrize("where", ["constructor", "order", "own generator"])
-def test_a_class_that_draws_elsewhere_is_told_so(where):
-    """A matrix_optimizer may draw in step alone, for one parameter after another."""
-    with pytest.raises(ConfigError, match="DrawsElsewhere does otherwise where each .*: it draws random numbers "
-                       "elsewhere than in step, .* or from a generator of its own, or what it does depends on other"):
-        AnyTorch.of(recipe(DrawsElsewhere, where=where))
+def test_no_random_numbers_of_the_run_are_taken():
+    def drawn():
+        return torch.rand(4).tolist(), random.random(), np.random.rand()
+
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    expected = drawn()
+    torch.manual_seed(3), random.seed(3), np.random.seed(3)
+    kept_of(recipe(Noise), (6, 10))
+    assert drawn() == expected
+
+
+@pytest.mark.parametrize("for_matrices", [True, False])
+def test_a_class_is_whole_unless_it_is_said_to_be_element_wise(for_matrices):
+    kind = recipe_of("torch.optim:AdamW", for_matrices=for_matrices)
+    given = {"split": "element", "eps": 0.1}
+    cut = kind(**{kind.params_key: given})
+    assert kind().whole and not cut.whole and cut.arguments == {"eps": 0.1}
+    assert pickle.loads(pickle.dumps(cut)) == cut and cut.for_matrices is for_matrices
+    with pytest.raises(ValueError, match="split of a class must be 'whole' or 'element', got 'rows'"):
+        kind(**{kind.params_key: {"split": "rows"}})
 
 
 class Half(torch.Tensor):
@@ -381,10 +297,7 @@ class Wraps(Optimizer):
 def test_a_tensor_of_another_class_is_refused_at_the_size_that_has_it():
     """It would go on as a plain one."""
     assert recipe(Wraps).refusal((6, 10)) is None
-    message = "keeps average of a parameter in a tensor of the class Half, which would come back as a plain one"
-    assert message in recipe(Wraps).refusal((80, 96))
-    with pytest.raises(ConfigError, match="keeps average of a parameter in a tensor of the class Half"):
-        AnyTorch.of(recipe_of(f"{Wraps.__module__}:{Wraps.__name__}", whole=False)())
+    assert "keeps average of a parameter as Half, which is neither a plain tensor" in recipe(Wraps).refusal((80, 96))
 
 
 class KeepsParameters(Optimizer):
@@ -411,7 +324,7 @@ def test_a_state_may_be_a_parameter(shape):
     grads = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
     ends = []
     for kind in ("parameter", "tensor"):
-        rule = AnyTorch.of(recipe(KeepsParameters, of=kind))
+        rule = AnyTorch(recipe(KeepsParameters, of=kind))
         param = torch.ones(shape)
         state = rule.init_state(param)
         for grad in grads:
@@ -423,7 +336,7 @@ def test_a_state_may_be_a_parameter(shape):
 
 
 def test_nothing_that_a_step_works_on_is_kept():
-    rule = AnyTorch.of(recipe(SOAP, precondition_frequency=2))
+    rule = AnyTorch(recipe(SOAP, precondition_frequency=2))
     state = rule.init_state(torch.zeros(6, 10))
     for _ in range(4):
         param, grad = torch.ones(6, 10), torch.ones(6, 10)
