@@ -31,6 +31,8 @@ _OF_SCHEDULERS = frozenset(
     ("lr", "initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 )
 
+_KEY = "layerwise.on_hyper_change"
+
 #: The attributes of a scheduler with one learning rate per group.
 _LISTS = ("base_lrs", "max_lrs", "_last_lr")
 
@@ -55,7 +57,7 @@ class ResumedGroup(NamedTuple):
 
     values: dict[str, Any]
     """The entries that come from the checkpoint."""
-    given: dict[str, Any]
+    given: Mapping[str, Any]
     """The values before any scheduler, of the run whose values it holds."""
     line: str
     """The message about what differs; empty if nothing does."""
@@ -83,40 +85,43 @@ def resumed(
     Raises:
         ValueError: a value of the checkpoint is of another kind than this run's.
     """
-    is_deepspeeds = type(scheduler).__module__ == lr_schedules.__name__
-    starts_from_lr = goes_on is False or goes_on and is_deepspeeds
+    stays = {*_OF_THIS_RUN, *optimizer.fixed_keys, *HYPER_KEYS}
+    starts_from = ""
+    if goes_on is False:
+        stays |= _OF_SCHEDULERS
+        starts_from = type(scheduler).__name__
+    elif goes_on and _is_deepspeeds(scheduler):
+        starts_from = type(scheduler).__name__
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
-        lr = float(saved["lr"])
         built = optimizer.built_with[index]
+        lr = float(saved["lr"])
         changes = _changes(optimizer.named(before), optimizer.named(built))
-        why = ""
+        name = f"param_groups[{index}]"
         if index in otherwise:
             why = f"the saved run used {otherwise[index]}"
         elif changes and wins == "config":
-            why = "layerwise.on_hyper_change is 'config'"
-        elif starts_from_lr and before["lr"] != built["lr"]:
-            why = f"{type(scheduler).__name__} starts from its lr"
-        if why:
-            factor = built["lr"] / (before["lr"] or built["lr"]) if goes_on else 1.0
-            values = {"lr": lr * factor} if goes_on else {}
-            line = f"param_groups[{index}]: {changes}this run's values are used, because {why}"
-            groups.append(ResumedGroup(values, dict(built), line, 1.0 if is_deepspeeds else factor))
+            why = f"{_KEY} is 'config'"
+        elif starts_from and before["lr"] != built["lr"]:
+            why = f"{starts_from} starts from its lr"
+        else:
+            check_kind(optimizer.param_groups[index], saved, name)
+            values = {key: saved[key] for key in saved.keys() - (stays - built.keys())}
+            line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
+            groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
-        check_kind(optimizer.param_groups[index], saved, f"param_groups[{index}]")
-        stays = {*_OF_THIS_RUN, *optimizer.fixed_keys, *HYPER_KEYS} - built.keys()
-        if goes_on is False:
-            stays |= _OF_SCHEDULERS
-        line = changes and (
-            f"param_groups[{index}]: {changes}the checkpoint's are used, set "
-            "layerwise.on_hyper_change to 'config' for these"
-        )
-        values = {key: value for key, value in saved.items() if key not in stays}
-        # A rate in an override becomes a ratio to this one, which must not be 0.
-        given = {**before, "lr": before["lr"] or built["lr"]}
-        groups.append(ResumedGroup(values, given, line, 1.0))
+        line = f"{name}: {changes}this run's values are used, because {why}"
+        factor = built["lr"] / (before["lr"] or built["lr"])
+        if goes_on:
+            groups.append(ResumedGroup({"lr": lr * factor}, built, line, factor))
+        else:
+            groups.append(ResumedGroup({}, built, line, 1.0))
     return groups
+
+
+def _is_deepspeeds(scheduler: Any) -> bool:
+    return bool(type(scheduler).__module__ == lr_schedules.__name__)
 
 
 def _changes(before: Mapping[str, object], built: Mapping[str, object]) -> str:
@@ -136,14 +141,16 @@ def take_over(
     """
     lines = []
     for index, (values, given, line, factor) in enumerate(groups):
-        optimizer.configured[index] = given
+        # A rate in an override becomes a ratio to this lr, which must not be 0.
+        lr = given["lr"] or optimizer.built_with[index]["lr"]
+        optimizer.configured[index] = {**given, "lr": lr}
         for key, value in values.items():
             _set(optimizer.param_groups[index], key, value)
         # A composed scheduler has its rates in its parts.
         for part in getattr(scheduler, "_schedulers", [scheduler]):
             for key in _LISTS:
                 rates = getattr(part, key, None)
-                if factor != 1 and isinstance(rates, list):
+                if factor != 1 and isinstance(rates, list) and not _is_deepspeeds(scheduler):
                     rates[index] *= factor
         if line:
             lines.append(line)
