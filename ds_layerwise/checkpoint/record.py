@@ -144,21 +144,6 @@ class Header:
     """
 
 
-@dataclass(frozen=True)
-class ShardRecord:
-    """Everything that ``rank`` of ``world_size`` owns, in memory order, with its layout."""
-
-    rank: int
-    world_size: int
-    layout_json: str
-    layout_digest: str
-    pieces: tuple[PieceRecord, ...]
-    expert_names: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """The checkpoint names of experts that ranks hold under one name of the layout; see
-    :func:`.new_names.expert_names`.
-    """
-
-
 class Saved(Protocol):
     """A checkpoint that is open for reading. Tensors are mapped from files: only what is copied is
     read.

@@ -5,12 +5,12 @@ parameter name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, ShardRecord, fits
+from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, fits
 from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import LONG_LOAD, progress
@@ -48,7 +48,7 @@ class LoadPlan:
 
 
 def plan_load(
-    own: ShardRecord,
+    own: Iterable[PieceRecord],
     saved: Saved,
     rules: Mapping[str, RuleRecord],
     *,
@@ -70,7 +70,7 @@ def plan_load(
     """
     plan = LoadPlan()
     shapes = saved.header.shapes
-    for piece in own.pieces:
+    for piece in own:
         start = piece.param_start
         stop = piece.param_start + piece.master.numel()
         numel = math.prod(shapes.get(piece.name, ()))

@@ -21,7 +21,7 @@ from ds_layerwise.checkpoint.files.user_files import others_in
 from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, check_bytes, check_target, find
 from ds_layerwise.checkpoint.formats.regular import refuse_parts
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.tools.checkpoint_contents import Contents
+from ds_layerwise.tools.verify import Contents
 
 #: The values of ``dtype``.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import deepspeed.comm as dist
 import torch
 
-from ds_layerwise.checkpoint.formats import headers, single_file
+from ds_layerwise.checkpoint.formats import single_file
 from tests.support import internals
 from tests.support.training import from_all_ranks, weights
 
@@ -74,7 +74,8 @@ def on_rank_0(do):
 
 def write_one_file(path, tensors, header, scaler):
     """Write the file of ``save_state_dict_to_file`` from whole ``tensors``, by their names in it."""
-    beside = headers.write_beside(header, scaler, {name: headers.sums_of(value) for name, value in tensors.items()})
+    sums = {name: single_file.sums_of(value) for name, value in tensors.items()}
+    beside = single_file.write_beside(header, scaler, sums)
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     tensors[single_file.HEADER] = beside
     single_file.write(path, {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()},

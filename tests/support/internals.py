@@ -22,7 +22,7 @@ def pieces(engine: Any) -> list[Any]:
 
 def records(engine: Any) -> list[Any]:
     """Return this rank's pieces in the form in which a checkpoint takes them, with their masters and states."""
-    return list(owned(engine).record().pieces)
+    return owned(engine).record()
 
 
 def planned(engine: Any) -> Any:

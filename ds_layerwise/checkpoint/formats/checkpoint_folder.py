@@ -15,8 +15,15 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from torch import Tensor
 
+from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.atomic import pointed
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, check_file
+from ds_layerwise.checkpoint.files.manifest import (
+    FILE_NAME,
+    ByteRange,
+    Manifest,
+    check_file,
+    leads_out,
+)
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, load_safely
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
 from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
@@ -292,3 +299,37 @@ def _load_trusted(path: Path) -> Any:
         return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
     except (*UNREADABLE, ImportError) as e:
         raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
+
+
+#: The names of files beside checkpoints.
+_TAKEN = ("latest", LATEST, "zero_to_fp32.py", "zero_to_torch.py")
+
+#: The most bytes of one part of a path, without the suffixes that are added to it.
+_LONGEST = 255 - len("_universal") - len(atomic.INCOMPLETE) - 17
+
+
+def check_tag(tag: object) -> str:
+    """Return ``tag`` as text, if it is valid.
+
+    Raises:
+        LayerWiseError: no checkpoint can have it.
+    """
+    text = str(tag)
+    parts = text.split("/")
+    reason = ""
+    if not text or leads_out(text):
+        reason = "names no folder below save_dir"
+    elif not text.isprintable() or text != text.strip():
+        reason = "holds characters that the file latest cannot hold"
+    elif parts[0] in _TAKEN:
+        reason = f"is the name of a file beside the checkpoints ({', '.join(_TAKEN)})"
+    elif any(part.endswith((atomic.INCOMPLETE, atomic.REPLACED)) for part in parts):
+        reason = f"ends in {atomic.INCOMPLETE} or {atomic.REPLACED}, as only unfinished saves do"
+    elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
+        reason = f"has a part of {longest} bytes, more than {_LONGEST}"
+    if reason:
+        raise LayerWiseError(
+            f"the checkpoint's tag {tag!r:.300} {reason}; choose another, such as 'global_step10' "
+            "or 'run/step10'"
+        )
+    return text

@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from ds_layerwise.checkpoint.files.manifest import leads_out
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, naming
-from ds_layerwise.checkpoint.formats.headers import Beside
+from ds_layerwise.checkpoint.formats.single_file import Beside
 from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, fits
 from ds_layerwise.errors import LayerWiseError
@@ -100,7 +100,7 @@ def boxes(
         yield from boxes(shape, end * inner, stop)
 
 
-class Piece(Tensor):
+class PieceTensor(Tensor):
     """A tensor with the shape of a whole parameter, of which this rank has some elements. It is
     only for checkpoints.
 
@@ -116,9 +116,9 @@ class Piece(Tensor):
     @staticmethod
     def __new__(
         cls, held: Tensor, start: int, shape: Sequence[int], *, may_be_read_into: bool = False
-    ) -> Piece:
+    ) -> PieceTensor:
         """Make a tensor without memory of its own."""
-        made: Piece = Tensor._make_wrapper_subclass(
+        made: PieceTensor = Tensor._make_wrapper_subclass(
             cls, tuple(shape), dtype=held.dtype, device=held.device
         )
         made.held = held
@@ -128,7 +128,7 @@ class Piece(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a text with the range of elements that it holds."""
-        return f"Piece({self.held.numel()} of {tuple(self.shape)} from {self.start})"
+        return f"PieceTensor({self.held.numel()} of {tuple(self.shape)} from {self.start})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -395,7 +395,7 @@ class ShardedCheckpoint:
             reader.read_data(plan, planner).wait()
         if self.beside is not None:
             for path, target in targets.items():
-                if isinstance(target, Piece):
+                if isinstance(target, PieceTensor):
                     self.beside.check(path, target.held, target.start)
                 else:
                     self.beside.check(path, target)
@@ -433,7 +433,7 @@ class ShardedCheckpoint:
                 held[key] = torch.ones((), dtype=torch.float32, device="cpu")
             elif not key or self._sizes.get(path) == shape != ():
                 held[key] = self._empty(path, (stop - start,))
-                targets[path] = Piece(held[key], start, shape, may_be_read_into=True)
+                targets[path] = PieceTensor(held[key], start, shape, may_be_read_into=True)
             else:
                 targets[path] = held[key] = self._empty(path)
         self._read(targets)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.plain_values import Unreadable
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import Layout
 
@@ -69,16 +69,25 @@ def travels_as(keys: Iterable[str]) -> dict[str, str]:
 
 
 def to_state_dict(
-    record: ShardRecord, header: Header, mp_size: int = 1, save_id: str = ""
+    record: Iterable[PieceRecord],
+    header: Header,
+    layout: Layout,
+    rank: int,
+    *,
+    names: Mapping[str, tuple[str, ...]],
+    mp_size: int = 1,
+    save_id: str = "",
 ) -> dict[str, Any]:
     """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
     record's memory.
 
     Args:
+        record: all that ``rank`` of ``layout`` owns.
+        names: the checkpoint names of each parameter; see :func:`.new_names.expert_names`.
         mp_size: the number of parts of the model; the record is one of them.
         save_id: the identifier of the save, the same in the files of all ranks.
     """
-    pieces = {piece.name: piece for piece in record.pieces}
+    pieces = {piece.name: piece for piece in record}
     step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
     nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
     states: list[dict[str, Tensor]] = []
@@ -92,12 +101,12 @@ def to_state_dict(
             masters.append(nothing)
             fragments.append({})
             continue
-        names = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
+        keys = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
         zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
         states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step})
         for key, value in piece.state.items():
-            if key in names:
-                states[-1][names[key]] = alone(value)
+            if key in keys:
+                states[-1][keys[key]] = alone(value)
             else:
                 extra.setdefault(name, {})[key] = alone(value)
         masters.append(alone(piece.master))
@@ -109,19 +118,19 @@ def to_state_dict(
         },
         SINGLE_PARTITION_OF_FP32_GROUPS: masters,
         GROUP_PADDINGS: [0] * len(states),
-        PARTITION_COUNT: [record.world_size] * len(states),
+        PARTITION_COUNT: [layout.world_size] * len(states),
         PARAM_SLICE_MAPPINGS: fragments,
         KEY: {
             "format": FORMAT,
             "save_id": save_id,
-            "rank": record.rank,
-            "world_size": record.world_size,
+            "rank": rank,
+            "world_size": layout.world_size,
             "num_parts": mp_size,
-            "layout": record.layout_json,
-            "layout_digest": record.layout_digest,
-            "variants": dict(record.expert_names),
+            "layout": layout.to_json(),
+            "layout_digest": layout.digest(),
+            "variants": {name: each for name, each in names.items() if len(each) > 1},
             **describe(header),
-            "param_starts": {piece.name: piece.param_start for piece in record.pieces},
+            "param_starts": {name: piece.param_start for name, piece in pieces.items()},
             "extra_states": extra,
         },
     }
@@ -423,3 +432,55 @@ def check_format(number: int, path: Path) -> None:
             f"{path} has format {number}, and this version of ds_layerwise reads {FORMAT}; "
             f"{way_out}"
         )
+
+
+class PipelineCheckpoint:
+    """A checkpoint of any number of pipeline stages; see :class:`.record.Saved`.
+
+    A parameter is in the files of one stage; a tied one, in those of the first stage that holds it.
+
+    Args:
+        rank: the rank whose file of each stage is opened first.
+        pipeline_stage: the stage whose parameter groups and loss scale are used, if the checkpoint
+            has that many stages.
+
+    Raises:
+        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
+            format; names it.
+    """
+
+    def __init__(self, folder: Path, *, rank: int = 0, pipeline_stage: int = 0) -> None:
+        count = max(1, len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt"))))
+        self._stages = [
+            RegularCheckpoint(folder, rank=rank, mp_rank=mp_rank) for mp_rank in range(count)
+        ]
+        first = self._stages[0]
+        for other in self._stages[1:]:
+            if other.header.step != first.header.step:
+                raise LayerWiseError(
+                    f"{other.path(0)} says step {other.header.step}, expected {first.header.step}; "
+                    "the files are not of one save"
+                )
+        self._stage_of: dict[str, RegularCheckpoint] = {}
+        for saved in self._stages:
+            self._stage_of.update(dict.fromkeys(saved.header.shapes, saved))
+        self.header = replace(
+            self._stages[pipeline_stage if pipeline_stage < count else 0].header,
+            shapes={name: saved.header.shapes[name] for name, saved in self._stage_of.items()},
+            rules={name: saved.header.rules[name] for name, saved in self._stage_of.items()},
+        )
+
+    def identity(self) -> list[str]:
+        """See :meth:`.regular.RegularCheckpoint.identity`."""
+        return sum((saved.identity() for saved in self._stages), [])
+
+    def state_dict(self, rank: int) -> Mapping[str, Any]:
+        """Return the ``optimizer_state_dict`` of ``rank`` in the first stage, with the header of
+        all stages.
+        """
+        held = self._stages[0].state_dict(rank)
+        return {**held, KEY: {**held[KEY], **describe(self.header)}}
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """See :meth:`.record.Saved.pieces`."""
+        return self._stage_of[name].pieces(name, start, stop)

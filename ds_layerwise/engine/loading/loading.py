@@ -48,7 +48,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint import disks
-from ds_layerwise.zero.checkpoint.load_request import Load
+from ds_layerwise.zero.checkpoint.checkpointing import Load
 from ds_layerwise.zero.optimizer import uses_us
 from ds_layerwise.zero.setup.param_cuts import whole_shapes
 

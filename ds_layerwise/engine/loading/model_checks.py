@@ -21,7 +21,7 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel.pipeline import is_pipeline
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.zero.checkpoint.load_request import Load
+from ds_layerwise.zero.checkpoint.checkpointing import Load
 
 
 def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:

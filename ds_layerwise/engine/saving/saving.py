@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.formats import regular, universal
-from ds_layerwise.checkpoint.formats.tags import check_tag
+from ds_layerwise.checkpoint.formats.checkpoint_folder import check_tag
 from ds_layerwise.engine.contract.only_ours import Method, only_ours
 from ds_layerwise.engine.saving.save_snapshot import snapshot
 from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, saving_the_rest, untrained_in
@@ -40,7 +40,7 @@ from ds_layerwise.instance_patches import patch
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.checkpoint import disks
-from ds_layerwise.zero.checkpoint.save_request import Save
+from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.optimizer import uses_us
 
 #: The engines with a background save, in the order of their saves. They are kept alive until it

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.checkpoint.record import PieceRecord, ShardRecord
+from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.config.targets.fused_parts import whole_states
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.base.dtypes import MasterDtype
@@ -434,7 +434,7 @@ class Owned:
         specs = route.states(1).items()
         return tuple(sorted(key for key, spec in specs if spec.shape == shape or key == "step"))
 
-    def record(self, *, to_save: bool = False) -> ShardRecord:
+    def record(self, *, to_save: bool = False) -> list[PieceRecord]:
         """Return masters and states by name in a checkpoint, as views into live memory.
 
         Split masters and 8-bit codes mean nothing by themselves: they are returned as float32 on
@@ -451,14 +451,7 @@ class Owned:
                 for key in self.states[name]:
                     state[key] = self._recorded(name, key)
                 records.append(PieceRecord(self.saved_as[name], piece.param_start, master, state))
-        return ShardRecord(
-            self.rank,
-            self.layout.world_size,
-            self.layout.to_json(),
-            self.layout.digest(),
-            tuple(records),
-            {name: tuple(saved) for name, saved in self._names.items() if len(saved) > 1},
-        )
+        return records
 
     def _recorded(self, name: str, key: str) -> Tensor:
         """Return a master or a state in the form of :meth:`record`."""
@@ -476,7 +469,7 @@ class Owned:
         return not self._low_bit.is_codes(name, key)
 
     def take_back(
-        self, record: ShardRecord, written: Callable[[Tensor], bool], *, masters_win: bool
+        self, record: Sequence[PieceRecord], written: Callable[[Tensor], bool], *, masters_win: bool
     ) -> None:
         """Store the tensors of :meth:`record` that are not views of live memory and have been
         ``written`` since.
@@ -485,7 +478,7 @@ class Owned:
             masters_win: True to set weights to the rounded masters; False to set masters to weights
                 that they do not round to.
         """
-        for piece in record.pieces:
+        for piece in record:
             name = self._known_as[piece.name]
             for key, value in {MASTER: piece.master, **piece.state}.items():
                 if not self._is_live(name, key) and written(value):

@@ -222,3 +222,29 @@ def check_one_save(folder: Path) -> None:
                 f"ranks see different saves: rank 0 in {everyone[0][1]}, rank {rank} in {place}; "
                 "load a tag for which all nodes have the same save"
             )
+
+
+@dataclass(frozen=True)
+class Save:
+    """The state that a save of an engine passes to its commit.
+
+    :class:`.checkpointing.Checkpointing` holds it during a background save, until the engine
+    commits.
+    """
+
+    save_dir: Path
+    tag: str
+    latest: bool
+    disks: Disks
+    written: tuple[Path, ...] = ()
+    """The files of this rank."""
+
+    @property
+    def folder(self) -> Path:
+        """The final folder of the save. The incomplete folder is beside it."""
+        return self.save_dir / self.tag
+
+    @property
+    def universal_tag(self) -> str:
+        """The tag under which ``layerwise.save_universal`` writes the same state."""
+        return f"{self.tag}_universal"

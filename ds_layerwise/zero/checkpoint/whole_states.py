@@ -14,9 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, Piece, unwrapped
-from ds_layerwise.checkpoint.formats.headers import Sums, sums_of, write_beside
-from ds_layerwise.checkpoint.formats.single_file import HEADER, name_in_file, write
+from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, PieceTensor, unwrapped
+from ds_layerwise.checkpoint.formats.single_file import (
+    HEADER,
+    Sums,
+    name_in_file,
+    sums_of,
+    write,
+    write_beside,
+)
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
@@ -57,7 +63,7 @@ def state_dict(
         param: Any = params.get(name)
         if param is not None and hasattr(param, "ds_tensor"):
             cut, start = filled_cut(param, comm.rank_of(param.ds_process_group))
-            model[unwrapped(name)] = Piece(cut, start, param.ds_shape)
+            model[unwrapped(name)] = PieceTensor(cut, start, param.ds_shape)
         elif is_first:
             model[unwrapped(name)] = value
     state: dict[str, dict[str, Any]] = {}
@@ -91,20 +97,20 @@ def tensors_of(
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield the masters (with an empty key) and the states of ``pieces``, by parameter and key.
 
-    A tensor with one element per element of the parameter is a :class:`.Piece` of the parameter's
-    shape. Other tensors are the same in every piece, and the first piece yields them.
+    A tensor with one element per element of the parameter is a :class:`.PieceTensor` of the shape
+    of the parameter. Other tensors are the same in every piece, and the first piece yields them.
     """
     for piece in pieces:
         for key, value in (("", piece.master), *piece.state.items()):
             if not key or piece.is_elementwise(key):
-                yield piece.name, key, Piece(value, piece.param_start, shapes[piece.name])
+                yield piece.name, key, PieceTensor(value, piece.param_start, shapes[piece.name])
             elif not piece.param_start:
                 yield piece.name, key, value
 
 
 def held_of(value: Tensor) -> tuple[Tensor, int]:
     """Return this rank's elements of a tensor of the file, and the number of the first one."""
-    if isinstance(value, Piece):
+    if isinstance(value, PieceTensor):
         return value.held, value.start
     return value, 0
 

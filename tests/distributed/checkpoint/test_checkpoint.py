@@ -27,7 +27,7 @@ from tests.support.training import (
 )
 from tests.support.versions import needs
 
-pytestmark = rooms("regular", "record", "checkpointing", "load_request", "engine_protocol", "interrupted",
+pytestmark = rooms("regular", "record", "checkpointing", "engine_protocol", "interrupted",
                    "param_groups")
 
 

@@ -27,7 +27,7 @@ from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("disks", "atomic", "tags", "saving")
+pytestmark = rooms("disks", "atomic", "saving")
 
 OWN_DISKS = {"checkpoint": {"use_node_local_storage": True}}
 ZERO_1 = "zero_pp_rank_1_mp_rank_00_optim_states.pt"

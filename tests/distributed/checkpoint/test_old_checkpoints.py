@@ -11,7 +11,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import allow_fp16
 
-pytestmark = rooms("regular", "universal", "single_file", "dcp", "headers", "manifest")
+pytestmark = rooms("regular", "universal", "single_file", "dcp", "manifest")
 
 FIXTURES = Path(__file__).parents[2] / "fixtures"
 PATHS = sorted(path for version in FIXTURES.iterdir() for path in version.iterdir())

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.formats.dcp import Piece, boxes, unwrapped
+from ds_layerwise.checkpoint.formats.dcp import PieceTensor, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.expected import mean_gradient
@@ -53,7 +53,7 @@ def test_boxes_are_the_range_and_no_more(shape):
 
 def test_each_box_of_a_piece_is_its_own_memory():
     whole = torch.arange(24.0).view(4, 6)
-    piece = Piece(whole.view(-1)[3:21], 3, (4, 6))
+    piece = PieceTensor(whole.view(-1)[3:21], 3, (4, 6))
     items = piece.__create_write_items__("w", piece)
     assert [(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes)) for item in items] == [
         ((0, 3), (1, 3)), ((1, 0), (2, 6)), ((3, 0), (1, 3))]

@@ -26,7 +26,7 @@ from tests.support.training import BF16, allow_fp16, ds_config, from_all_ranks, 
 from tests.support.universal import convert
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
-pytestmark = [*rooms("pipeline", "pipeline_files"),
+pytestmark = [*rooms("pipeline"),
               pytest.mark.filterwarnings("ignore:c10d")]
 
 VOCAB, LENGTH, WIDTH, GAS, STEPS = 24, 8, 16, 2, 5

@@ -32,7 +32,7 @@ from tests.support.universal import convert
 from tests.unit.optimizers.test_low_bit import by_chance
 
 pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "low_bit_settings", "dtypes", "owned",
-                   "load_request", "cost", "checkpointing")
+                   "cost", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}

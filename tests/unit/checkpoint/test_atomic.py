@@ -13,12 +13,12 @@ import torch
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.tags import check_tag
+from ds_layerwise.checkpoint.formats.checkpoint_folder import check_tag
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
-pytestmark = rooms("atomic", "tags")
+pytestmark = rooms("atomic")
 
 FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new/c.pt", "new/d.pt"]}
 

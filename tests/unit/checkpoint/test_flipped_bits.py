@@ -10,16 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint.formats import headers
+from ds_layerwise.checkpoint.formats import single_file
 from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
-from ds_layerwise.checkpoint.formats.headers import sums_of, write_beside
-from ds_layerwise.checkpoint.formats.single_file import OneFile
+from ds_layerwise.checkpoint.formats.single_file import OneFile, sums_of, write_beside
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.errors import LayerWiseError
 from tests.support import checkpoints
 from tests.support.rooms import rooms
 
-pytestmark = [*rooms("headers", "single_file", "dcp", "whole_states", "safe_load"),
+pytestmark = [*rooms("single_file", "dcp", "whole_states", "safe_load"),
               pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 RULES = {"a.b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg"), "w": RuleRecord("kron", ("L", "momentum"), None)}
@@ -32,7 +31,7 @@ FROZEN = torch.arange(7).bfloat16()
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    monkeypatch.setattr(headers, "_BLOCK", 3)
+    monkeypatch.setattr(single_file, "_BLOCK", 3)
 
 
 def numbers(shape, first):
@@ -161,7 +160,7 @@ def test_a_flipped_bit_of_any_tensor_is_refused(make, tmp_path):
 def test_checksums_of_another_type_are_damage(make, sums, tmp_path, monkeypatch):
     """The header is as it was written, so that its digest tells nothing."""
     made = write_beside
-    for module in (headers, sys.modules[__name__]):
+    for module in (single_file, sys.modules[__name__]):
         monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
     make(tmp_path)
     with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: "):

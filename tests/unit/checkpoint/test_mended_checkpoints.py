@@ -13,7 +13,7 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.checkpoint.formats import single_file
 from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
-from ds_layerwise.checkpoint.formats.headers import sums_of
+from ds_layerwise.checkpoint.formats.single_file import sums_of
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.engine.loading.loading import _latest_tag
 from ds_layerwise.errors import LayerWiseError

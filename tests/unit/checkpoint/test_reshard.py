@@ -10,7 +10,7 @@ import torch
 
 from ds_layerwise.checkpoint.formats.regular import describe, header_of
 from ds_layerwise.checkpoint.new_names import Renamed, check_names, expert_names, new_names
-from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord, ShardRecord
+from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import ParamSpec
@@ -95,7 +95,7 @@ def records(world_size, policy, bucket_numel, *, rule=SOAP, filled=True):
             master = whole(piece.name, "fp32", numel)[cut].clone() if filled else torch.zeros(piece.numel)
             pieces.append(PieceRecord(piece.name, piece.param_start, master,
                                       state_of(piece.name, rule, cut, numel, filled)))
-        found.append(ShardRecord(rank, world_size, layout.to_json(), layout.digest(), tuple(pieces)))
+        found.append(pieces)
     return found
 
 
@@ -105,7 +105,7 @@ class InMemory:
     def __init__(self, records, rule=SOAP, *, drop=lambda rank, piece: False, header=None):
         self.header = header or Header(step=7, shapes={spec.name: spec.shape for spec in SPECS}, param_groups=None,
                                        rules={spec.name: rule for spec in SPECS}, dtypes=None)
-        self.held = [piece for record in records for piece in record.pieces if not drop(record.rank, piece)]
+        self.held = [piece for rank, record in enumerate(records) for piece in record if not drop(rank, piece)]
 
     def pieces(self, name, start, stop):
         found = [p for p in self.held
@@ -130,10 +130,10 @@ def test_every_element_arrives(seed, masters, states):
     for own, expected in zip(*[records(*layout, filled=f) for layout in [random_layout(rng)] for f in (False, True)]):
         found = plan(own, saved, masters=masters, states=states)
         assert not found.restarts and not found.masters_from_model and not found.reasons
-        assert all(not piece.master.any() for piece in own.pieces), "planning has written"
+        assert all(not piece.master.any() for piece in own), "planning has written"
         for into, out_of in found.copies:
             into.copy_(out_of)
-        for piece, wanted in zip(own.pieces, expected.pieces, strict=True):
+        for piece, wanted in zip(own, expected, strict=True):
             assert torch.equal(piece.master, wanted.master * masters), piece.name
             for key, value in wanted.state.items():
                 assert torch.equal(piece.state[key], value * states), (piece.name, key)
@@ -148,7 +148,7 @@ def test_missing_parameters_are_named():
     twice = InMemory(saved + saved[:1])
     with pytest.raises(LayerWiseError, match=r"hold \d+ of the \d+ elements"):
         plan(own, twice)
-    for piece in saved[0].pieces:
+    for piece in saved[0]:
         piece.state.pop("exp_avg")
     with pytest.raises(LayerWiseError, match="the checkpoint lacks exp_avg of "):
         plan(own, InMemory(saved))
@@ -159,7 +159,7 @@ def test_another_shape_is_named():
     with pytest.raises(LayerWiseError, match=r"a is \(3, 2\) in the checkpoint, \(2, 3\) in the model"):
         check_shapes({"a": (2, 3)}, {"a": (3, 2)})
     saved, (own,) = records(1, "balanced", 100), records(1, "balanced", 100, filled=False)
-    for piece in saved[0].pieces:
+    for piece in saved[0]:
         piece.state["left"] = torch.zeros(4, 4)
     with pytest.raises(LayerWiseError, match=r"gave its states other shapes \(left \(4, 4\), now \(3, 3\)\)"):
         plan(own, InMemory(saved))
@@ -178,7 +178,7 @@ class TestStatesThatAreNotThere:
         keys = ("exp_avg", "left", "step")
         assert found.restarts == {"a": keys, "embed": keys} and found.masters_from_model == ["a"]
         assert found.reasons == dict.fromkeys(("a", "embed"), "no state in the checkpoint")
-        pieces = {piece.name: piece for piece in own.pieces}
+        pieces = {piece.name: piece for piece in own}
         into = {id(pair[0].untyped_storage()): pair for pair in found.copies}
         assert id(pieces["embed"].master.untyped_storage()) in into
         assert id(pieces["a"].master.untyped_storage()) not in into
@@ -219,7 +219,7 @@ class TestAnotherOptimizer:
         rest = tuple(key for key in new.state_keys if key not in kept)
         assert found.restarts == ({spec.name: rest for spec in SPECS} if rest else {})
         assert set(found.reasons) == {spec.name for spec in SPECS}
-        for piece in own.pieces:
+        for piece in own:
             for key, value in piece.state.items():
                 expected = whole(piece.name, kept[key], value.numel()) if key in kept else torch.zeros_like(value)
                 assert torch.equal(value, expected), (piece.name, key)
@@ -275,7 +275,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
         return PieceRecord("a", 0, torch.full((12,), fill), {"momentum_buffer": torch.full((12,), fill),
                                                              "moment2_buffer": torch.full((rows, cols), fill)})
 
-    saved, mine = piece(1, 4, 2.0), ShardRecord(0, 1, "", "", (piece(3, 1, 0.0),))
+    saved, mine = piece(1, 4, 2.0), [piece(3, 1, 0.0)]
     header = Header(step=3, shapes={"a": (3, 4)}, rules={"a": rule}, param_groups=None, dtypes=None)
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
     given = {"masters": True, "states": True, "on_missing_state": "error"}
@@ -285,7 +285,7 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     plan = plan_load(mine, of_file, {"a": rule}, on_optimizer_change=policy, **given)
     for into, value in plan.copies:
         into.copy_(value)
-    own, = mine.pieces
+    own, = mine
     assert set(plan.restarts["a"]) == set(rule.state_keys) - kept and torch.equal(own.master, saved.master)
     assert bool(own.state["momentum_buffer"].any()) is bool(kept) and not own.state["moment2_buffer"].any()
     assert plan.reasons["a"] == "normuon with states of other shapes before (moment2_buffer (1, 4), now (3, 1))" + (
@@ -306,7 +306,7 @@ def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was,
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
     for policy, kept in (("error", ()), ("reset", ()), ("keep_shared", ("momentum_buffer",))):
         def planned(policy=policy):
-            return plan_load(ShardRecord(0, 1, "", "", (mine,)), of_file, {"a": new}, masters=True, states=True,
+            return plan_load([mine], of_file, {"a": new}, masters=True, states=True,
                              on_missing_state="error", on_optimizer_change=policy)
 
         if policy == "error" and not goes_on:
@@ -342,7 +342,7 @@ def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():
         of_file = SimpleNamespace(pieces=lambda name, start, stop, saved=saved: [piece(saved)], header=Header(
             step=3, shapes={"a": (4, 4)}, rules={"a": rule}, param_groups=None, dtypes=None))
         with pytest.raises(LayerWiseError, match="a was updated by soap with other settings.*set layerwise.on_optimiz"):
-            plan_load(ShardRecord(0, 1, "", "", (piece(mine),)), of_file, {"a": rule}, masters=True, states=True,
+            plan_load([piece(mine)], of_file, {"a": rule}, masters=True, states=True,
                       on_missing_state="error", on_optimizer_change="error")
 
 

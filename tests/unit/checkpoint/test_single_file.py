@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint.formats import headers, single_file
+from ds_layerwise.checkpoint.formats import single_file
 from ds_layerwise.checkpoint.formats.regular import FORMAT
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
@@ -16,7 +16,7 @@ from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.checkpoints import write_one_file
 from tests.support.rooms import rooms
 
-pytestmark = rooms("single_file", "whole_states", "headers")
+pytestmark = rooms("single_file", "whole_states")
 
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
          "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
@@ -98,7 +98,7 @@ def test_each_save_has_a_name_of_its_own(tmp_path):
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(headers, "FORMAT", FORMAT + 1)
+    monkeypatch.setattr(single_file, "FORMAT", FORMAT + 1)
     write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
     monkeypatch.undo()
     with pytest.raises(LayerWiseError, match=f"file has format {FORMAT + 1}, and this version of ds_layerwise reads "
@@ -140,7 +140,7 @@ def test_a_disk_without_room_is_an_error_and_the_others_have_sent_all(tmp_path, 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(single_file, "raw_bytes", full)
+    monkeypatch.setattr(single_file.atomic, "write_whole", full)
     with pytest.raises(LayerWiseError, match="file cannot be written: .*No space left on device"):
         save_on_two_ranks(tmp_path / "file", monkeypatch)
     assert not list(tmp_path.iterdir())
