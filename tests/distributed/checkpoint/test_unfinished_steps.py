@@ -6,13 +6,11 @@ import os
 import re
 import signal
 from contextlib import nullcontext
-from dataclasses import replace
 
 import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.formats import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.zero.checkpoint import checkpointing
 from tests.support import internals
@@ -110,29 +108,6 @@ class TestEveryPoint(DistributedTest):
             engine.save_checkpoint(tmp_path, tag=tag)
         said = [line for line in told if "a resumed run repeats the step from its first micro-batch" in line]
         assert len(said) == (dist.get_rank() == 0)
-
-    def test_gradients_that_an_earlier_version_saved_are_left(self, stage, tmp_path, monkeypatch, capsys):
-        """They are in the file, and in no resumed run."""
-        written = regular.to_state_dict
-
-        def with_gradients(record, header, *args):
-            found = written(record, replace(header, repeats=""), *args)
-            gradients = {piece.name: torch.ones_like(piece.master) for piece in record.pieces}
-            found[regular.KEY]["accumulated"] = {
-                "micro_batches": 1, "of": 2, "passes": 1, "got": [*gradients], "starts": {}, "divide_by": 1.0,
-                "logits": {}, "gradients": gradients}
-            return found
-
-        config = ds_config(gas=2, stage=stage)
-        unbroken, engine, resumed = (start(Net(), config) for _ in range(3))
-        run(unbroken, 4, gas=2)
-        run(engine, 3, gas=2)
-        monkeypatch.setattr(regular, "to_state_dict", with_gradients)
-        engine.save_checkpoint(tmp_path)
-        capsys.readouterr()
-        assert_goes_on(resumed, tmp_path, unbroken, gas=2)
-        if dist.get_rank() == 0:
-            assert "was saved within a step: no gradients are loaded" in capsys.readouterr().out
 
     def test_inside_a_backward_pass_the_step_is_repeated(self, stage, tmp_path):
         """A signal handler runs between two hooks; the pass that it interrupts goes on."""
