@@ -9,8 +9,8 @@ from contextlib import nullcontext
 
 import deepspeed.comm as dist
 import pytest
-import torch
 
+from ds_layerwise.checkpoint.formats import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.zero.checkpoint import checkpointing
 from tests.support import internals
