@@ -203,8 +203,7 @@ def _import_what_engines_import() -> None:
     """Import once, here, the modules that the first engine would import in every rank of every test, for seconds.
 
     DeepSpeed also finds out here which of its operators the machine could build, by compiling and linking. This backend
-    finds out whether DeepSpeed has all that it needs, and how fast a CPU multiplies in bfloat16. So ranks of two tests
-    that are compared bit for bit know the same.
+    finds out whether DeepSpeed has all that it needs.
     """
     for module in ("torch._dynamo", "torch.utils.flop_counter", "deepspeed.runtime.zero.muon.muon_optimizer",
                    "deepspeed.module_inject.auto_ep_layer", "rich.console", "rich.table",
@@ -216,7 +215,6 @@ def _import_what_engines_import() -> None:
         {"optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
          "zero_optimization": {"stage": 1}, "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})
     importlib.import_module("ds_layerwise.engine.contract.contract").missing()
-    importlib.import_module("ds_layerwise.optimizers.devices").fast_dtypes(torch.device("cpu"))
     getattr(importlib.import_module("deepspeed.ops"), "__compatible_ops__", None)
 
 

@@ -1,11 +1,9 @@
-"""The dtype of matrix products if the config leaves it open: it is measured, agreed on, and stored
-in checkpoints.
+"""The dtype of matrix products if the config leaves it open: it follows from the device, all ranks
+agree on it, and checkpoints have it.
 
-Note: why it is decided once
-    If the dtype changed from step to step or from start to start, results would change. So every
-    process measures once, before the first step, with a margin above the noise. All ranks use a
-    dtype only if it is faster on all of them. A resumed run reports if its choice differs from that
-    of the run that saved the checkpoint.
+Note: why all ranks agree
+    All ranks use a dtype only if it is fast on all of them. A resumed run reports if its choice
+    differs from that of the run that saved the checkpoint.
 """
 
 from __future__ import annotations
@@ -21,32 +19,26 @@ from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
-from ds_layerwise.zero.setup import numerics_context
 
 
 @dataclass(frozen=True)
 class Products:
-    """The dtypes in which the devices multiply much faster than in float32, by rank."""
+    """The dtypes in which the devices multiply faster than in float32, by rank."""
 
     by_rank: tuple[frozenset[torch.dtype] | None, ...]
     """The dtypes of each rank; None for a rank where no recipe leaves the dtype open."""
 
     @classmethod
     def agree(cls, recipes: Iterable[Recipe], device: torch.device) -> Products:
-        """Measure on all ranks. Every rank of the world must call this at the same point.
-
-        Raises:
-            LayerWiseError: on every rank, if any rank cannot multiply at all.
-        """
+        """Gather them. Every rank of the world must call this at the same point."""
         mine = None
-        with comm.errors_on_all_ranks(), numerics_context.set_aside(device):
-            if any(map(_is_open, recipes)):
-                mine = fast_dtypes(device)
+        if any(map(_is_open, recipes)):
+            mine = fast_dtypes(device)
         return cls(tuple(comm.gather_objects(mine, group=None)))
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that are fast on all ranks that measured, for rules; see
+        """The dtypes that are fast on all ranks with an open choice, for rules; see
         :meth:`.optimizers.rule.UpdateRule.on_device`.
         """
         asked = []
@@ -57,7 +49,8 @@ class Products:
 
     @property
     def fast(self) -> tuple[str, ...] | None:
-        """The names of :attr:`dtypes`, as stored in a checkpoint; None if no rank measured."""
+        """The names of :attr:`dtypes`, as stored in a checkpoint; None if no choice is
+        open."""
         if all(dtypes is None for dtypes in self.by_rank):
             return None
         return tuple(sorted(map(dtype_name, self.dtypes)))
@@ -71,7 +64,7 @@ class Products:
             return taken
         wanted = _products_in(recipe, frozenset().union(*filter(None, self.by_rank)))
         if wanted == taken:
-            return f"{taken} (measured)"
+            return f"{taken} (auto)"
         ranks = []
         for rank, dtypes in enumerate(self.by_rank):
             if DTYPES[str(wanted)] in (dtypes or ()):
@@ -84,7 +77,7 @@ class Products:
         run that saved the checkpoint.
 
         Args:
-            saved: the names of the dtypes that were fast in that run; None if it did not measure.
+            saved: the names of the dtypes that were fast in that run; None if no choice was open.
         """
         if saved is None or self.fast is None:
             return []

@@ -9,6 +9,7 @@ from deepspeed.accelerator import get_accelerator
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers import devices
+from ds_layerwise.optimizers.devices import Traits
 from ds_layerwise.optimizers.rule_registry import rule_of
 from tests.support.rooms import rooms
 
@@ -62,55 +63,43 @@ def test_an_mi200_has_no_fp16_that_is_exact_enough(monkeypatch):
 CPU = torch.device("cpu")
 
 
-def test_fast_is_what_noise_does_not_reach(monkeypatch):
-    for speed, fast in ((0.06, False), (1.1, False), (1.29, False), (1.3, True), (4.0, True)):
-        monkeypatch.setattr(devices, "speed_over_float32", lambda dtype, device, speed=speed: speed)
-        assert devices.fast_dtypes(CPU) == (frozenset({torch.bfloat16}) if fast else frozenset())
+BOTH, BF16, FP16 = {torch.float16, torch.bfloat16}, {torch.bfloat16}, {torch.float16}
 
 
-@pytest.mark.parametrize("device, capability, candidates", [
-    ("cpu", None, {torch.bfloat16}), ("xpu", None, {torch.bfloat16}), ("hpu", None, set()), ("meta", None, set()),
-    ("cuda", (7, 0), {torch.float16}), ("cuda", (9, 0), {torch.float16, torch.bfloat16}),
-    ("gfx90a:sramecc+:xnack-", (9, 0), {torch.bfloat16}), ("gfx942", (9, 4), {torch.float16, torch.bfloat16})])
-def test_only_what_a_device_has_and_is_exact_in_is_measured(device, capability, candidates, monkeypatch):
-    supported = [torch.float32, *[torch.bfloat16] * (device == "xpu")]
+@pytest.mark.parametrize("traits, fast", [
+    (Traits("cpu", has_bf16=True), BF16), (Traits("cpu"), set()), (Traits("meta"), set()),
+    (Traits("cuda", (6, 0)), set()), (Traits("cuda", (7, 0)), FP16), (Traits("cuda", (7, 5)), FP16),
+    (Traits("cuda", (8, 0)), BOTH), (Traits("cuda", (8, 6)), BOTH), (Traits("cuda", (9, 0)), BOTH),
+    (Traits("cuda", (10, 0)), BOTH), (Traits("cuda", (9, 0), "gfx90a:sramecc+:xnack-"), BF16),
+    (Traits("cuda", (9, 0), "gfx908"), BOTH), (Traits("cuda", (9, 4), "gfx942"), BOTH),
+    (Traits("cuda", (9, 5), "gfx950"), BOTH), (Traits("cuda", (11, 0), "gfx1100"), BOTH),
+    (Traits("cuda", (12, 0), "gfx1201"), BOTH), (Traits("cuda", (9, 0), "gfx906"), set()),
+    (Traits("cuda", (10, 3), "gfx1030"), set()), (Traits("xpu", has_bf16=True), BF16), (Traits("hpu"), set())], ids=str)
+def test_what_is_fast_on_each_kind_of_device(traits, fast):
+    assert devices.fast_by_traits(traits) == fast
+
+
+@pytest.mark.parametrize("units, has_bf16", [
+    ({"avx512_bf16": True, "amx_bf16": False}, True), ({"avx512_bf16": False, "amx_bf16": True}, True),
+    ({"avx512_f": True, "avx512_bf16": False, "amx_tile": True}, False), ({"architecture": "aarch64"}, False)])
+def test_a_cpu_is_asked_for_units_of_bfloat16(units, has_bf16, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: units)
+    assert devices.traits_of(CPU) == Traits("cpu", has_bf16=has_bf16)
+    assert devices.fast_dtypes(CPU) == (BF16 if has_bf16 else set())
+
+
+@pytest.mark.parametrize("properties, arch", [({}, ""), ({"gcnArchName": "gfx942:sramecc+"}, "gfx942:sramecc+")])
+def test_a_gpu_is_asked_for_its_generation(properties, arch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**properties))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert devices.traits_of(torch.device("cuda")) == Traits("cuda", (9, 4), arch)
+
+
+@pytest.mark.parametrize("device, supported, has_bf16", [
+    ("xpu", [torch.float32, torch.bfloat16], True), ("hpu", [torch.float32], False), ("meta", [torch.bfloat16], False)])
+def test_another_accelerator_is_asked_for_its_dtypes(device, supported, has_bf16, monkeypatch):
     monkeypatch.setattr(type(get_accelerator()), "supported_dtypes", lambda self: supported)
-    arch = {"gcnArchName": device} if device.startswith("gfx") else {}
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(**arch))
-    device = "cuda" if arch else device
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    asked = set()
-    monkeypatch.setattr(devices, "speed_over_float32", lambda dtype, device: asked.add(dtype) or 0.0)
-    devices.fast_dtypes(torch.device(device))
-    assert asked == candidates
-
-
-@pytest.mark.parametrize("kind", [0, 1])
-@pytest.mark.parametrize("disturbed, rounds", [(0, 11), (9, 20), (30, 41), (10**6, 200)])
-def test_a_measurement_goes_on_until_other_work_on_the_machine_is_over(kind, disturbed, rounds, monkeypatch):
-    # In turns a product in float32 takes 2, one in bfloat16 1, and one of the two ever less of 100 times as long.
-    now, calls = 0.0, 0
-
-    def clock():
-        nonlocal now, calls
-        calls += 1
-        if calls % 2 == 0:
-            turn, of = divmod(calls // 2 - 1, 2)
-            now += (2.0, 1.0)[of] * (100 * 0.94**turn if of == kind and turn < disturbed else 1)
-        return now
-
-    monkeypatch.setattr(devices.time, "perf_counter", clock)
-    devices.speed_over_float32.cache_clear()
-    try:
-        found = devices.speed_over_float32(torch.bfloat16, CPU)
-    finally:
-        devices.speed_over_float32.cache_clear()
-    assert calls == 4 * rounds
-    assert found == pytest.approx(2.0) or disturbed == 10**6
-
-
-def test_a_process_measures_once():
-    assert 0 < devices.speed_over_float32(torch.bfloat16, CPU) == devices.speed_over_float32(torch.bfloat16, CPU)
+    assert devices.traits_of(torch.device(device)) == Traits(device, has_bf16=has_bf16)
 
 
 @pytest.mark.parametrize("method, fast, taken", [
