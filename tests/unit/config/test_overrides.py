@@ -130,8 +130,6 @@ def test_a_condition_that_nobody_can_answer_is_an_error_and_not_false():
     known = Facts(name="a", shape=(2,))
     with pytest.raises(RoutingError, match="a: the condition module 'Linear' needs the class names of the"):
         Override.from_entry("entry", {"module": "Linear", "lr": 1}).matches(known)
-    with pytest.raises(RoutingError, match="a: the condition attr 'x' needs the parameter itself, but only its name"):
-        Override.from_entry("entry", {"attr": "x", "lr": 1}).matches(known)
     model = Model()
     model.out.weight.mask = torch.ones(2)
     with pytest.raises(RoutingError, match="out.weight.mask is neither true nor false"):
