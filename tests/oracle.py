@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.recipe_registry import REGISTRY
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.orthogonalize.spectral import capped
 
 try:
@@ -57,7 +56,7 @@ def cases() -> Iterator[Case]:
     decay = {"lr": LR, "momentum": MOMENTUM, "weight_decay": WEIGHT_DECAY}
 
     def ours(name: str, **settings: Any) -> Recipe:
-        return REGISTRY[name].recipe(**{**FULL, **settings})
+        return REGISTRY[name](**{**FULL, **settings})
 
     for (table, steps), (scale, (mode, extra)), method in itertools.product(
             SETS.items(), SCALES.items(), ("standard", "gram")):
@@ -88,7 +87,7 @@ def cases() -> Iterator[Case]:
 
 def error_of(case: Case) -> float:
     """Return the largest difference over all shapes, relative to the movement of the matrix."""
-    rule, worst = rule_of(case.recipe), 0.0
+    rule, worst = case.recipe, 0.0
     for shape in SHAPES:
         generator = torch.Generator().manual_seed(0)
         start = 0.02 * torch.randn(shape, generator=generator)

@@ -47,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 #: the preset.
 _SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
 
-#: The hooks that replace the scale of a preset; see :class:`.update_hook_settings.UpdateHooks`.
+#: The hooks that replace the scale of a preset; see :class:`.update_hooks.UpdateHooks`.
 _HOOKS = ("hyperball", "relative_update")
 
 

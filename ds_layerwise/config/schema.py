@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, create_model
 
 from ds_layerwise.config.sections import (
     ALWAYS_TRUE,
-    Hyper,
+    GroupSettings,
     LayerWiseConfig,
     fields_of,
     params_model,
@@ -20,10 +20,9 @@ from ds_layerwise.config.sections import (
 from ds_layerwise.config.targets.norm_groups import NormGroup
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.optimizers.base.fields import Positive, Section, merged_keys
-from ds_layerwise.optimizers.foreign.any_torch_recipe import any_of
-from ds_layerwise.optimizers.recipe_registry import REGISTRY, recipes_of_settings
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.registry import REGISTRY, any_of, recipes_of_settings
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 
 #: The keys for which Hugging Face's Trainer fills in "auto".
 _FILLED_IN = ("lr", "betas", "eps", "weight_decay")
@@ -47,7 +46,7 @@ def schema_model() -> type[BaseModel]:
         of_recipes.update(fields_of(recipe, [key]))
     of_params: dict[str, Any] = {**of_recipes, "adam_w_mode": (bool, True)}
     for key in _FILLED_IN:
-        field = Hyper.model_fields[key]
+        field = GroupSettings.model_fields[key]
         # A rate of 0 would set all other rates to 0.
         bound = field.rebuild_annotation()
         if key == "lr":

@@ -36,16 +36,17 @@ from ds_layerwise.optimizers.base.fields import (
     merged_keys,
 )
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientOptimizerConfig, any_of
-from ds_layerwise.optimizers.recipe_registry import (
+from ds_layerwise.optimizers.foreign.any_torch import ClientOptimizerConfig
+from ds_layerwise.optimizers.registry import (
     NOT_HERE,
-    entry_of,
+    any_of,
     names,
+    recipe_at,
     recipes_of_settings,
     refuse_of_others,
 )
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 
 #: The values of ``optimizer.type`` that select this backend, in lower case as DeepSpeed stores
 #: them.
@@ -135,7 +136,7 @@ def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -
     only_known(where, section, known)
 
 
-class Hyper(Section):
+class GroupSettings(Section):
     """The settings that a parameter group may also have: those of stock DeepSpeed's Muon."""
 
     lr: NonNegative = DEFAULT_ADAM_LR
@@ -158,7 +159,7 @@ def check_hyper(where: str, key: str, value: object) -> Any:
     Raises:
         ConfigError: the value is out of its bounds; the error calls it ``where``.
     """
-    return check(Hyper.model_fields[key].rebuild_annotation(), where, value)
+    return check(GroupSettings.model_fields[key].rebuild_annotation(), where, value)
 
 
 class Recipes(NamedTuple):
@@ -175,7 +176,7 @@ class Recipes(NamedTuple):
         return type(self.matrix) is type(self.scalar)
 
 
-class OptimizerConfig(Hyper):
+class OptimizerConfig(GroupSettings):
     """``optimizer.params``: the keys of stock DeepSpeed's Muon, with the same meanings and
     defaults, and more.
 
@@ -246,10 +247,10 @@ class OptimizerConfig(Hyper):
         named = "muon"
         if general:
             named = _named(params, "matrix_optimizer", "muon", _matrix_names())
-        matrix = entry_of(named, for_matrices=True).recipe
+        matrix = recipe_at(named, for_matrices=True)
         default = "adam" if params.get("adam_w_mode") is False else "adamw"
         of_rest = _named(params, "scalar_optimizer", default, names(whole=False))
-        scalar = entry_of(of_rest, for_matrices=False).recipe
+        scalar = recipe_at(of_rest, for_matrices=False)
         if named in names(whole=False):
             scalar = matrix
         model = params_model(matrix, scalar, general)
@@ -262,7 +263,7 @@ class OptimizerConfig(Hyper):
         if scalar is matrix:
             for_the_run.pop("per_head_muon", None)
         values = {
-            **_set_in(checked, Hyper.model_fields),
+            **_set_in(checked, GroupSettings.model_fields),
             **for_the_run,
             "matrix": build(matrix, "optimizer.params", _set_in(checked, matrix.model_fields)),
             "scalar": build(scalar, "optimizer.params", _set_in(checked, scalar.model_fields)),
@@ -346,7 +347,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
         fields["matrix_optimizer"] = (any_of(*_matrix_names()), "muon")
-    model = create_model("optimizer.params", __base__=Hyper, **fields)
+    model = create_model("optimizer.params", __base__=GroupSettings, **fields)
     return model
 
 

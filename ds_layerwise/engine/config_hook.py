@@ -25,7 +25,7 @@ from ds_layerwise.config.sections import is_for_us, is_ours
 from ds_layerwise.engine import final_error
 from ds_layerwise.engine.contract.only_ours import Method
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
-from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.optimizers.registry import check_recipes
 
 
 def _get_zero_config(original: Method, given: Any) -> Any:

@@ -51,7 +51,7 @@ from ds_layerwise.engine.loading import loading
 from ds_layerwise.engine.saving import exit_saves, saving
 from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group

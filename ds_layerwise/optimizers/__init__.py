@@ -1,1 +1,1 @@
-"""Update rules for lists of parameters, and the parameter groups that users see."""
+"""Optimizers as values: settings, states, work, and the update of lists of parameters."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch
+from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
 from ds_layerwise.routing.override_matching import Changes
 from ds_layerwise.routing.routes import Route
 

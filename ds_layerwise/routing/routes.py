@@ -17,8 +17,8 @@ from ds_layerwise.config.targets.fused_parts import Parts, Split
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.base.fields import build
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape, StateSpec
-from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path
-from ds_layerwise.optimizers.recipe_registry import REGISTRY, entry_of
+from ds_layerwise.optimizers.foreign.class_paths import is_path
+from ds_layerwise.optimizers.registry import REGISTRY, recipe_at
 from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 
 
@@ -230,7 +230,7 @@ def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Rec
             return recipe
     if is_path(name):
         # The changes themselves set the kind of its weight decay.
-        kind = entry_of(name, for_matrices=True).recipe
+        kind = recipe_at(name, for_matrices=True)
         params = {key: value for key, value in changes.items() if key == "matrix_params"}
         return build(kind, f"an override to {name}", params)
     said: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Rec
                 said[key] = getattr(recipe, key)
         if key in changes:
             said[key] = changes[key]
-    return build(REGISTRY[name].recipe, f"an override to {name}", said)
+    return build(REGISTRY[name], f"an override to {name}", said)
 
 
 def with_changes(route: Route, changes: Mapping[str, Any], recipes: Recipes) -> Route:

@@ -49,7 +49,7 @@ from ds_layerwise.config.sections import Recipes
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
-from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch
+from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
 from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
 from ds_layerwise.routing.group_defaults import ByKind, is_vector, own_name
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads

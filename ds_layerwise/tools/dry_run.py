@@ -13,7 +13,7 @@ from ds_layerwise.config.config_file import at, fill_in
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.engine.config_hook import check_for, read_file
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
 from ds_layerwise.plan.forecast.param_list import listed
 from ds_layerwise.plan.forecast.prediction import Prediction, predict

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.optimizers.rule_registry import check_recipes, rules_of
+from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast import cost, host_pieces
 from ds_layerwise.plan.forecast.forecast import wires_of
@@ -218,12 +218,12 @@ class RunState:
                 state_bytes=cost.state_bytes_of(planned.specs),
             ),
             pin_memory=settings.pin_memory,
-            tp_size=settings.tp_size,
+            peers=peers,
+            fast_dtypes=self.products.dtypes,
             master_dtype=self.config.master_dtype,
             rounding_seed=self.config.rounding_seed,
         )
-        rules = rules_of(planned.routes, peers, fast_dtypes=self.products.dtypes)
-        return Owned(self.rank, planned.routes, self.values, self.grads, rules, owned)
+        return Owned(self.rank, planned.routes, self.values, self.grads, owned)
 
     def connect(self) -> None:
         """Set up the reduction of gradients and the gathering of parameters. All ranks must call

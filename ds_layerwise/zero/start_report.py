@@ -12,7 +12,7 @@ from deepspeed.utils import logger
 
 from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
-from ds_layerwise.optimizers.recipes.update_hook_settings import keeps_zeros
+from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.param_list import listed
 from ds_layerwise.plan.forecast.report import as_json, start_up_table

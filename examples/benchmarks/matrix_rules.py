@@ -16,10 +16,9 @@ import time
 
 import torch
 
+from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.recipe_registry import REGISTRY, names
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.registry import REGISTRY, names
 
 SHAPES = [(256, 256), (256, 1024), (512, 512)]
 HYPER = Hyper(lr=1e-3, weight_decay=0.1, momentum=0.95, betas=(0.9, 0.95), eps=1e-8)
@@ -33,7 +32,7 @@ class Trained:
 
     def __init__(self, recipe: Recipe, shape: tuple[int, int]) -> None:
         g = torch.Generator().manual_seed(0)
-        self.rule = rule_of(recipe)
+        self.rule = recipe
         self.param = torch.randn(shape, generator=g)
         self.grads = [torch.randn(shape, generator=g) for _ in range(CYCLE)]
         self.state = self.rule.init_state(self.param)
@@ -49,7 +48,7 @@ class Trained:
 
 def rows_of(shape: tuple[int, int], repetitions: int) -> list[str]:
     """Return the table's rows for one shape."""
-    recipes = {name: REGISTRY[name].recipe() for name in names(whole=True)}
+    recipes = {name: REGISTRY[name]() for name in names(whole=True)}
     runs = {name: Trained(recipe, shape) for name, recipe in recipes.items()}
     best = dict.fromkeys(runs, float("inf"))
     for _ in range(repetitions):

@@ -1,14 +1,40 @@
-"""Scalar optimizers and Adafactor written out in float64, each step as its formula reads."""
+"""Scalar optimizers written out in float64, each step as its formula reads."""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import torch
 from torch import Tensor
 
 from tests.support.decay import decayed, given
+
+#: The numbers that settings are tried at, by field. Switches and choices are tried at all of their values.
+NUMBERS: dict[str, tuple[Any, ...]] = {
+    "ns_steps": (3, 8), "ns_coefficients": (((2.0, -1.5, 0.5),), ((4.0, -6.0, 2.5), (2.0, -1.5, 0.5))),
+    "extra_scale_factor": (2.0,), "moment2_beta": (0.5,), "moment2_eps": (0.5,), "spectral_radius": (3.0,),
+    "hyperball": (5.0, "own"), "radial_brake": ((0.5, 0.25),), "spectral_clip": (5.0,),
+    "shampoo_beta": (0.5,), "precondition_frequency": (1, 3), "max_side": (20,), "max_update_rms": (0.05, None, 0.0),
+    "power_iter_steps": (3,), "matrix_eps": (0.5,),
+    "matrix_params": ({"momentum": 0.5, "nesterov": True},), "scalar_params": ({"momentum": 0.5, "dampening": 0.25},),
+}
+
+
+def values_of(recipe: Any, field: str) -> tuple[Any, ...]:
+    """Return all that the ``field`` of a recipe is tried at."""
+    kind = recipe.model_fields[field].annotation
+    if get_origin(kind) is Literal:
+        return get_args(kind)
+    values = (False, True) if kind is bool else NUMBERS.get(field)
+    assert values, f"write what {field!r} of {recipe.rule!r} is tried at into NUMBERS of tests/support/elementwise.py"
+    return values
+
+
+def tried(recipe: Any) -> list[dict[str, Any]]:
+    """Return settings of a recipe, in which each field of its own has another value than its default."""
+    shared = {"weight_decay_method", "cautious_weight_decay", "stochastic_rounding", *recipe.kept_by().values()}
+    settings = [{field: value} for field in recipe.keys() if field not in shared for value in values_of(recipe, field)]
+    return [{}, *settings]
 
 
 class Plain:
@@ -54,39 +80,6 @@ class Plain:
     def sgd(self, g):
         self.kept["m"] = self.h.momentum * self.kept.get("m", 0.0) + g
         return self.h.lr * self.kept["m"]
-
-    def signum(self, g):
-        mu, t, corrects = self.h.momentum, self.t, self.s.get("correct_bias", True)
-        u = m = self.average("m", g, mu)
-        if self.s.get("nesterov"):
-            u = mu * m / (1 - mu**(t + 1) if corrects else 1) + (1 - mu) * g / (1 - mu**t if corrects else 1)
-        return self.h.lr * u.sign()
-
-    def laprop(self, g):
-        (b1, b2), corrects = self.h.betas, self.s.get("correct_bias", True)
-        c1, c2 = (1 - b**self.t if corrects else 1 for b in (b1, b2))
-        v = self.average("v", g * g, b2) / c2
-        return self.h.lr * self.average("m", g / (v.sqrt() + self.h.eps), b1) / c1
-
-    def ademamix(self, g):
-        (b1, b2), t = self.h.betas, self.t
-        alpha, b3 = self.s.get("alpha", 5.0), self.s.get("beta3", 0.9999)
-        if steps := self.s.get("alpha_warmup_steps"):
-            alpha = min(t * alpha / steps, alpha)
-        if steps := self.s.get("beta3_warmup_steps"):
-            ln1, ln3 = math.log(b1), math.log(b3)
-            b3 = b3 if t >= steps else min(math.exp(ln1 * ln3 / ((1 - t / steps) * ln3 + t / steps * ln1)), b3)
-        m = self.average("m", g, b1) / (1 - b1**t) + alpha * self.average("slow", g, b3)
-        v = self.average("v", g * g, b2) / (1 - b2**t)
-        return self.h.lr * m / (v.sqrt() + self.h.eps)
-
-    def adafactor(self, g):
-        keep, eps1 = 1 - self.t**self.s.get("beta2_decay", -0.8), self.s.get("eps1", 2.0**-23)
-        r, c = self.average("r", (g * g).mean(1, True), keep), self.average("c", (g * g).mean(0, True), keep)
-        u = g / (r @ c / max(float(r.mean()), eps1)).sqrt().clamp(min=eps1)
-        u = u / max(1.0, float(u.square().mean().sqrt()) / self.s.get("clip_threshold", 1.0))
-        size = max(self.s.get("eps2", 1e-3), float(self.value.square().mean().sqrt()))
-        return min(self.h.lr, self.t**-0.5) * size * u
 
 
 def train(rule: str, start: Tensor, grads: list[Tensor], hyper: Any, settings: Any) -> Tensor:

@@ -12,8 +12,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper
 from tests.support.checkpoints import masters
 from tests.support.reference import Recipe, Reference, Run, train, trainable, whole_number_gradients
 from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, recipe_for, relative_error, whole
@@ -91,7 +90,7 @@ def by_its_rule(recipe: Any, name: str, param: Tensor, ranks_of_step: Sequence[i
     ``after`` each step a test may change the states.
     """
     batch, *matrix = MATRICES.get(name, (0, *param.shape))
-    rule, value = rule_of(recipe), param.detach().clone().view(matrix if batch < 2 else (batch, *matrix))
+    rule, value = recipe, param.detach().clone().view(matrix if batch < 2 else (batch, *matrix))
     state = rule.init_state(value)
     for step, num_ranks in enumerate(ranks_of_step):
         grad = mean_gradient(name, param.shape, step, num_ranks).view(value.shape)

@@ -84,6 +84,17 @@ def breaches_of_floors(module: str, tree: ast.Module) -> list[str]:
     return breaches
 
 
+def breaches_of_strings(tree: ast.Module) -> list[str]:
+    """Imports of this package's modules by their name, which no test of floors and circles sees."""
+    breaches = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+            given = ast.unparse(node.args[0]) if node.args else ""
+            if "ds_layerwise" in given or "__name__" in given or "__package__" in given:
+                breaches.append(f"line {node.lineno}: {ast.unparse(node)}")
+    return breaches
+
+
 def breaches_of_style(tree: ast.Module) -> list[str]:
     breaches = []
     for node in ast.walk(tree):
@@ -171,6 +182,14 @@ def test_every_test_file_says_what_it_guards_and_every_room_is_guarded():
 def test_imports_go_down_and_never_in_a_circle():
     assert not [line for source in SOURCES for line in breaches_of_floors(source.module, source.tree)]
     assert not house_rules.circles(house_rules.arrows(SOURCES))
+
+
+def test_no_module_of_the_package_is_imported_by_a_string():
+    def breaches(source: Source) -> list[str]:
+        # The public names load on first use.
+        return breaches_of_strings(source.tree) if source.module else []
+
+    assert not in_all(breaches)
 
 
 def test_deepspeed_is_imported_where_it_may_be():
@@ -264,6 +283,17 @@ def test_circles_catch():
 def test_rules_catch(rule, code):
     assert len(rule([Source(PACKAGE / "a.py", code)])) == 1
     assert not rule([Source(PACKAGE / "a.py", "def f(a, b):\n    'Return the sum.'\n    return [x for x in (a, b)]")])
+
+
+@pytest.mark.parametrize("code, caught", [
+    ("import_module('ds_layerwise.optimizers.registry')", True),
+    ("importlib.import_module(f'{__name__}.registry')", True),
+    ("__import__('ds_layerwise')", True),
+    ("import_module('transformers')", False),
+    ("import_module(module)", False),
+])
+def test_imports_by_a_string_are_caught(code, caught):
+    assert bool(breaches_of_strings(ast.parse(code))) is caught
 
 
 @pytest.mark.parametrize("code, caught", [

@@ -29,9 +29,6 @@ from typing import NamedTuple
 from ds_layerwise.optimizers.base.fields import Count, Section
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
 
-#: The element-wise rules whose updates have the same size for all sizes of gradients.
-_NORMALISED = ("adamw", "adam", "laprop", "ademamix", "lion", "signum")
-
 #: The values of ``scale_mode`` whose rates transfer between widths.
 _CARRY_OVER = ("unit_rms_norm", "original")
 
@@ -71,12 +68,12 @@ class Mup(Section):
         if recipe.whole:
             _check_matrix_rule(recipe)
             return Multipliers()
-        if recipe.rule in _NORMALISED:
+        if recipe.update_size == "normalised":
             if not hidden:
                 return Multipliers()
             less = 1 / self.ratio
             return Multipliers(less, less if "eps" in recipe.hyper else 1.0)
-        if recipe.rule == "sgd":
+        if recipe.update_size == "gradient":
             return Multipliers(1.0 if hidden else self.ratio)
         raise ValueError(
             f"how the rate of {recipe.rule} depends on the width is not known; leave layerwise.mup "

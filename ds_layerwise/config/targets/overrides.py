@@ -20,8 +20,7 @@ from ds_layerwise.optimizers.base.fields import (
     check,
     merged_keys,
 )
-from ds_layerwise.optimizers.foreign.any_torch_recipe import any_of
-from ds_layerwise.optimizers.recipe_registry import REGISTRY, recipes_of_settings
+from ds_layerwise.optimizers.registry import REGISTRY, any_of, recipes_of_settings
 
 #: The fields that are neither a condition nor a change.
 _ABOUT = ("optional", "settings", "key")

@@ -1,1 +1,1 @@
-"""Recipes, their fields, and the dtypes of states."""
+"""Recipes: their settings, states and weight decay."""

@@ -1,23 +1,22 @@
-"""A recipe: the rule of a parameter with all its settings, and its costs as a function of the
-shape.
+"""A recipe: an optimizer with all its settings, its states and costs as a function of the shape,
+and its update. It knows neither ranks nor buckets.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
-from pydantic import model_validator
+import torch
+from torch import Tensor
 
+from ds_layerwise.errors import StepError
+from ds_layerwise.optimizers.base.decay import WeightDecay
 from ds_layerwise.optimizers.base.dtypes import StateDtype, state_bytes
-from ds_layerwise.optimizers.base.fields import Section
+from ds_layerwise.optimizers.base.one_step import ANYWHERE, Hyper, Site, State, UpdateError
 from ds_layerwise.orthogonalize.tensor_shards import Axis
-
-#: The methods of weight decay; :mod:`ds_layerwise.optimizers.decay` has the formulas.
-WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
-
 
 Shape = tuple[int, ...]
 
@@ -55,7 +54,7 @@ class StateSpec:
 States = dict[str, StateSpec]
 
 
-class Recipe(Section):
+class Recipe(WeightDecay):
     """The rule of a parameter with all its settings. Equal recipes compute the same.
 
     Each subclass is one optimizer. Its fields are the settings of a run, or of the parameters that
@@ -64,8 +63,6 @@ class Recipe(Section):
     whole parameter, ``(numel,)`` for a piece of a split one.
     """
 
-    rule: ClassVar[str]
-    """The name in configs and in the registry."""
     whole: ClassVar[bool]
     """True if it needs whole parameters; False if they may be cut anywhere."""
     family: ClassVar[str]
@@ -89,30 +86,14 @@ class Recipe(Section):
     some of ``momentum, betas, eps``.
     """
 
-    kept_by: ClassVar[Mapping[str, str]] = {}
-    """The fields with the dtypes of states that may be stored in fewer bits, by state; see
-    :mod:`.optimizers.base.low_bit_settings`.
+    update_size: ClassVar[Literal["normalised", "gradient"] | None] = None
+    """The size of element-wise updates: the same for all sizes of gradients, or in proportion to
+    them; None if ``layerwise.mup`` is not to scale its rates. See :mod:`.config.targets.mup`.
     """
     full_batch_numel: ClassVar[int] = 0
     """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
     never.
     """
-
-    weight_decay_method: WeightDecayMethod = "decoupled"
-    """The method of weight decay; see :mod:`ds_layerwise.optimizers.decay`."""
-    cautious_weight_decay: bool = False
-    """Decay only the elements that the update also draws towards zero."""
-
-    @model_validator(mode="after")
-    def _can_decay_so(self) -> Recipe:
-        if self.cautious_weight_decay and self.weight_decay_method == "l2":
-            raise ValueError(
-                f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', "
-                "which adds weight decay to the gradient before there is an update to compare "
-                "signs with; set weight_decay_method to 'decoupled', 'independent' or 'palm', or "
-                "cautious_weight_decay to false"
-            )
-        return self
 
     def states(self, shape: Shape) -> States:
         """Return the states of a parameter of ``shape``, by torch's names."""
@@ -165,13 +146,28 @@ class Recipe(Section):
         """
         return ""
 
+    @classmethod
+    def kept_by(cls) -> dict[str, str]:
+        """Return the fields with the dtypes of states that may be stored in fewer bits, by
+        state.
+        """
+        return {state: field for state, field in _KEPT_BY.items() if field in cls.model_fields}
+
     def low_bit_dtypes(self) -> dict[str, StateDtype]:
         """Return the dtypes of states that are stored in fewer bits than float32, by state."""
         dtypes = {}
-        for state, field in self.kept_by.items():
+        for state, field in self.kept_by().items():
             if getattr(self, field) != "float32":
                 dtypes[state] = getattr(self, field)
         return dtypes
+
+    def like(self, shape: Shape, *names: str) -> States:
+        """Return states of the parameter's own shape, with the dtypes in the fields."""
+        specs = dict.fromkeys(names, StateSpec(shape))
+        for name, dtype in self.low_bit_dtypes().items():
+            if name in specs:
+                specs[name] = replace(specs[name], kept_as=dtype, signed=name != "exp_avg_sq")
+        return specs
 
     @property
     def rounds_by_chance(self) -> bool:
@@ -219,25 +215,93 @@ class Recipe(Section):
         """
         return ", ".join(f"{key} {hyper(key)}" for key in self.hyper)
 
-    def decay_summary(self) -> str:
-        """Return the method of weight decay as text, if it is not this optimizer's default; else
-        empty.
-        """
-        method = self.weight_decay_method
-        default = type(self).model_fields["weight_decay_method"]
-        return ", ".join(
-            [method] * (method != default.default) + ["cautious"] * self.cautious_weight_decay
-        )
-
     def settings(self) -> dict[str, Any]:
         """Return every setting by its name in a config."""
         return dict(iter(self))
+
+    def check(self, device: torch.device | None) -> None:
+        """Refuse settings that nothing, or not ``device``, can run.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+
+    def products_in(self, fast_dtypes: frozenset[torch.dtype]) -> torch.dtype | None:
+        """Return the dtype of matrix products on a device that multiplies in ``fast_dtypes`` much
+        faster than in float32; None if there are none, or no choice of dtype.
+        """
+        return None
+
+    def init_state(self, param: Tensor) -> State:
+        """Return the state before the first update: zeros with the names, shapes and dtypes of
+        :meth:`states`, on the device of ``param`` or on the host.
+        """
+        state = {}
+        for name, spec in self.states(tuple(param.shape)).items():
+            state[name] = torch.zeros(
+                spec.shape,
+                dtype=getattr(torch, spec.dtype),
+                device="cpu" if spec.on_host else param.device,
+            )
+        return state
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+        site: Site = ANYWHERE,
+    ) -> None:
+        """Make one step, in place in ``params`` and ``states``; ``grads`` are only read. The lists
+        are not empty.
+
+        Parameters are float32 masters: matrices ``(rows, cols)`` or batches ``(batch, rows, cols)``
+        for a rule that needs whole ones; 1-D pieces, cut anywhere, for an element-wise one.
+
+        Raises:
+            UpdateError: it cannot update one of them; others may be updated.
+        """
+        raise NotImplementedError
+
+
+class OneByOne(Recipe):
+    """A recipe that updates one parameter after another. Subclasses define the step of one."""
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+        site: Site = ANYWHERE,
+    ) -> None:
+        """Make a step of each parameter.
+
+        Raises:
+            UpdateError: :meth:`step_` cannot make it.
+        """
+        for index, (param, grad, state) in enumerate(zip(params, grads, states, strict=True)):
+            try:
+                self.step_(param, grad, state, hyper)
+            except StepError as error:
+                raise UpdateError(index, str(error)) from error
+
+    def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
+        """Make a step, in place in ``param`` and ``state``; ``grad`` is only read.
+
+        Raises:
+            StepError: it cannot be made.
+        """
+        raise NotImplementedError
 
 
 #: The state that counts steps.
 COUNT = {"step": StateSpec((), on_host=True)}
 
-
-def like(shape: Shape, *names: str) -> States:
-    """Return float32 states of the parameter's own shape."""
-    return dict.fromkeys(names, StateSpec(shape))
+#: The field with the dtype of each state that may be stored in fewer bits than float32.
+_KEPT_BY = {
+    "momentum_buffer": "momentum_dtype",
+    "exp_avg": "exp_avg_dtype",
+    "exp_avg_sq": "exp_avg_sq_dtype",
+}

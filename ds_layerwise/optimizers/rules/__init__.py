@@ -1,1 +1,1 @@
-"""The update rules."""
+"""The optimizers of this package, each with its settings, states, costs and update."""

@@ -5,16 +5,30 @@ updates.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.base.fields import Count, Decay, NonNegative, OrNull
+from ds_layerwise.optimizers.base.low_bit import KeptMoments
+from ds_layerwise.optimizers.base.one_step import Hyper, State
+from ds_layerwise.optimizers.base.recipe import COUNT, OneByOne, Shape, States, StateSpec
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.recipes import kronecker_recipe as recipes
-from ds_layerwise.optimizers.rule import Hyper, OneByOne, State, few_at_a_time
+from ds_layerwise.orthogonalize.newton_schulz_cost import most_together
 from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.orthogonalize.tensor_shards import Axis
+
+#: The largest number of elements in squares (side, side) of one stack that are factorised together;
+#: one square may be larger. Beyond sides of about a thousand, the launches that a batch saves are
+#: not worth the memory.
+MAX_BATCH_NUMEL = 2**20
+
+#: The FLOPs of an eigendecomposition with vectors of a symmetric matrix, divided by the cube of its
+#: side: the symmetric QR algorithm, Golub and Van Loan, Matrix Computations, section 8.3.
+EIGH_FLOPS = 9
 
 #: The error that torch raises if an iteration does not converge.
 LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-defined]
@@ -23,34 +37,111 @@ LinAlgError: type[RuntimeError] = torch.linalg.LinAlgError  # type: ignore[attr-
 _RMS_EPS = 1e-7
 
 
-class Kronecker(OneByOne):
-    """A rule that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and ``R``
-    (cols, cols).
+def qr_flops(side: int) -> int:
+    """Return the FLOPs of the QR decomposition of a square matrix by reflections, and of forming Q:
+    4/3 of the cube for each.
+    """
+    return 8 * side**3 // 3
+
+
+class Kronecker(OneByOne, KeptMoments):
+    """An optimizer that preconditions each (rows, cols) matrix from factors ``L`` (rows, rows) and
+    ``R`` (cols, cols), moving averages of G Gᵀ and Gᵀ G. An expensive function of them is computed
+    every few steps.
 
     Everything is computed in the dtype of the master, float32. Each matrix of a stack has factors
-    of its own; a few small ones go through the linear algebra together, see
-    :meth:`.optimizers.recipes.kronecker_recipe.Kronecker.together`.
+    of its own; a few small ones go through the linear algebra together.
     """
 
-    recipe: recipes.Kronecker
+    whole = True
+    gradient_average = "exp_avg"
+    hyper = ("betas", "eps")
 
-    def check(self, device: torch.device) -> None:
+    shampoo_beta: Decay = 0.95
+    """The fraction of the averages ``L`` and ``R`` that is kept at a step."""
+    precondition_frequency: Count = 10
+    """The bases, or roots, are recomputed at the first step, and every this many steps after it."""
+    max_side: Count = 10_000
+    """A longer side has no factor: the update is preconditioned only from the other side."""
+    correct_bias: bool = True
+    """Correct the bias of all averages towards zero, also of ``L`` and ``R``, so that the first
+    steps are not too small.
+    """
+    max_update_rms: OrNull[NonNegative] = 1.0
+    """The largest root mean square of the update of a matrix before the learning rate; larger
+    updates are scaled down. 0 or null for no limit.
+    """
+
+    def sides(self, shape: Shape) -> dict[str, int]:
+        """Return the lengths of the sides that have a factor, by its name."""
+        sides = zip("LR", shape[-2:], strict=True)
+        return {key: side for key, side in sides if side <= self.max_side}
+
+    def squares(self, shape: Shape, *prefixes: str) -> States:
+        """Return a square for each side that has a factor, for each of ``prefixes``."""
+        specs = {}
+        for prefix in prefixes:
+            for key, side in self.sides(shape).items():
+                specs[prefix + key] = StateSpec((*shape[:-2], side, side))
+        return specs
+
+    def averages(self, shape: Shape, *names: str) -> States:
+        """Return states of the parameter's own shape, and the number of steps."""
+        return {**self.like(shape, *names), **COUNT}
+
+    def products(self, shape: Shape) -> int:
+        """Return the FLOPs of a product with each factor, for all matrices."""
+        return 2 * math.prod(shape) * sum(self.sides(shape).values())
+
+    def decaying(self, shape: Shape) -> int:
+        """Return the bytes that weight decay needs: with l2 a copy of the gradient, cautious two of
+        an update.
+        """
+        updates = self.together(shape) * math.prod(shape[-2:])
+        copies = math.prod(shape) * (self.weight_decay_method == "l2")
+        return 4 * (copies + 2 * updates * self.cautious_weight_decay)
+
+    def together(self, shape: Shape) -> int:
+        """Return the number of matrices of a stack that go through the linear algebra together."""
+        return most_together(math.prod(shape[:-2]), max(shape[-2:]) ** 2, MAX_BATCH_NUMEL)
+
+    def update_limit(self) -> str:
+        """Return ``max_update_rms`` as text for the start-up table; empty if there is no limit."""
+        if self.max_update_rms:
+            return f", RMS up to {self.max_update_rms:g}"
+        return ""
+
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
+        """Refuse tensor shards, because no rank alone could form their factors, and matrices in
+        which no side has a factor.
+        """
+        if cut_axis is None and not self.sides(shape):
+            return (
+                f"has no side of at most max_side {self.max_side}, so that {self.rule} would have "
+                "nothing to precondition with; raise max_side, or send it to 'adamw' with "
+                "layerwise.overrides"
+            )
+        return super().refusal(shape, cut_axis=cut_axis)
+
+    def check(self, device: torch.device | None) -> None:
         """Refuse a device on which torch has no eigendecomposition.
 
         Raises:
             ConfigError: names the optimizer.
         """
+        super().check(device)
+        if device is None:
+            return
         try:
             torch.linalg.qr(torch.linalg.eigh(torch.eye(2, device=device, dtype=torch.float32))[1])
         except (RuntimeError, NotImplementedError) as error:
             raise ConfigError(
-                f"{self.recipe.rule} needs torch.linalg.eigh and qr, which {device} does not have "
+                f"{self.rule} needs torch.linalg.eigh and qr, which {device} does not have "
                 f"({str(error).partition(chr(10))[0]}); use 'muon', which only multiplies"
             ) from error
 
-    @property
-    def products_in(self) -> torch.dtype:
-        """The dtype of masters. Factors in half precision would have other eigenvectors."""
+    def products_in(self, fast_dtypes: frozenset[torch.dtype]) -> torch.dtype:
+        """Return the dtype of masters. Factors in half precision would have other eigenvectors."""
         return torch.float32
 
     def step_(self, param: Tensor, grad: Tensor, state: State, hyper: Hyper) -> None:
@@ -59,23 +150,22 @@ class Kronecker(OneByOne):
         Raises:
             StepError: the eigenvectors of a factor cannot be computed.
         """
-        decay = WeightDecay.of(self.recipe)
         state["step"] += 1
         step = int(state["step"])
-        together = self.recipe.together(tuple(param.shape))
+        together = self.together(tuple(param.shape))
         try:
-            (given,) = decay.gradients([param], [grad], hyper)
-            for matrices, gradients, some in few_at_a_time(together, param, given, state):
+            (decayed,) = self.with_l2([param], [grad], hyper)
+            for matrices, gradients, some in few_at_a_time(together, param, decayed, state):
                 update = self._update(gradients, some, step, hyper)
                 if update is None:
                     continue
                 self._limit(update)
-                decay.shrink_([matrices], [update], hyper)
+                self.decay_([matrices], [update], hyper)
                 matrices.add_(update, alpha=-hyper.lr)
                 del update
         except LinAlgError as error:
             raise StepError(
-                f"{self.recipe.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
+                f"{self.rule} finds no eigenvectors of {tuple(param.shape)} at its step "
                 f"{step} ({str(error).partition(chr(10))[0]}); {self._hint(hyper)}gradients "
                 "beyond 1e18 have no finite squares: clip them (gradient_clipping), or send "
                 "the parameter to 'adamw' with layerwise.overrides"
@@ -101,26 +191,26 @@ class Kronecker(OneByOne):
         """Return the fraction that factors keep at a step: ``shampoo_beta``, or less in the first
         steps, to correct the bias towards zero.
         """
-        beta = self.recipe.shampoo_beta
-        if not self.recipe.correct_bias:
+        beta = self.shampoo_beta
+        if not self.correct_bias:
             return beta
         return 1 - (1 - beta) / (1 - beta**step)
 
     def _corrections(self, step: int, hyper: Hyper) -> tuple[float, float]:
         """Return the bias corrections of the first and second moments."""
-        if not self.recipe.correct_bias:
+        if not self.correct_bias:
             return 1.0, 1.0
         return 1 - hyper.betas[0] ** step, 1 - hyper.betas[1] ** step
 
     def _is_due(self, step: int) -> bool:
         """Tell whether bases or roots are recomputed at this step."""
-        return (step - 1) % self.recipe.precondition_frequency == 0
+        return (step - 1) % self.precondition_frequency == 0
 
     def _limit(self, update: Tensor) -> None:
         """Scale each matrix down to ``max_update_rms``, in place."""
-        if self.recipe.max_update_rms:
+        if self.max_update_rms:
             rms = norms_of(update) / math.sqrt(update.shape[-2] * update.shape[-1])
-            update.mul_((self.recipe.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
+            update.mul_((self.max_update_rms / (rms + _RMS_EPS)).clamp(max=1.0))
 
 
 def eigh(factor: Tensor) -> tuple[Tensor, Tensor]:
@@ -149,3 +239,19 @@ def check_finite(values: Tensor, what: str) -> None:
     """
     if not values.is_meta and not torch.isfinite(values).all():
         raise LinAlgError(f"{what} is not finite")
+
+
+def few_at_a_time(
+    together: int, param: Tensor, grad: Tensor, state: State
+) -> Iterator[tuple[Tensor, Tensor, State]]:
+    """Yield views of ``together`` matrices of ``param``, (batch, rows, cols), with those of their
+    gradients and of their states, without the step count.
+    """
+    # None adds an axis to a single matrix.
+    places: list[Any] = [None]
+    if param.dim() == 3:
+        starts = range(0, len(param), together)
+        places = [slice(start, start + together) for start in starts]
+    for some in places:
+        own = {key: value[some] for key, value in state.items() if key != "step"}
+        yield param[some], grad[some], own

@@ -1,22 +1,23 @@
-"""The rules of the Muon family: momenta that are orthogonalised by Newton-Schulz and scaled."""
+"""The Muon family: momenta of whole matrices, orthogonalised by Newton-Schulz and scaled."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, Literal
 
 import torch
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.decay import WeightDecay
+from ds_layerwise.optimizers.base.fields import Decay, Positive
+from ds_layerwise.optimizers.base.low_bit import KeptMomentum
+from ds_layerwise.optimizers.base.one_step import ANYWHERE, Hyper, Site, State
+from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States, StateSpec
 from ds_layerwise.optimizers.devices import has_products
-from ds_layerwise.optimizers.recipes import muon_recipes as recipes
-from ds_layerwise.optimizers.recipes.muon_recipes import NsDtype, ScaleMode
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateRule
-from ds_layerwise.optimizers.rules.update_hooks import step_
+from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
 from ds_layerwise.orthogonalize.batching import (
     Some,
     batches,
@@ -27,10 +28,15 @@ from ds_layerwise.orthogonalize.batching import (
 )
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
-    Coefficients,
     coefficients,
     compute_dtype,
     newton_schulz,
+)
+from ds_layerwise.orthogonalize.newton_schulz_cost import (
+    FULL_BATCH_NUMEL,
+    NsMethod,
+    newton_schulz_flops,
+    newton_schulz_workspace,
 )
 from ds_layerwise.orthogonalize.norms import frobenius_norms
 from ds_layerwise.orthogonalize.spectral import capped
@@ -41,7 +47,12 @@ from ds_layerwise.orthogonalize.tensor_shards import (
     whole_shape,
 )
 
-T = TypeVar("T", bound="Orthogonalized")
+NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
+ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
+TpMode = Literal["duplicated", "distributed", "blockwise"]
+Line = Literal["row", "column", "longer_side"]
+#: The coefficients of one step per row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
+Rows = tuple[tuple[float, float, float], ...]
 
 #: Replaces a norm of 0 as a divisor, so that zeros stay zeros.
 TINY = torch.finfo(torch.float32).tiny
@@ -73,8 +84,10 @@ class Batch:
     states: list[State]
     direction: Tensor
     """The matrices to orthogonalise: ``(k, rows, cols)``, read only."""
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     """The shape of each whole matrix."""
+    cut: tuple[Axis, Peers] | None
+    """See :attr:`.Site.cut`."""
 
     def state(self, key: str) -> list[Tensor]:
         """Return the state ``key`` of each of ``params``, as a view."""
@@ -88,173 +101,6 @@ class Batch:
         followed = torch.lerp(stack(averages), values, weight)
         torch._foreach_copy_(averages, unstack(followed, averages))
         return followed
-
-
-@dataclass(frozen=True, kw_only=True)
-class Orthogonalized(UpdateRule):
-    """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
-
-    A subclass turns an orthogonal matrix into an update (:meth:`adapted_`) and scales it
-    (:meth:`scale`). State: ``momentum_buffer``, like the parameter, an exponential moving average
-    of the gradient, and the recipe's own. The leading axis of a ``(batch, rows, cols)`` parameter
-    counts matrices.
-    """
-
-    recipe: recipes.Orthogonalized
-    ns_coefficients: Coefficients
-    ns_dtype: NsDtype = "auto"
-    fast_dtypes: frozenset[torch.dtype] = frozenset()
-    """The dtypes that ``ns_dtype`` "auto" may choose; see
-    :func:`.orthogonalize.newton_schulz.compute_dtype`.
-    """
-    cut: tuple[Axis, Peers] | None = None
-    """The axis along which matrices are cut, and the ranks with the other parts; None for whole
-    matrices.
-    """
-
-    @classmethod
-    def of(cls: type[T], recipe: recipes.Orthogonalized) -> T:
-        """Return the rule that runs ``recipe``.
-
-        Raises:
-            ConfigError: ``ns_coefficients`` is not a known name, or diverges in the chosen
-                ``ns_dtype``.
-        """
-        rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
-        ns_dtype = recipe.ns_dtype
-        if recipe.ns_coefficients in NEED_FLOAT32:
-            if ns_dtype in ("bf16", "fp16"):
-                raise ConfigError(
-                    f"ns_coefficients {recipe.ns_coefficients!r} diverges with ns_dtype "
-                    f"{ns_dtype!r}; set ns_dtype to 'fp32', or ns_coefficients to 'polar_express'"
-                )
-            ns_dtype = "fp32"
-        return cls(recipe=recipe, ns_coefficients=rows, ns_dtype=ns_dtype)
-
-    def check(self, device: torch.device) -> None:
-        """Refuse a device without products in ``ns_dtype``.
-
-        Raises:
-            ConfigError: names the setting.
-        """
-        if self.ns_dtype != "auto" and not has_products(self.products_in, device):
-            raise ConfigError(
-                f"optimizer.params.ns_dtype is {self.ns_dtype!r}, and {device} has no products in "
-                f"{str(self.products_in).removeprefix('torch.')}; set it to 'auto'"
-            )
-
-    def on_device(self: T, fast_dtypes: frozenset[torch.dtype]) -> T:
-        """Return this rule for a device on which ``fast_dtypes`` are much faster than float32."""
-        return replace(self, fast_dtypes=fast_dtypes)
-
-    @property
-    def products_in(self) -> torch.dtype:
-        """The dtype of the products of Newton-Schulz."""
-        return compute_dtype(self.ns_dtype, self.recipe.ns_method, self.fast_dtypes)
-
-    def of_shards(self: T, axis: Axis, peers: Peers) -> T:
-        """Return this rule for matrices of which this rank has a tensor shard."""
-        if self.recipe.sees_tensor_shards:
-            return self
-        return replace(self, cut=(axis, peers))
-
-    def prepared(self, direction: Tensor) -> Tensor:
-        """Return the matrices to orthogonalise; ``direction`` is read only."""
-        return direction
-
-    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
-        """Return the update of ``batch`` before scaling, and update the states of ``batch``.
-
-        ``orthogonal`` may be overwritten.
-        """
-        return orthogonal
-
-    def scale(self, rows: int, cols: int) -> float:
-        """Return the factor of the update of whole ``(rows, cols)`` matrices."""
-        raise NotImplementedError
-
-    def update_(
-        self,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-    ) -> None:
-        """Update momenta, then the parameters, in batches of equal shape."""
-        shapes = [(*param.shape[:-2], *self._whole(param.shape)) for param in params]
-        groups = batches(shapes, max_batch_numel(params[0].device))
-        for group in groups:
-            self._update_batch(group, params, grads, states, hyper)
-        if self.recipe.spectral_clip is not None:
-            for group in groups:
-                self._clip_([some.of(params) for some in group], self.recipe.spectral_clip)
-
-    def _update_batch(
-        self,
-        group: Sequence[Some],
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[State],
-        hyper: Hyper,
-    ) -> None:
-        mine = [some.of(params) for some in group]
-        gradients = [some.of(grads) for some in group]
-        views = []
-        for some in group:
-            state = states[some.tensor]
-            views.append({key: some.within(value) for key, value in state.items()})
-        momenta = [view["momentum_buffer"] for view in views]
-        decay = WeightDecay.of(self.recipe)
-        given = decay.gradients(mine, gradients, hyper)
-        torch._foreach_lerp_(momenta, given, 1 - hyper.momentum)
-        if self.recipe.nesterov:
-            direction = stack(torch._foreach_lerp(given, momenta, hyper.momentum))
-        else:
-            direction = stack(momenta)
-        rows, cols = self._whole(direction.shape)
-        batch = Batch(
-            params=mine,
-            grads=gradients,
-            states=views,
-            direction=direction,
-            shape=(rows, cols),
-        )
-        update = self.adapted_(self._orthogonal(self.prepared(direction)), batch)
-        decay.shrink_(mine, unstack(update, mine), hyper)
-        step_(
-            self.recipe,
-            mine,
-            update,
-            lr=hyper.lr,
-            scale=self.scale(rows, cols),
-            norms=self.norms,
-        )
-
-    def _whole(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the last two sizes of ``shape`` for whole matrices."""
-        if self.cut is None:
-            return tuple(shape[-2:])
-        axis, peers = self.cut
-        return whole_shape(tuple(shape[-2:]), axis, peers.size)
-
-    def _orthogonal(self, direction: Tensor) -> Tensor:
-        if self.cut is None:
-            return newton_schulz(
-                direction,
-                self.ns_coefficients,
-                method=self.recipe.ns_method,
-                dtype=self.products_in,
-            )
-        axis, peers = self.cut
-        return newton_schulz_of_shards(
-            direction,
-            self.ns_coefficients,
-            axis=axis,
-            peers=peers,
-            method=self.recipe.ns_method,
-            distributed=self.recipe.muon_tp_mode == "distributed",
-            dtype=self.products_in,
-        )
 
     def summed(self, value: Tensor) -> Tensor:
         """Return the sum of ``value`` over the parts of matrices; ``value`` itself for
@@ -278,25 +124,249 @@ class Orthogonalized(UpdateRule):
         """Return the norms of ``(k, rows, cols)`` as ``(k, 1, 1)``."""
         return self.norms(list(stacked.unbind())).view(-1, 1, 1)
 
-    def _clip_(self, params: list[Tensor], most: float) -> None:
-        """Clip the singular values of ``params`` to ``most``. Parts are gathered first."""
+    def orthogonal(self, matrices: Tensor, recipe: Orthogonalized, dtype: torch.dtype) -> Tensor:
+        """Return ``matrices`` orthogonalised with the settings of ``recipe``, in ``dtype``."""
+        rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
         if self.cut is None:
-            torch._foreach_copy_(params, unstack(capped(params, most), params))
-            return
+            return newton_schulz(matrices, rows, method=recipe.ns_method, dtype=dtype)
         axis, peers = self.cut
-        whole = torch.cat(peers.gather(stack(params).contiguous()).unbind(), dim=axis)
-        mine = capped([whole], most).chunk(peers.size, dim=axis)[peers.rank]
-        torch._foreach_copy_(params, unstack(mine, params))
+        return newton_schulz_of_shards(
+            matrices,
+            rows,
+            axis=axis,
+            peers=peers,
+            method=recipe.ns_method,
+            distributed=recipe.muon_tp_mode == "distributed",
+            dtype=dtype,
+        )
+
+
+class Orthogonalized(UpdateHooks, KeptMomentum):
+    """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
+
+    A subclass turns an orthogonal matrix into an update (:meth:`adapted_`) and scales it
+    (:meth:`scale_of`). State: ``momentum_buffer``, like the parameter, an exponential moving
+    average of the gradient, and those of the subclass. The leading axis of a
+    ``(batch, rows, cols)`` parameter counts matrices.
+    """
+
+    whole = True
+    gradient_average = "momentum_buffer"
+    as_adamw = "matrix_optimizer to 'adamuon'"
+    hyper = ("momentum",)
+    full_batch_numel = FULL_BATCH_NUMEL
+
+    nesterov: bool = True
+    ns_method: NsMethod = "gram"
+    ns_steps: Annotated[int, Field(ge=1, le=1000)] = 5
+    ns_coefficients: Annotated[
+        str | Annotated[Rows, Field(min_length=1)],
+        Field(json_schema_extra={"expects": "a name or a list of [a, b, c]"}),
+    ] = "simple"
+    ns_dtype: NsDtype = "auto"
+    muon_tp_mode: TpMode = "duplicated"
+    """The method for matrices that tensor parallelism has cut; see
+    :mod:`.orthogonalize.tensor_shards`.
+    """
+
+    def states(self, shape: Shape) -> States:
+        """Return the momentum."""
+        return self.like(shape, "momentum_buffer")
+
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of the Newton-Schulz iteration and of hooks."""
+        *batch, rows, cols = shape
+        return newton_schulz_flops(
+            rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
+        ) + self.hook_flops(shape)
+
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
+        of the changed gradients; or the bytes of cautious decay or of the hook after it, if these
+        are more.
+        """
+        iteration = newton_schulz_workspace(
+            shape,
+            method=self.ns_method,
+            beside=self.held_beside,
+            after=4 if self.cautious_weight_decay else 0,
+        )
+        return max(iteration, self.hook_workspace(shape))
+
+    @property
+    def held_beside(self) -> int:
+        """The number of copies of the matrices that an update holds beside Newton-Schulz."""
+        return int(self.weight_decay_method == "l2")
+
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
+        """Refuse nothing: Newton-Schulz also takes tensor shards."""
+        return None
+
+    @property
+    def sees_tensor_shards(self) -> bool:
+        """True with ``muon_tp_mode`` "blockwise"."""
+        return self.muon_tp_mode == "blockwise"
+
+    def summary(self, hyper: HyperText) -> str:
+        """Return the momentum, the scale of the update, and the hooks as text."""
+        nesterov = ", nesterov" * self.nesterov
+        return f"momentum {hyper('momentum')}{nesterov}{self.scale_summary()}{self.hook_summary()}"
+
+    def scale_summary(self) -> str:
+        """Return the recipe's own part of :meth:`summary`: empty, or a text that starts with a
+        comma.
+        """
+        return ""
+
+    def check(self, device: torch.device | None) -> None:
+        """Refuse coefficients that are unknown, or diverge in the chosen ``ns_dtype``, and a device
+        without products in it.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        super().check(device)
+        coefficients(self.ns_coefficients, self.ns_steps)
+        if self.ns_coefficients in NEED_FLOAT32 and self.ns_dtype in ("bf16", "fp16"):
+            raise ConfigError(
+                f"ns_coefficients {self.ns_coefficients!r} diverges with ns_dtype "
+                f"{self.ns_dtype!r}; set ns_dtype to 'fp32', or ns_coefficients to 'polar_express'"
+            )
+        dtype = self.products_in(frozenset())
+        if device is not None and self.ns_dtype != "auto" and not has_products(dtype, device):
+            raise ConfigError(
+                f"optimizer.params.ns_dtype is {self.ns_dtype!r}, and {device} has no products in "
+                f"{str(dtype).removeprefix('torch.')}; set it to 'auto'"
+            )
+
+    def products_in(self, fast_dtypes: frozenset[torch.dtype]) -> torch.dtype:
+        """Return the dtype of the products of Newton-Schulz."""
+        ns_dtype = "fp32" if self.ns_coefficients in NEED_FLOAT32 else self.ns_dtype
+        return compute_dtype(ns_dtype, self.ns_method, fast_dtypes)
+
+    def prepared(self, direction: Tensor) -> Tensor:
+        """Return the matrices to orthogonalise; ``direction`` is read only."""
+        return direction
+
+    def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
+        """Return the update of ``batch`` before scaling, and update the states of ``batch``.
+
+        ``orthogonal`` may be overwritten.
+        """
+        return orthogonal
+
+    def scale_of(self, rows: int, cols: int) -> float:
+        """Return the factor of the update of whole ``(rows, cols)`` matrices."""
+        raise NotImplementedError
+
+    def update_(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+        site: Site = ANYWHERE,
+    ) -> None:
+        """Update momenta, then the parameters, in batches of equal shape."""
+        if self.sees_tensor_shards:
+            site = replace(site, cut=None)
+        shapes = [(*param.shape[:-2], *_whole(param.shape, site.cut)) for param in params]
+        groups = batches(shapes, max_batch_numel(params[0].device))
+        for group in groups:
+            self._update_batch(group, params, grads, states, hyper, site)
+        if self.spectral_clip is not None:
+            for group in groups:
+                _clip_([some.of(params) for some in group], self.spectral_clip, site.cut)
+
+    def _update_batch(
+        self,
+        group: Sequence[Some],
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[State],
+        hyper: Hyper,
+        site: Site,
+    ) -> None:
+        mine = [some.of(params) for some in group]
+        gradients = [some.of(grads) for some in group]
+        views = []
+        for some in group:
+            state = states[some.tensor]
+            views.append({key: some.within(value) for key, value in state.items()})
+        momenta = [view["momentum_buffer"] for view in views]
+        decayed = self.with_l2(mine, gradients, hyper)
+        torch._foreach_lerp_(momenta, decayed, 1 - hyper.momentum)
+        if self.nesterov:
+            direction = stack(torch._foreach_lerp(decayed, momenta, hyper.momentum))
+        else:
+            direction = stack(momenta)
+        batch = Batch(
+            params=mine,
+            grads=gradients,
+            states=views,
+            direction=direction,
+            shape=_whole(direction.shape, site.cut),
+            cut=site.cut,
+        )
+        dtype = self.products_in(site.fast_dtypes)
+        update = self.adapted_(batch.orthogonal(self.prepared(direction), self, dtype), batch)
+        self.decay_(mine, unstack(update, mine), hyper)
+        self.step_(mine, update, lr=hyper.lr, scale=self.scale_of(*batch.shape), norms=batch.norms)
+
+
+def _whole(shape: Sequence[int], cut: tuple[Axis, Peers] | None) -> tuple[int, ...]:
+    """Return the last two sizes of ``shape`` for whole matrices."""
+    if cut is None:
+        return tuple(shape[-2:])
+    axis, peers = cut
+    return whole_shape(tuple(shape[-2:]), axis, peers.size)
+
+
+def _clip_(params: list[Tensor], most: float, cut: tuple[Axis, Peers] | None) -> None:
+    """Clip the singular values of ``params`` to ``most``. Parts are gathered first."""
+    if cut is None:
+        torch._foreach_copy_(params, unstack(capped(params, most), params))
+        return
+    axis, peers = cut
+    whole = torch.cat(peers.gather(stack(params).contiguous()).unbind(), dim=axis)
+    mine = capped([whole], most).chunk(peers.size, dim=axis)[peers.rank]
+    torch._foreach_copy_(params, unstack(mine, params))
 
 
 class Scaled(Orthogonalized):
     """Orthogonalised momenta, scaled by the shape of their matrix."""
 
-    recipe: recipes.Scaled
+    as_adamw = "scale_mode to 'match_rms_adamw'"
+    sized_by = ("scale_mode", "extra_scale_factor")
 
-    def scale(self, rows: int, cols: int) -> float:
+    scale_mode: ScaleMode = "original"
+    """See :func:`ds_layerwise.optimizers.rules.muon_family.scale_factor`."""
+    extra_scale_factor: Positive = 1.0
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True with ``scale_mode`` "match_rms_adamw", or its equivalent, "spectral" with a factor
+        of 0.2; unless a hook determines the size of updates.
+        """
+        scale = (self.scale_mode, self.extra_scale_factor)
+        same = self.scale_mode == "match_rms_adamw" or scale == ("spectral", 0.2)
+        return same and self.sizing_hook is None
+
+    def scale_summary(self) -> str:
+        """Return the scale as text, unless a hook replaces it."""
+        if self.sizing_hook is not None:
+            return ""
+        return f", scale_mode {self.scale_mode}{_times(self.extra_scale_factor)}"
+
+    def scale_of(self, rows: int, cols: int) -> float:
         """Return the factor of ``scale_mode``, times ``extra_scale_factor``."""
-        return self.recipe.extra_scale_factor * scale_factor(self.recipe.scale_mode, rows, cols)
+        return self.extra_scale_factor * scale_factor(self.scale_mode, rows, cols)
+
+
+def _times(factor: float) -> str:
+    if factor == 1:
+        return ""
+    return f" x {factor:g}"
 
 
 class Muon(Scaled):
@@ -306,8 +376,24 @@ class Muon(Scaled):
     Reference: https://kellerjordan.github.io/posts/muon/
     """
 
+    rule = "muon"
+    family = "muon"
 
-class NorMuon(Scaled):
+
+class Adaptive(Scaled):
+    """An orthogonalised momentum that is divided by the root of a second moment."""
+
+    moment2_beta: Decay = 0.95
+    """The fraction of the second moment that is kept at a step."""
+    moment2_eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+
+    def scale_summary(self) -> str:
+        """Return the scale and the average as text."""
+        return f"{super().scale_summary()}, moment2_beta {self.moment2_beta:g}"
+
+
+class NorMuon(Adaptive):
     """NorMuon: Muon with each row divided by the root of an average of its squares, and with Muon's
     norm.
 
@@ -325,22 +411,55 @@ class NorMuon(Scaled):
     columns where there are at least as many rows, else over rows; it takes max(v, eps) for v.
     """
 
-    recipe: recipes.NorMuon
+    rule = "normuon"
+    family = "normuon"
+
+    moment2_per: Line = "row"
+    """The lines that have a second moment: each row, each column, or each of whichever are more. In
+    a layer that stores (outputs, inputs), such as ``nn.Linear``, a row is a neuron; in
+    transformers' ``Conv1D`` a column is.
+    """
+
+    def states(self, shape: Shape) -> States:
+        """Return the momentum, and a number for each row, or column."""
+        *batch, rows, cols = shape
+        moment2 = (*batch, rows, 1) if self.axis(rows, cols) == -1 else (*batch, 1, cols)
+        return {**super().states(shape), "moment2_buffer": StateSpec(moment2)}
+
+    def axis(self, rows: int, cols: int) -> Axis:
+        """Return the axis of a ``(rows, cols)`` matrix over which squares are averaged."""
+        if self.moment2_per == "row" or self.moment2_per == "longer_side" and rows >= cols:
+            return -1
+        return -2
+
+    def refusal(self, shape: Shape, *, cut_axis: Axis | None = None) -> str | None:
+        """Refuse "longer_side" for a matrix that is cut: its parts do not show the longer side."""
+        if cut_axis is None or self.moment2_per != "longer_side" or self.sees_tensor_shards:
+            return None
+        line = "row" if shape[-2] >= shape[-1] else "column"
+        return (
+            "is cut by tensor parallelism, and moment2_per is 'longer_side', which the parts of a "
+            f"matrix do not show; set moment2_per to '{line}', which means the same for it"
+        )
+
+    def scale_summary(self) -> str:
+        """Return the scale and the average as text."""
+        return f"{super().scale_summary()} per {self.moment2_per}"
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
-        axis = self.recipe.axis(*batch.shape)
+        axis = self.axis(*batch.shape)
         squares = orthogonal.square().sum(axis, keepdim=True)
-        if self.cut is not None and self.cut[0] == axis:
-            squares = self.summed(squares)
+        if batch.cut is not None and batch.cut[0] == axis:
+            squares = batch.summed(squares)
         squares.div_(batch.shape[axis])
-        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.recipe.moment2_beta)
-        norms = self.norms_of(orthogonal)
-        update = orthogonal.div_(moment2.sqrt_().add_(self.recipe.moment2_eps))
-        return update.mul_(norms / self.norms_of(update).clamp_min(TINY))
+        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.moment2_beta)
+        norms = batch.norms_of(orthogonal)
+        update = orthogonal.div_(moment2.sqrt_().add_(self.moment2_eps))
+        return update.mul_(norms / batch.norms_of(update).clamp_min(TINY))
 
 
-class AdaMuon(Scaled):
+class AdaMuon(Adaptive):
     """Muon divided by the root of an average of its own squares, with the norm of an orthogonal
     matrix.
 
@@ -360,11 +479,39 @@ class AdaMuon(Scaled):
     updates begin at an RMS of 72 (64 x 256) and end near 16.
     """
 
-    recipe: recipes.AdaMuon
+    rule = "adamuon"
+    family = "adamuon"
+
+    scale_mode: ScaleMode = "match_rms_adamw"
+    moment2_rescale: bool = True
+    """Rescale the quotient to the Frobenius norm of an orthogonal matrix, the root of its shorter
+    side.
+    """
+    sign_momentum: bool = False
+    """Orthogonalise the signs of the momentum instead of the momentum."""
+
+    @property
+    def held_beside(self) -> int:
+        """Add one with ``sign_momentum``: the momentum beside its signs."""
+        return super().held_beside + self.sign_momentum
+
+    def states(self, shape: Shape) -> States:
+        """Return two states of the parameter's shape."""
+        return self.like(shape, "momentum_buffer", "moment2_buffer")
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True with ``scale_mode`` "match_rms_adamw" and ``moment2_rescale``, its defaults."""
+        return super().takes_rate_of_adamw and self.moment2_rescale
+
+    def scale_summary(self) -> str:
+        """Return the scale, the average, and the settings as text."""
+        rescale = ", not rescaled" * (not self.moment2_rescale)
+        return f"{super().scale_summary()}{rescale}{', of signs' * self.sign_momentum}"
 
     def prepared(self, direction: Tensor) -> Tensor:
         """Return the signs of ``direction`` with ``sign_momentum``, else ``direction`` itself."""
-        if self.recipe.sign_momentum:
+        if self.sign_momentum:
             return direction.sign()
         return direction
 
@@ -372,20 +519,20 @@ class AdaMuon(Scaled):
         """Return the update of the class."""
         moments = batch.state("moment2_buffer")
         parts = unstack(orthogonal, moments)
-        torch._foreach_mul_(moments, self.recipe.moment2_beta)
-        torch._foreach_addcmul_(moments, parts, parts, value=1 - self.recipe.moment2_beta)
+        torch._foreach_mul_(moments, self.moment2_beta)
+        torch._foreach_addcmul_(moments, parts, parts, value=1 - self.moment2_beta)
         roots = torch._foreach_sqrt(moments)
-        torch._foreach_add_(roots, self.recipe.moment2_eps)
+        torch._foreach_add_(roots, self.moment2_eps)
         torch._foreach_div_(parts, roots)
-        if self.recipe.moment2_rescale:
-            norms = self.norms_of(orthogonal)
+        if self.moment2_rescale:
+            norms = batch.norms_of(orthogonal)
             wanted = math.sqrt(min(batch.shape))
             # A matrix without a gradient has a norm of 0, and 0 times infinity is NaN.
             orthogonal.mul_(torch.where(norms < wanted * TINY, 0, wanted / norms))
         return orthogonal
 
 
-class Namo(Scaled):
+class Namo(Adaptive):
     """NAMO: Muon scaled by the ratio of the momentum's norm to that of gradients, like Adam's
     steps.
 
@@ -402,14 +549,29 @@ class Namo(Scaled):
     begins at (1 - momentum) / sqrt(1 - beta), 0.22 without nesterov.
     """
 
-    recipe: recipes.Namo
+    rule = "namo"
+    family = "namo"
+    only_sizes = True
+
+    @model_validator(mode="after")
+    def _sees_gradients(self) -> Namo:
+        if self.weight_decay_method == "l2":
+            raise ValueError(
+                "weight_decay_method of namo is 'l2', which would make weight decay a part of the "
+                "gradients whose norms it compares; set it to 'decoupled', 'independent' or 'palm'"
+            )
+        return self
+
+    def states(self, shape: Shape) -> States:
+        """Return the momentum, and a number for each matrix."""
+        return {**super().states(shape), "moment2_buffer": StateSpec((*shape[:-2], 1, 1))}
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
-        squares = self.norms(matrices_of(batch.grads)).square_().view(-1, 1, 1)
-        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.recipe.moment2_beta)
-        roots = moment2.sqrt_().add_(self.recipe.moment2_eps)
-        return orthogonal.mul_(self.norms_of(batch.direction) / roots)
+        squares = batch.norms(matrices_of(batch.grads)).square_().view(-1, 1, 1)
+        moment2 = batch.follow_("moment2_buffer", squares, 1 - self.moment2_beta)
+        roots = moment2.sqrt_().add_(self.moment2_eps)
+        return orthogonal.mul_(batch.norms_of(batch.direction) / roots)
 
 
 class Scion(Orthogonalized):
@@ -424,11 +586,42 @@ class Scion(Orthogonalized):
     0.3.0, which has only the constrained version; and pytorch_optimizer 4.1.0.
     """
 
-    recipe: recipes.Scion
+    rule = "scion"
+    family = "muon"
+    only_sizes = True
 
-    def scale(self, rows: int, cols: int) -> float:
+    nesterov: bool = False
+    spectral_radius: Positive = 1.0
+    """The spectral norm of the ball, in units of the root of rows over columns."""
+    constrained: bool = True
+    """Stay in the ball: weights decay by the learning rate, and ``weight_decay`` has no effect.
+    False: the ball only bounds the update, and weights decay as in every other optimizer.
+    """
+
+    @model_validator(mode="after")
+    def _stays_in_the_ball(self) -> Scion:
+        for key in ("weight_decay_method", "cautious_weight_decay"):
+            value = getattr(self, key)
+            if self.constrained and value not in ("decoupled", False):
+                raise ValueError(
+                    f"{key} of scion is {value!r}, and constrained is true, with which every "
+                    "weight decays by the learning rate; leave it out, or set constrained to false"
+                )
+        return self
+
+    @property
+    def own_weight_decay(self) -> float | None:
+        """1 with ``constrained``, so that weights decay by the learning rate; else None."""
+        return 1.0 if self.constrained else None
+
+    def scale_summary(self) -> str:
+        """Return the radius as text, and whether it bounds weights."""
+        constrained = "constrained" if self.constrained else "unconstrained"
+        return f", spectral_radius {self.spectral_radius:g}, {constrained}"
+
+    def scale_of(self, rows: int, cols: int) -> float:
         """Return ``spectral_radius`` times the factor of "unit_rms_norm"."""
-        return self.recipe.spectral_radius * scale_factor("unit_rms_norm", rows, cols)
+        return self.spectral_radius * scale_factor("unit_rms_norm", rows, cols)
 
 
 class PolarGrad(Orthogonalized):
@@ -441,15 +634,23 @@ class PolarGrad(Orthogonalized):
     Reference: arXiv 2505.21799; Emerging-Optimizers 0.3.0.
     """
 
-    recipe: recipes.PolarGrad
+    rule = "polargrad"
+    family = "muon"
+    only_sizes = True
+
+    extra_scale_factor: Positive = 1.0
+
+    def scale_summary(self) -> str:
+        """Return the scale as text."""
+        return f", nuclear norm{_times(self.extra_scale_factor)}"
 
     def adapted_(self, orthogonal: Tensor, batch: Batch) -> Tensor:
         """Return the update of the class."""
         # Sum rows first, and each matrix by itself: over a batch, the order of the sum would depend
         # on the batch size.
         of_rows = (orthogonal * batch.direction).sum(-1)
-        return orthogonal.mul_(self.summed(of_rows.sum(-1)).view(-1, 1, 1))
+        return orthogonal.mul_(batch.summed(of_rows.sum(-1)).view(-1, 1, 1))
 
-    def scale(self, rows: int, cols: int) -> float:
+    def scale_of(self, rows: int, cols: int) -> float:
         """Return ``extra_scale_factor``."""
-        return self.recipe.extra_scale_factor
+        return self.extra_scale_factor

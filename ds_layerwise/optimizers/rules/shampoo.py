@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import Literal
+
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.recipes import shampoo_recipe as recipes
-from ds_layerwise.optimizers.rule import Hyper, State
-from ds_layerwise.optimizers.rules.kronecker import Kronecker, eigh
+from ds_layerwise.optimizers.base.fields import Positive
+from ds_layerwise.optimizers.base.one_step import Hyper, State
+from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States
+from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, Kronecker, eigh
 from ds_layerwise.orthogonalize.norms import norms_of
+
+Grafting = Literal["adam", "none"]
+Statistics = Literal["average", "sum"]
 
 
 class Shampoo(Kronecker):
@@ -37,13 +44,66 @@ class Shampoo(Kronecker):
     float32 on the CPU.
     """
 
-    recipe: recipes.Shampoo
+    rule = "shampoo"
+    family = "shampoo"
+    as_adamw = "grafting to 'adam'"
+
+    grafting: Grafting = "adam"
+    """The norm of the update of a matrix: "adam" for that of Adam's update, "none" for its own."""
+    statistics: Statistics = "average"
+    """The kind of ``L`` and ``R``: "average" over steps with ``shampoo_beta``, or "sum", as in
+    AdaGrad.
+    """
+    matrix_eps: Positive = 1e-6
+    """Added to eigenvalues before the root, relative to the largest one of the factor."""
+
+    def states(self, shape: Shape) -> States:
+        """Return a momentum, factors and their inverse roots, the number of steps, and the second
+        moment for Adam's norm.
+        """
+        moments = ("exp_avg", "exp_avg_sq") if self.grafting == "adam" else ("exp_avg",)
+        return {**self.averages(shape, *moments), **self.squares(shape, "", "root_")}
+
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of an update: of the factors, of the products of momentum and roots, and
+        the share of one step in the roots.
+        """
+        matrices = math.prod(shape[:-2])
+        roots = sum((EIGH_FLOPS + 2) * side**3 for side in self.sides(shape).values())
+        return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
+
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes of the update and its scale, or of the computation of the larger root.
+
+        An eigendecomposition needs its result, and twice that in LAPACK.
+        """
+        *_, rows, cols = shape
+        most = max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2)
+        return 4 * self.together(shape) * (most + 8 * max(rows, cols)) + self.decaying(shape)
+
+    @property
+    def meaning(self) -> str:
+        """The kind of statistics: a sum is larger than an average by the number of steps."""
+        return f"statistics {self.statistics!r}"
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True with ``grafting`` "adam"."""
+        return self.grafting == "adam"
+
+    def summary(self, hyper: HyperText) -> str:
+        """Return the averages and the frequency of roots as text."""
+        kind = f"shampoo_beta {self.shampoo_beta:g}" if self.statistics == "average" else "sums"
+        return (
+            f"betas {hyper('betas')}, eps {hyper('eps')}, {kind}, roots every "
+            f"{self.precondition_frequency} steps, grafting {self.grafting}{self.update_limit()}"
+        )
 
     def _update(self, grad: Tensor, state: State, step: int, hyper: Hyper) -> Tensor:
-        sides = self.recipe.sides(tuple(grad.shape))
+        sides = self.sides(tuple(grad.shape))
         kept = self._kept(step)
         new = 1 - kept
-        if self.recipe.statistics == "sum":
+        if self.statistics == "sum":
             kept = new = 1.0
         for key in sides:
             matrix = {"L": grad, "R": grad.mT}[key]
@@ -57,7 +117,7 @@ class Shampoo(Kronecker):
             update = state["root_L"] @ update
         if "R" in sides:
             update = update @ state["root_R"]
-        if self.recipe.grafting == "none":
+        if self.grafting == "none":
             return update.div_(correction1)
         second = state["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         roots = (second / correction2).sqrt_().add_(hyper.eps)
@@ -68,7 +128,7 @@ class Shampoo(Kronecker):
     def _root(self, factor: Tensor, exponent: float) -> Tensor:
         values, vectors = eigh(factor)
         largest = values[..., :1]
-        least = self.recipe.matrix_eps
+        least = self.matrix_eps
         powers = values.clamp_min(0).add_(largest, alpha=least).pow_(exponent)
         powers = torch.where(largest > 0, powers, 1.0)
         return (vectors * powers.unsqueeze(-2)) @ vectors.mT

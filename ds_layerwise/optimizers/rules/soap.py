@@ -1,15 +1,26 @@
-"""SOAP: Adam in the eigenbases of Shampoo's factors."""
+"""SOAP and KL-SOAP: Adam in the eigenbases of Shampoo's factors."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from ds_layerwise.optimizers.recipes import soap_recipe as recipes
-from ds_layerwise.optimizers.rule import Hyper, State
-from ds_layerwise.optimizers.rules.kronecker import Kronecker, check_finite, eigh
+from ds_layerwise.optimizers.base.one_step import Hyper, State
+from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States, StateSpec
+from ds_layerwise.optimizers.rules.kronecker import (
+    EIGH_FLOPS,
+    Kronecker,
+    check_finite,
+    eigh,
+    qr_flops,
+)
+
+Basis = Literal["qr", "eigh"]
 
 
 class Soap(Kronecker):
@@ -54,11 +65,75 @@ class Soap(Kronecker):
     ``eigvals_R`` for KL-SOAP; ``step``, 0-d float32 on the CPU.
     """
 
-    recipe: recipes.Soap
+    rule = "soap"
+    family = "soap"
+    kl: ClassVar[bool] = False
+
+    basis: Basis = "qr"
+    """The method for new bases: "qr", a power iteration from the previous ones; "eigh", exact, like
+    the first ones.
+    """
+    power_iter_steps: Annotated[int, Field(ge=1, le=1000)] = 1
+    """The number of steps of the power iteration, each with a QR decomposition."""
+    lagged_basis: bool = True
+    """Use a gradient in the bases from earlier gradients, as in the paper, so that weights do not
+    change at the first step; false: in bases that include the gradient itself, as in
+    Emerging-Optimizers.
+    """
+    nesterov: bool = False
+
+    def states(self, shape: Shape) -> States:
+        """Return two moments, of which the second is in the eigenbases, the factors and their
+        bases, and the number of steps.
+        """
+        return {**self.averages(shape, "exp_avg", "exp_avg_sq"), **self.squares(shape, "", "Q_")}
+
+    def work(self, shape: Shape) -> int:
+        """Return the FLOPs of an update: of the factors, of moving gradient, momentum and update
+        between bases, and the share of one step in the bases.
+        """
+        sides = self.sides(shape).values()
+        bases = math.prod(shape[:-2]) * sum(map(self._basis_flops, sides))
+        products = 5 if self.kl and len(sides) == 2 else 4
+        return products * self.products(shape) + bases // self.precondition_frequency
+
+    def _basis_flops(self, side: int) -> int:
+        # The first product of a power iteration also determines the order of the old basis.
+        product = 2 * side**3
+        if self.basis == "eigh":
+            return product + EIGH_FLOPS * side**3
+        return self.power_iter_steps * (product + qr_flops(side)) + product * self.kl
+
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes of Adam, or of the update that is held while the larger basis is
+        computed.
+
+        A QR decomposition needs its input and two results; an eigendecomposition needs its result,
+        and twice that in LAPACK.
+        """
+        *_, rows, cols = shape
+        numel = rows * cols
+        square = max(self.sides(shape).values()) ** 2
+        learning = max(3 * square, 2 * numel * self.kl) + numel * self.lagged_basis
+        most = max((3 + self.nesterov) * numel, learning)
+        return 4 * self.together(shape) * (most + 8 * max(rows, cols)) + self.decaying(shape)
+
+    @property
+    def takes_rate_of_adamw(self) -> bool:
+        """True: an update is AdamW's, rotated."""
+        return True
+
+    def summary(self, hyper: HyperText) -> str:
+        """Return the averages and the method for bases as text."""
+        return (
+            f"betas {hyper('betas')}, eps {hyper('eps')}, shampoo_beta {self.shampoo_beta:g}, "
+            f"bases by {self.basis} every {self.precondition_frequency} "
+            f"steps{', nesterov' * self.nesterov}{self.update_limit()}"
+        )
 
     def init_state(self, param: Tensor) -> State:
         """Return zeros, bases of the parameter's own axes, and eigenvalues of 1."""
-        state = Kronecker.init_state(self, param)
+        state = super().init_state(param)
         for key, value in state.items():
             if key.startswith("Q_"):
                 value.diagonal(dim1=-2, dim2=-1).fill_(1)
@@ -73,7 +148,7 @@ class Soap(Kronecker):
         step: int,
         hyper: Hyper,
     ) -> Tensor | None:
-        if not self.recipe.lagged_basis:
+        if not self.lagged_basis:
             self._learn(grad, state, step, hyper)
             return self._adam(grad, state, step, hyper)
         # Compute the result first, so that it does not depend on the new bases.
@@ -88,7 +163,7 @@ class Soap(Kronecker):
         beta1, beta2 = hyper.betas
         correction1, correction2 = self._corrections(count, hyper)
         momentum = state["exp_avg"].lerp_(grad, 1 - beta1)
-        if self.recipe.nesterov:
+        if self.nesterov:
             after = self._corrections(count + 1, hyper)[0]
             momentum = (momentum * (beta1 / after)).add_(grad, alpha=(1 - beta1) / correction1)
             correction1 = 1.0
@@ -107,14 +182,14 @@ class Soap(Kronecker):
         """
         self._add_to_factors(grad, state, step, hyper)
         if self._is_due(step):
-            for key in self.recipe.sides(tuple(grad.shape)):
+            for key in self.sides(tuple(grad.shape)):
                 self._renew_basis(key, state, first=step == 1)
 
     def _hint(self, hyper: Hyper) -> str:
-        """See :meth:`.kronecker.Kronecker._hint`."""
+        """See :meth:`.Kronecker._hint`."""
         return (
             f"eps, the least eigenvalue that kl_soap divides by, is {hyper.eps:g}: make it 1e-8; "
-            * (self.recipe.kl and hyper.eps < 1e-10)
+            * (self.kl and hyper.eps < 1e-10)
         )
 
     def _add_to_factors(
@@ -130,9 +205,9 @@ class Soap(Kronecker):
                 continue
             seen = weighed = matrix
             new = 1 - kept
-            if self.recipe.kl:
+            if self.kl:
                 new /= matrix.shape[-1]
-            if self.recipe.kl and other in state:
+            if self.kl and other in state:
                 # The rows to multiply with their transpose, in the basis of the other factor.
                 seen = matrix @ state[f"Q_{other}"]
                 weighed = seen / state[f"eigvals_{other}"].clamp_min(hyper.eps).unsqueeze(-2)
@@ -152,23 +227,38 @@ class Soap(Kronecker):
             order = torch.argsort(seen, dim=-1, descending=True, stable=True)
             del seen
             _sort_(state["exp_avg_sq"], order, {"L": -2, "R": -1}[key])
-            if self.recipe.basis == "eigh":
+            if self.basis == "eigh":
                 del image
                 values, vectors = eigh(factor)
             else:
                 _sort_(image, order, -1)
                 vectors = torch.linalg.qr(image).Q
-                for _ in range(self.recipe.power_iter_steps - 1):
+                for _ in range(self.power_iter_steps - 1):
                     torch.matmul(factor, vectors, out=image)
                     del vectors
                     vectors = torch.linalg.qr(image).Q
                 del image
         basis.copy_(vectors)
         del vectors
-        if self.recipe.kl:
+        if self.kl:
             if values is None:
                 values = (basis * (factor @ basis)).sum(-2)
             state[f"eigvals_{key}"].copy_(values)
+
+
+class KlSoap(Soap):
+    """SOAP whose factors are estimated by Kullback-Leibler minimisation."""
+
+    rule = "kl_soap"
+    family = "kl_soap"
+    kl = True
+
+    def states(self, shape: Shape) -> States:
+        """Return SOAP's states, and the eigenvalues of the factors in their bases."""
+        specs = super().states(shape)
+        for key, side in self.sides(shape).items():
+            specs[f"eigvals_{key}"] = StateSpec((*shape[:-2], side))
+        return specs
 
 
 def into(matrices: Tensor, bases: Mapping[str, Tensor]) -> Tensor:

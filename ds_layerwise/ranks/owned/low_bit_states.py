@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.recipe import StateSpec
-from ds_layerwise.optimizers.low_bit import (
+from ds_layerwise.optimizers.base.low_bit import (
     chance_of,
     of_codes,
     round_by_chance_,
     scales_of,
     to_codes_,
 )
+from ds_layerwise.optimizers.base.recipe import StateSpec
 
 
 class LowBitStates:

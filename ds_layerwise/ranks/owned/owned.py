@@ -15,9 +15,10 @@ from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.config.targets.fused_parts import whole_states
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.base.dtypes import MasterDtype
+from ds_layerwise.optimizers.base.one_step import Hyper, Site, State, UpdateError
 from ds_layerwise.optimizers.base.recipe import StateSpec
-from ds_layerwise.optimizers.rule import Hyper, State, UpdateError, UpdateRule
 from ds_layerwise.orthogonalize.batching import max_batch_numel
+from ds_layerwise.orthogonalize.tensor_shards import Peers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
@@ -29,7 +30,7 @@ from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.routing.part_views import Seen, first_state, seen_parts
-from ds_layerwise.routing.routes import ParamGroups, Routes
+from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The key of a master among the keys of states.
 MASTER = "fp32"
@@ -61,8 +62,16 @@ class OwnedSettings:
     """The form of the masters of bfloat16 parameters between updates; float32 with ``on_host``."""
     rounding_seed: int = 0
     """The seed of stochastic rounding of states."""
-    tp_size: int = 1
-    """The number of tensor-parallel parts of a matrix."""
+    peers: Peers | None = None
+    """The ranks with the other tensor shards; None if there are none."""
+    fast_dtypes: frozenset[torch.dtype] = frozenset()
+    """See :attr:`.Site.fast_dtypes`."""
+
+    def site(self, route: Route) -> Site:
+        """Return the place where the parameter of ``route`` is updated."""
+        if self.peers is None or route.tp_axis is None:
+            return Site(self.fast_dtypes)
+        return Site(self.fast_dtypes, (route.tp_axis, self.peers))
 
 
 class Owned:
@@ -74,7 +83,6 @@ class Owned:
     Args:
         values: the parameter buffer, whose shards are the initial masters.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
-        rules: the rule that updates each parameter, by name.
     """
 
     def __init__(
@@ -83,12 +91,11 @@ class Owned:
         routes: Routes,
         values: FlatBuffer | OwnShards,
         grads: FlatBuffer | None,
-        rules: Mapping[str, UpdateRule],
         settings: OwnedSettings,
     ) -> None:
         self.layout = layout = values.layout
         self.rank = rank
-        self._rules = rules
+        self._site_of = settings.site
         self._routes = routes
         self._names = settings.names
         self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
@@ -130,10 +137,9 @@ class Owned:
         self._updates = update_sets(
             self.pieces,
             routes,
-            rules,
             batch_matrices=settings.batch_matrices,
             in_place=() if settings.on_host else self._views_once,
-            tp_size=settings.tp_size,
+            tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
         self._begun: set[int] = set()
@@ -194,7 +200,7 @@ class Owned:
     def _first_state(self, name: str, master: Tensor) -> State:
         """Return the initial state, in the memory order of the parameter."""
         route = self._routes[name]
-        init = self._rules[name].init_state
+        init = route.recipe.init_state
         if route.parts is not None:
             places = route.parts.places(tuple(master.shape))
             return first_state(master, places, whole_states(route.recipe), init)
@@ -309,13 +315,14 @@ class Owned:
         copies = [view.copy() for view in views]
         params, grads, states, *_ = zip(*copies, strict=True)
         before = [] if watch is None else watch.before(names, params)
-        hyper = update.route.hyper(param_groups[update.route.group])
+        route = update.route
+        hyper = Hyper(**route.hyper(param_groups[route.group]))
         try:
-            update.rule.update_(params, grads, states, Hyper(**hyper))
+            route.recipe.update_(params, grads, states, hyper, self._site_of(route))
         except UpdateError as error:
             raise StepError(f"{names[error.index]}: {error}") from error
         if watch is not None:
-            watch.after(update.route.recipe.rule, names, before, params, states)
+            watch.after(route.recipe.rule, names, before, params, states)
         for view, copy in zip(views, copies, strict=True):
             view.take_back(copy)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
-from ds_layerwise.optimizers.rule import UpdateRule
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.plan.planner.update_batches import Matrices, together
 from ds_layerwise.routing.routes import Route, Routes
@@ -17,7 +16,6 @@ from ds_layerwise.routing.routes import Route, Routes
 class UpdateSet:
     """Parameters that one rule updates with the same hyper-parameters."""
 
-    rule: UpdateRule
     route: Route
     """The route of the first parameter. The other routes are equal in everything that an update
     uses.
@@ -30,7 +28,6 @@ class UpdateSet:
 def update_sets(
     pieces: Sequence[Sequence[Piece]],
     routes: Routes,
-    rules: Mapping[str, UpdateRule],
     *,
     batch_matrices: bool,
     in_place: Container[str],
@@ -42,7 +39,6 @@ def update_sets(
 
     Args:
         pieces: this rank's pieces, by bucket.
-        rules: the rule that updates each parameter, by name.
         batch_matrices: True if a rule gets whole parameters together, False if one by one.
         in_place: the parameters that are updated in their stored memory. Others need temporary
             memory; a bucket with one of these is updated by itself.
@@ -70,7 +66,7 @@ def update_sets(
         for update in updates:
             names = tuple(member.name for member in update)
             buckets = tuple(sorted({bucket_of[name] for name in names}, reverse=True))
-            sets[-1].append(UpdateSet(rules[names[0]], routes[names[0]], names, buckets))
+            sets[-1].append(UpdateSet(routes[names[0]], names, buckets))
     return sets
 
 

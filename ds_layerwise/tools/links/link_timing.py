@@ -17,9 +17,8 @@ from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.devices import fast_dtypes
-from ds_layerwise.optimizers.recipes import muon_recipes as recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.orthogonalize.newton_schulz import newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.plan.network.link_fit import Timing, Where
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.sync.bucket_transfers import Wire, average, gather_between_nodes, make_wires
@@ -221,13 +220,12 @@ def _tflops(clock: _Clock) -> tuple[float, str]:
     """Return the TFLOP/s of Newton-Schulz with a run's default settings, and the dtype of
     products.
     """
-    recipe = recipes.Muon()
+    recipe = Muon()
     shape = _MATRIX_ON_HOST if clock.on_host else _MATRIX
-    rule = Muon.of(recipe).on_device(fast_dtypes(clock.device))
+    dtype = recipe.products_in(fast_dtypes(clock.device))
+    rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
     matrix = torch.randn(shape, dtype=torch.float32, device=clock.device)
     seconds = clock.steady(
-        lambda: newton_schulz(
-            matrix, rule.ns_coefficients, method=recipe.ns_method, dtype=rule.products_in
-        )
+        lambda: newton_schulz(matrix, rows, method=recipe.ns_method, dtype=dtype)
     )
-    return recipe.work(shape) / seconds / 1e12, str(rule.products_in).removeprefix("torch.")
+    return recipe.work(shape) / seconds / 1e12, str(dtype).removeprefix("torch.")

@@ -27,9 +27,8 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.optimizers.base.fields import check, normalised, plain
-from ds_layerwise.optimizers.foreign import any_torch_recipe
-from ds_layerwise.optimizers.foreign.any_torch import set_rate
-from ds_layerwise.optimizers.foreign.any_torch_recipe import SPLIT, ClientTorch, UnitOfClass
+from ds_layerwise.optimizers.foreign import any_torch, class_paths
+from ds_layerwise.optimizers.foreign.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.groups.rate_checks import check_floors
@@ -231,7 +230,7 @@ def _path_of(client: Optimizer) -> str:
     """Return the name of the class for a config: in the outermost package that exports it, because
     saved states refer to the class by that name.
     """
-    return any_torch_recipe.path_of(type(client))
+    return class_paths.path_of(type(client))
 
 
 def _recipes_of(client: Optimizer, split: UnitOfClass) -> tuple[ClientTorch, ...]:
@@ -266,7 +265,7 @@ def _recipes_of(client: Optimizer, split: UnitOfClass) -> tuple[ClientTorch, ...
         chosen = check(UnitOfClass, f"{where}.{SPLIT}", group.get(SPLIT, split))
         same = chosen, tuple(texts.items())
         if same not in by_settings:
-            by_settings[same] = any_torch_recipe.subclass(
+            by_settings[same] = any_torch.subclass(
                 ClientTorch,
                 path,
                 whole=chosen == "whole",

@@ -19,7 +19,7 @@ from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, StepError, nearest
 from ds_layerwise.optimizers.base.fields import check, merged_keys, normalised, plain
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.recipe_registry import recipes_of_settings
+from ds_layerwise.optimizers.registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.routing.group_defaults import OF_OTHER_SCHEDULES
 from ds_layerwise.routing.routes import Route, Routes

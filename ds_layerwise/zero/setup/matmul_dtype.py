@@ -16,7 +16,6 @@ import torch
 from ds_layerwise.errors import few
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.devices import fast_dtypes
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 
@@ -38,8 +37,8 @@ class Products:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes that are fast on all ranks with an open choice, for rules; see
-        :meth:`.optimizers.rule.UpdateRule.on_device`.
+        """The dtypes that are fast on all ranks with an open choice, for updates; see
+        :attr:`.Site.fast_dtypes`.
         """
         asked = []
         for dtypes in self.by_rank:
@@ -96,7 +95,7 @@ class Products:
 
 
 def _products_in(recipe: Recipe, fast: frozenset[torch.dtype]) -> str | None:
-    dtype = rule_of(recipe).on_device(fast).products_in
+    dtype = recipe.products_in(fast)
     return None if dtype is None else dtype_name(dtype)
 
 

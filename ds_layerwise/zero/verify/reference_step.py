@@ -14,10 +14,9 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config.targets.fused_parts import whole_states
+from ds_layerwise.optimizers.base.one_step import Hyper, Site, State
 from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.rule import Hyper, State
-from ds_layerwise.optimizers.rule_registry import rule_of
 from ds_layerwise.routing.part_views import Seen, seen_parts
 from ds_layerwise.routing.routes import Route
 
@@ -37,12 +36,12 @@ class PlainStep:
 
     Args:
         numel: its elements.
-        fast_dtypes: see :meth:`.optimizers.rule.UpdateRule.on_device`.
+        fast_dtypes: see :attr:`.Site.fast_dtypes`.
     """
 
     def __init__(self, route: Route, numel: int, *, fast_dtypes: frozenset[torch.dtype]) -> None:
         self._route = route
-        self._rule = rule_of(route.recipe).on_device(fast_dtypes)
+        self._site = Site(fast_dtypes)
         self._shape = route.stored_shape or (numel,)
         self.states: Mapping[str, StateSpec] = route.states(numel)
         """The states of the whole parameter, by name."""
@@ -65,7 +64,7 @@ class PlainStep:
         hyper = Hyper(**self._route.hyper(param_group))
         for seen in self._seen(master.view(self._shape), grad.view(self._shape), state):
             copy = seen.copy()
-            self._rule.update_([copy.param], [copy.grad], [copy.state], hyper)
+            self._route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)
             seen.take_back(copy)
 
     def _seen(self, master: Tensor, grad: Tensor, state: State) -> list[Seen]:
@@ -87,7 +86,8 @@ class PlainStep:
         """
         if not expected.numel():
             return 0.0
-        in_half = self._rule.products_in not in (None, torch.float32) and key not in _EXACT
+        products = self._route.recipe.products_in(self._site.fast_dtypes)
+        in_half = products not in (None, torch.float32) and key not in _EXACT
         wide = widest_float()
         change = float((expected.to(wide) - before.to(wide)).abs().max())
         size = float(expected.abs().max())

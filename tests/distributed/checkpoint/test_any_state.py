@@ -10,9 +10,9 @@ import torch
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.base.fields import Decay
-from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec, like
-from ds_layerwise.optimizers.recipe_registry import REGISTRY, Entry
-from ds_layerwise.optimizers.rule import zeros
+from ds_layerwise.optimizers.base.one_step import ANYWHERE
+from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec
+from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, whole_states
@@ -21,8 +21,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
-pytestmark = rooms("recipe", "recipe_registry", "rule_registry", "record", "regular", "universal", "reshard",
-                   "host_memory")
+pytestmark = rooms("recipe", "registry", "record", "regular", "universal", "reshard", "host_memory")
 
 
 class Recipe_(Recipe):
@@ -37,7 +36,7 @@ class Recipe_(Recipe):
 
     def states(self, shape):
         *batch, rows, cols = shape
-        return {**like(shape, "exp_avg", "exp_avg_sq", "fast_avg"), "row_avg": StateSpec((*batch, rows)),
+        return {**self.like(shape, "exp_avg", "exp_avg_sq", "fast_avg"), "row_avg": StateSpec((*batch, rows)),
                 "left": StateSpec((*batch, rows, rows)), "right": StateSpec((*batch, cols, cols)),
                 "step": StateSpec((), on_host=True), "seen": StateSpec((3,), dtype="int64")}
 
@@ -45,32 +44,15 @@ class Recipe_(Recipe):
         *_, rows, cols = shape
         return rows * cols * (rows + cols)
 
-
-class Rule:
-    """A rule whose update is in plain torch."""
-
-    def __init__(self, recipe):
-        self.recipe = recipe
-
-    of = classmethod(lambda cls, recipe: cls(recipe))
-
-    products_in = None
-
-    def check(self, device):
-        pass
-
-    def on_device(self, fast_dtypes):
-        return self
-
     def init_state(self, param):
-        state = zeros(self.recipe.states(tuple(param.shape)), param)
+        state = super().init_state(param)
         for key in ("left", "right"):
             state[key].diagonal(dim1=-2, dim2=-1).fill_(1)
         return state
 
-    def update_(self, params, grads, states, hyper):
+    def update_(self, params, grads, states, hyper, site=ANYWHERE):
         for param, grad, state in zip(params, grads, states, strict=True):
-            for key, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.99), ("fast_avg", self.recipe.fast)):
+            for key, beta in (("exp_avg", 0.9), ("exp_avg_sq", 0.99), ("fast_avg", self.fast)):
                 state[key].lerp_(grad, 1 - beta)
             state["row_avg"].lerp_(grad.square().mean(-1), 0.1)
             state["left"].add_(grad @ grad.mT)
@@ -84,7 +66,7 @@ KEYS = {"fp32", "exp_avg", "exp_avg_sq", "fast_avg", "row_avg", "left", "right",
 
 
 def engine_of(monkeypatch, **changes):
-    monkeypatch.setitem(REGISTRY, "preconditioned", Entry(Recipe_, f"{__name__}:Rule"))
+    monkeypatch.setitem(REGISTRY, "preconditioned", Recipe_)
     params = {"matrix_optimizer": "preconditioned", "fast": 0.25, "lr": 0.003, "muon_lr": 0.01}
     return start(Net(), ds_config(**changes, optimizer={"type": "LayerWise", "params": params}))
 

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.optimizers.base.recipe import WeightDecayMethod
-from ds_layerwise.optimizers.recipe_registry import names
-from ds_layerwise.optimizers.recipes import elementwise_recipes as elementwise
-from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.base.decay import WeightDecayMethod
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.registry import REGISTRY, names
+from ds_layerwise.optimizers.rules import elementwise
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
 from tests.support.expected import by_its_rule
 from tests.support.harness import DistributedTest, made_once
@@ -22,35 +21,35 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
-pytestmark = rooms("elementwise", "elementwise_recipes", "adafactor", "adafactor_recipe", "muon_family",
-                   "muon_recipes", "decay", "routes", "record", "reshard", "param_groups")
+pytestmark = rooms("elementwise", "muon_family", "decay", "routes", "record", "reshard", "param_groups")
 
 MUON = Muon(ns_method="standard", ns_dtype="fp32")
 CAUTIOUS = {"cautious_weight_decay": True}
 
 #: What overrides make of single parameters, beside their optimizer; all others have the run's.
 OVERRIDES = {
-    "embed.weight": elementwise.AdEMAMix(alpha=3.0, alpha_warmup_steps=4, beta3=0.99, beta3_warmup_steps=6,
-                             weight_decay_method="palm"),
-    "head.weight": elementwise.Signum(nesterov=True, **CAUTIOUS),
-    "flat.weight": elementwise.LaProp(weight_decay_method="l2"),
+    "embed.weight": elementwise.AdamW(weight_decay_method="palm"),
+    "head.weight": elementwise.Sgd(weight_decay_method="decoupled", **CAUTIOUS),
+    "flat.weight": elementwise.Lion(weight_decay_method="l2"),
     "flat.bias": elementwise.Adam(weight_decay_method="independent", **CAUTIOUS),
     "norm.weight": elementwise.Lion(weight_decay_method="palm", **CAUTIOUS),
     "norm.bias": elementwise.Sgd(),
     "tall.bias": elementwise.AdamW(**CAUTIOUS),
     "square.weight": MUON.model_copy(update={"weight_decay_method": "l2"}),
     "twin.weight": MUON.model_copy(update={"weight_decay_method": "independent", **CAUTIOUS}),
-    "tall.weight": Adafactor(**CAUTIOUS),
-    "experts": Adafactor(weight_decay_method="l2", beta2_decay=-0.5),
+    # Every element-wise optimizer as it is, those that come, too.
+    **{f"spare.{i}": REGISTRY[name]() for i, name in enumerate(names(whole=False))},
 }
 
 
 class Model(Net):
-    """Has parameters to spare, ``spare.0`` and so on, for rules that come; those without an override are AdamW's."""
+    """Has a parameter to spare for each element-wise optimizer, ``spare.0`` and so on."""
 
     def __init__(self):
         super().__init__()
-        self.spare = nn.ParameterList(torch.randn(5 + i) for i in range(5))
+        self.spare = nn.ParameterList(torch.randn(5 + i) for i in range(len(names(whole=False))))
+
+
 
 #: What a schedule puts into the group before a step, of whatever kind its numbers are.
 SCHEDULE = {0: {}, 1: {"weight_decay": 0.3, "momentum": 0.8}, 2: {"betas": (0.7, np.float64(0.9)), "eps": 1e-4},
@@ -96,9 +95,7 @@ def assert_masters(engine, expected):
         torch.testing.assert_close(value, expected[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
 
 
-def test_all_of_them_are_there():
-    missing = set(names(whole=False)) - {recipe.rule for recipe in OVERRIDES.values()}
-    assert not missing, f"give each of these a parameter of Model in OVERRIDES: {missing}"
+def test_every_method_of_weight_decay_is_there():
     assert {recipe.weight_decay_method for recipe in OVERRIDES.values()} == set(WeightDecayMethod.__args__)
 
 
@@ -134,9 +131,8 @@ class TestEveryRule(DistributedTest):
         text = " ".join(engine_of().optimizer.describe().split())
         for line in ("muon with weight decay l2: momentum 0.95, nesterov, scale_mode original, matrix",
                      "muon with weight decay independent, cautious: momentum 0.95, nesterov, scale_mode original",
-                     "signum with nesterov True, weight decay cautious: momentum 0.95, nesterov layout",
-                     "laprop with weight decay l2: betas [0.9, 0.95], eps 1e-10;",
-                     "weight decay palm: betas [0.9, 0.95], eps 1e-10, beta3 0.99 after 6 steps, alpha 3 after 4 steps",
-                     "adafactor with beta2_decay -0.5, weight decay l2: beta2_decay -0.5, eps1 1.19209e-07,",
-                     "sgd: momentum 0.95;", "adamw: betas"):
+                     "sgd with weight decay decoupled, cautious: momentum 0.95",
+                     "lion with weight decay l2: betas [0.9, 0.95]",
+                     "adamw with weight decay palm: betas [0.9, 0.95], eps 1e-10",
+                     "sgd: momentum 0.95 layout", "adamw: betas"):
             assert line in text, (line, text)

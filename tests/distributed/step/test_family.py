@@ -12,7 +12,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, relative_error, start, train_engine
 
-pytestmark = rooms("muon_family", "muon_recipes", "update_hook_settings", "update_hooks", "routes")
+pytestmark = rooms("muon_family", "update_hooks", "routes")
 
 HALF = 10
 FP32 = {"ns_method": "standard", "ns_dtype": "fp32"}

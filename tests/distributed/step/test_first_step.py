@@ -10,7 +10,7 @@ from deepspeed.utils import logger, safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
-from ds_layerwise.optimizers.rule import UpdateError
+from ds_layerwise.optimizers.base.one_step import UpdateError
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.zero.step import clip
 from ds_layerwise.zero.verify import first_step
@@ -99,9 +99,9 @@ class TestRight(DistributedTest):
 RULES = [
     {"matrix_optimizer": "normuon", "muon_lr": 0.02, "ns_dtype": "bf16", "ns_method": "gram"},
     {"matrix_optimizer": "adamuon", "muon_lr": 0.02, "scalar_optimizer": "lion"},
-    {"matrix_optimizer": "soap", "muon_lr": 0.003, "scalar_optimizer": "signum"},
-    {"matrix_optimizer": "shampoo", "muon_lr": 0.003, "scalar_optimizer": "ademamix"},
-    {"matrix_optimizer": "adafactor", "muon_lr": 0.003, "scalar_optimizer": "laprop"},
+    {"matrix_optimizer": "soap", "muon_lr": 0.003, "scalar_optimizer": "pytorch_optimizer:SignSGD"},
+    {"matrix_optimizer": "shampoo", "muon_lr": 0.003, "scalar_optimizer": "pytorch_optimizer:AdEMAMix"},
+    {"matrix_optimizer": "torch.optim:Adafactor", "muon_lr": 0.003, "scalar_optimizer": "pytorch_optimizer:LaProp"},
     {"matrix_optimizer": "torch.optim:RAdam", "muon_lr": 0.003, "scalar_optimizer": "torch.optim:NAdam"},
     {"matrix_optimizer": "scion", "muon_lr": 0.02, "weight_decay": 0.0, "scalar_optimizer": "sgd"},
 ]
@@ -112,7 +112,7 @@ class TestRules(DistributedTest):
     def test_every_rule_passes(self, params, tmp_path):
         params = {"lr": 0.003, "weight_decay": 0.1, **params}
         parts = [{"name": "tall.weight", "split": {"q": 10, "k": 25, "v": 5}}, {"name": "flat.weight", "num_heads": 3}]
-        if params["matrix_optimizer"] in ("shampoo", "torch.optim:RAdam", "adafactor"):
+        if params["matrix_optimizer"] in ("shampoo", "torch.optim:RAdam", "torch.optim:Adafactor"):
             parts = []
         config = ds_config(bf16={"enabled": True}, layerwise={**VERIFY, "overrides": parts})
         config["optimizer"] = {"type": "LayerWise", "params": params}

@@ -8,9 +8,9 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from tests.support import internals
 from tests.support.checkpoints import ONE_FILE, assert_equal_states, assert_same_run, go_on_from, masters, whole_states
 from tests.support.expected import assert_close, by_its_rule
@@ -31,8 +31,7 @@ from tests.support.training import (
 from tests.support.universal import convert
 from tests.unit.optimizers.test_low_bit import by_chance
 
-pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "low_bit_settings", "dtypes", "owned",
-                   "cost", "checkpointing")
+pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "dtypes", "owned", "cost", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}
@@ -83,7 +82,7 @@ def by_the_rules(kind, steps, seed=0):
 
 
 def rounded(value, which, settings):
-    from ds_layerwise.optimizers.low_bit import chance_of
+    from ds_layerwise.optimizers.base.low_bit import chance_of
     if not settings.get("stochastic_rounding"):
         return value.bfloat16().float()
     return by_chance(value.flatten(), chance_of(*which), 0).view(value.shape)

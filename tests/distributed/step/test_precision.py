@@ -157,7 +157,7 @@ class TestNorm(DistributedTest):
         sections = {} if checked else {"bf16": {"enabled": True, "check_grad_overflow": False}}
         cases = [({"gradient_clipping": clip, **sections}, factor, skips)
                  for clip, factor, skips in ((1.0, 1e38, True), (1.0, 1e30, False), (0.0, 1e30, True))]
-        for rule in () if checked or stage == 3 else ("muon", "namo", "polargrad", "adafactor", "soap", "adamw"):
+        for rule in () if checked or stage == 3 else ("muon", "namo", "polargrad", "soap", "adamw"):
             for factor, skips in ((1e38, True), (1.0, False)):
                 cases.append(({"optimizer": {"type": "LayerWise", "params": {"matrix_optimizer": rule}},
                                "zero_optimization": {"stage": stage, "compute_grad_norm": False}}, factor, skips))

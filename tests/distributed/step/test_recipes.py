@@ -25,8 +25,7 @@ from tests.support.training import (
     train_engines,
 )
 
-pytestmark = rooms("recipe", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "routes",
-                   "recipe_registry", "rule_registry")
+pytestmark = rooms("recipe", "muon_family", "elementwise", "routes", "registry")
 
 RANKS, STEPS = 2, 5
 

@@ -13,7 +13,7 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.schema import json_schema, schema_model
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Override, is_ours
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from tests.support.rooms import rooms
 
 pytestmark = rooms("sections", "schema", "run_config", "ds_config")

@@ -20,8 +20,8 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.config_table import DOCUMENT, config_with, read_table
 from tests.support.rooms import rooms

@@ -10,15 +10,14 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers import devices
 from ds_layerwise.optimizers.devices import Traits
-from ds_layerwise.optimizers.rule_registry import rule_of
 from tests.support.rooms import rooms
 
 pytestmark = rooms("devices")
 
 
 def rule(ns_dtype, **params):
-    return rule_of(OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
-        "lr": 0.003, "muon_lr": 0.02, "ns_dtype": ns_dtype, **params}}).matrix)
+    return OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": {
+        "lr": 0.003, "muon_lr": 0.02, "ns_dtype": ns_dtype, **params}}).matrix
 
 
 @pytest.mark.parametrize("ns_dtype, refused_on", [
@@ -107,7 +106,7 @@ def test_another_accelerator_is_asked_for_its_dtypes(device, supported, has_bf16
     ("standard", (torch.float16, torch.bfloat16), torch.bfloat16), ("standard", (torch.float16,), torch.float32),
     ("gram", (), torch.float32)])
 def test_auto_takes_the_first_that_is_exact_enough(method, fast, taken):
-    assert rule("auto", ns_method=method).on_device(frozenset(fast)).products_in == taken
-    assert rule("fp32", ns_method=method).on_device(frozenset(fast)).products_in == torch.float32
+    assert rule("auto", ns_method=method).products_in(frozenset(fast)) == taken
+    assert rule("fp32", ns_method=method).products_in(frozenset(fast)) == torch.float32
     # It diverges in half precision.
-    assert rule("auto", ns_coefficients="cans").on_device(frozenset(fast)).products_in == torch.float32
+    assert rule("auto", ns_coefficients="cans").products_in(frozenset(fast)) == torch.float32

@@ -26,63 +26,35 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.dtypes import StateDtype
-from ds_layerwise.optimizers.base.low_bit_settings import Kept
-from ds_layerwise.optimizers.base.recipe import WeightDecayMethod
-from ds_layerwise.optimizers.foreign.any_torch_recipe import MatrixTorch, ScalarTorch
-from ds_layerwise.optimizers.recipe_registry import REGISTRY
-from ds_layerwise.optimizers.recipes.muon_recipes import NsDtype, Orthogonalized, ScaleMode, TpMode
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
-from ds_layerwise.orthogonalize.newton_schulz_cost import NsMethod
+from ds_layerwise.optimizers.base.low_bit import KeptStates
+from ds_layerwise.optimizers.base.one_step import Hyper, Site
+from ds_layerwise.optimizers.foreign.any_torch import MatrixTorch, ScalarTorch
+from ds_layerwise.optimizers.registry import REGISTRY
+from ds_layerwise.optimizers.rules.muon_family import Orthogonalized, TpMode
 from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
+from tests.support.elementwise import values_of
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 
-pytestmark = rooms("recipe_registry", "rule_registry", "recipe", "overrides", "routing_rules", "muon_family",
-                   "muon_recipes", "kronecker", "kronecker_recipe", "elementwise", "elementwise_recipes",
-                   "update_hook_settings", "update_hooks", "any_torch", "any_torch_recipe", "decay")
+pytestmark = rooms("registry", "recipe", "overrides", "routing_rules", "muon_family", "kronecker", "elementwise",
+                   "update_hooks", "any_torch", "class_paths", "decay")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.5, 0.95), eps=1e-3)
 SGD = "torch.optim:SGD"
-FAMILY = tuple(name for name, entry in REGISTRY.items() if issubclass(entry.recipe, Orthogonalized))
+FAMILY = tuple(name for name, entry in REGISTRY.items() if issubclass(entry, Orthogonalized))
 KRONECKER = ("soap", "kl_soap", "shampoo")
 #: Recipes by the name that a config has for them; a class of torch's is one, with parameters of any kind.
-RECIPES = {**{name: entry.recipe for name, entry in REGISTRY.items()},
-           SGD: MatrixTorch, f"{SGD} of the rest": ScalarTorch}
-
-#: By field, all that it is tried at. A choice among names is tried at all of them.
-VALUES: dict[str, tuple[Any, ...]] = {
-    "weight_decay_method": get_args(WeightDecayMethod), "cautious_weight_decay": (True,),
-    "nesterov": (True, False), "correct_bias": (False,),
-    "ns_method": get_args(NsMethod), "ns_steps": (3, 8), "ns_dtype": get_args(NsDtype),
-    "muon_tp_mode": get_args(TpMode),
-    "ns_coefficients": (((2.0, -1.5, 0.5),), ((4.0, -6.0, 2.5), (2.0, -1.5, 0.5))),
-    "scale_mode": get_args(ScaleMode), "extra_scale_factor": (2.0,),
-    "hyperball": (5.0, "own"), "radial_brake": ((0.5, 0.25),), "relative_update": (True,), "spectral_clip": (5.0,),
-    "moment2_beta": (0.5,), "moment2_eps": (0.5,), "moment2_per": ("row", "column", "longer_side"),
-    "moment2_rescale": (False,), "sign_momentum": (True,),
-    "spectral_radius": (3.0,), "constrained": (False,),
-    "shampoo_beta": (0.5,), "precondition_frequency": (1, 3), "max_side": (20,), "max_update_rms": (0.05, None, 0.0),
-    "basis": ("eigh",), "power_iter_steps": (3,), "lagged_basis": (False,),
-    "grafting": ("none",), "statistics": ("sum",), "matrix_eps": (0.5,),
-    "alpha": (2.0,), "beta3": (0.9,), "alpha_warmup_steps": (30,), "beta3_warmup_steps": (30,),
-    "beta2_decay": (-0.3,), "eps1": (12.0,), "eps2": (3.0,), "clip_threshold": (1.01,),
-    "momentum_dtype": get_args(StateDtype), "exp_avg_dtype": get_args(StateDtype),
-    "exp_avg_sq_dtype": get_args(StateDtype), "stochastic_rounding": (True,),
-    "matrix_params": ({"momentum": 0.5, "nesterov": True},), "scalar_params": ({"momentum": 0.5, "dampening": 0.25},),
-}
+RECIPES = {**REGISTRY, SGD: MatrixTorch, f"{SGD} of the rest": ScalarTorch}
 
 #: What a setting needs beside it to matter, or to be allowed; "" is any optimizer.
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("adam", "cautious_weight_decay"): {"weight_decay_method": "decoupled"},
-    ("sgd", "cautious_weight_decay"): {"weight_decay_method": "decoupled"},
+    **{(name, "cautious_weight_decay"): {"weight_decay_method": "decoupled"} for name, recipe in RECIPES.items()
+       if recipe.model_fields["weight_decay_method"].default == "l2"},
     ("scion", "cautious_weight_decay"): {"constrained": False},
     ("scion", "weight_decay_method"): {"constrained": False},
     ("scion", "weight_decay"): {"constrained": False},
-    ("signum", "correct_bias"): {"nesterov": True},
-    ("", "beta3_warmup_steps"): {"beta3": 0.9},
     # Updates are not so large otherwise.
     ("", "max_update_rms"): {"correct_bias": False},
 }
@@ -98,8 +70,8 @@ REFUSED_VALUES = [("namo", "weight_decay_method", "l2", "weight_decay_method of 
 #: below.
 COMPUTED_WITH = {("ns_method", name) for name in FAMILY} | {("ns_dtype", name) for name in FAMILY} | {
     ("muon_tp_mode", name) for name in FAMILY} | {
-    (field, name) for name, recipe in RECIPES.items() if issubclass(recipe, Kept)
-    for field in (*recipe.kept_by.values(), "stochastic_rounding") if field in recipe.model_fields}
+    (field, name) for name, recipe in RECIPES.items() if issubclass(recipe, KeptStates)
+    for field in (*recipe.kept_by().values(), "stochastic_rounding") if field in recipe.model_fields}
 
 
 def default_of(name, field):
@@ -111,7 +83,7 @@ def beside(name, field):
 
 
 FIELDS = [(name, field) for name, recipe in RECIPES.items() for field in recipe.model_fields]
-WALK = [(name, field, value) for name, field in FIELDS for value in VALUES.get(field, ())
+WALK = [(name, field, value) for name, field in FIELDS for value in values_of(RECIPES[name], field)
         if value != default_of(name, field)]
 MOVES = [case for case in WALK if (case[1], case[0]) not in COMPUTED_WITH and case[:2] not in REFUSED
          and not any(case == refused[:3] for refused in REFUSED_VALUES)]
@@ -120,22 +92,21 @@ MOVES = [case for case in WALK if (case[1], case[0]) not in COMPUTED_WITH and ca
 def test_no_field_of_any_recipe_is_left_out():
     assert RECIPES.keys() >= REGISTRY.keys()
     shown = {case[:2] for case in MOVES} | REFUSED.keys() | {(name, field) for field, name in COMPUTED_WITH}
-    assert {field for _, field in FIELDS if field not in VALUES} == set(), "add values of these settings to VALUES"
     assert [case for case in FIELDS if case not in shown] == []
     for name, field in FIELDS:
         default = default_of(name, field)
-        assert any(value != default for value in VALUES[field]), (name, field)
+        assert any(value != default for value in values_of(RECIPES[name], field)), (name, field)
 
 
 @pytest.mark.parametrize("name", REGISTRY)
 def test_states_are_what_their_names_say(name):
-    recipe = REGISTRY[name].recipe
+    recipe = REGISTRY[name]
     states = recipe().states((16, 32) if recipe.whole else (64,))
     assert recipe.gradient_average in {None, *states}
     # What one rule with such a state offers all of them do, so that its key holds for the whole run.
     fields = {"momentum_buffer": "momentum_dtype", "exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
     needed = {field for state, field in fields.items() if state in states}
-    assert needed <= set(recipe.model_fields), f"derive {name!r} from a class of low_bit_settings.py, for self.like"
+    assert needed <= set(recipe.model_fields), f"derive {name!r} from a class of low_bit.py, for self.like"
 
 
 # --- from a config to a recipe ----------------------------------------------------------------------------------------
@@ -221,10 +192,10 @@ def hyper_of(recipe, hyper=HYPER):
 
 def trained(recipe, hyper, start, grads, state=None, fast=()):
     """The end of training with ``recipe``, on a device that multiplies fast in some dtypes."""
-    rule, value, hyper = rule_of(recipe).on_device(frozenset(fast)), start.clone(), hyper_of(recipe, hyper)
-    state = {key: each.to(start.dtype) for key, each in rule.init_state(value).items()} if state is None else state
+    value, hyper = start.clone(), hyper_of(recipe, hyper)
+    state = {key: each.to(start.dtype) for key, each in recipe.init_state(value).items()} if state is None else state
     for grad in grads:
-        rule.update_([value], [grad], [state], hyper)
+        recipe.update_([value], [grad], [state], hyper, Site(frozenset(fast)))
     return value
 
 
@@ -281,7 +252,7 @@ def bound_of(name, settings):
 
 def warmed(recipe, start, grads):
     """A start, and a state that has seen some gradients; without them the first update of some is rounding alone."""
-    state = {key: each.to(start.dtype) for key, each in rule_of(recipe).init_state(start).items()}
+    state = {key: each.to(start.dtype) for key, each in recipe.init_state(start).items()}
     return trained(recipe, HYPER, start, grads, state), state
 
 
@@ -303,7 +274,8 @@ def test_a_setting_changes_what_its_formula_says(name, field, value):
 
 
 @pytest.mark.parametrize("name, field, value, words", [
-    *((*case, VALUES[case[1]][-1], words) for case, words in REFUSED.items()), *REFUSED_VALUES], ids=str)
+    *((*case, values_of(RECIPES[case[0]], case[1])[-1], words) for case, words in REFUSED.items()),
+    *REFUSED_VALUES], ids=str)
 def test_a_setting_that_an_optimizer_cannot_have_is_refused(name, field, value, words):
     with pytest.raises(ConfigError, match=words):
         routes_of(name, {field: value})
@@ -369,7 +341,7 @@ def test_ns_dtype_is_what_products_run_in(name, value, fast, expected):
     start, *grads = drawn((16, 48), name, 3)
     with Products() as products:
         param = trained(recipe, HYPER, start, grads, fast=fast)
-    assert products.dtypes == {expected} == {rule_of(recipe).on_device(frozenset(fast)).products_in}
+    assert products.dtypes == {expected} == {recipe.products_in(frozenset(fast))}
     exact = trained(routed(name, {"ns_dtype": "fp32"}), HYPER, start, grads)
     # Rounded, and not much more.
     off = apart(param, exact, start)
@@ -403,12 +375,10 @@ def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
         return value.chunk(2, axis)[rank].clone()
 
     def rank(peers):
-        rule = rule_of(recipe)
-        rule = rule if recipe.sees_tensor_shards else rule.of_shards(axis, peers)
         param = part(start, peers.rank)
-        state = rule.init_state(param)
+        state = recipe.init_state(param)
         for grad in grads:
-            rule.update_([param], [part(grad, peers.rank)], [state], hyper_of(recipe))
+            recipe.update_([param], [part(grad, peers.rank)], [state], hyper_of(recipe), Site(cut=(axis, peers)))
         return param, {shape for what, shape in peers.calls if what == "gather"}, {
             shape for what, shape in peers.calls if what == "sum"}
 
@@ -426,10 +396,10 @@ def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
 
 @pytest.mark.parametrize("dtype", get_args(StateDtype))
 @pytest.mark.parametrize("by_chance", [False, True])
-@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if issubclass(recipe, Kept)])
+@pytest.mark.parametrize("name", [name for name, recipe in RECIPES.items() if issubclass(recipe, KeptStates)])
 def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
     kind, shape = RECIPES[name], (16, 24) if for_matrices(RECIPES[name]) else (512,)
-    for state, field in kind.kept_by.items():
+    for state, field in kind.kept_by().items():
         recipe = routed(name, {field: dtype, "stochastic_rounding": by_chance})
         specs, plain = recipe.states(shape), kind().states(shape)
         assert recipe.rounds_by_chance is by_chance
@@ -449,11 +419,12 @@ def test_dtypes_of_states_are_what_is_kept(name, by_chance, dtype):
 @pytest.mark.parametrize("name", REGISTRY)
 def test_states_are_what_every_value_makes_of_them(name):
     shapes = [(16, 24), (24, 16), (3, 16, 24)] if for_matrices(RECIPES[name]) else [(33,)]
-    settings = [{**beside(name, field), field: value} for field in RECIPES[name].model_fields for value in VALUES[field]
+    settings = [{**beside(name, field), field: value} for field in RECIPES[name].model_fields
+                for value in values_of(RECIPES[name], field)
                 if (name, field) not in REFUSED and (name, field, value) not in {case[:3] for case in REFUSED_VALUES}]
     for shape, given in itertools.product(shapes, [{}, *settings]):
         recipe = built(name, given)
-        states, specs = rule_of(recipe).init_state(torch.zeros(shape, device="meta")), recipe.states(shape)
+        states, specs = recipe.init_state(torch.zeros(shape, device="meta")), recipe.states(shape)
         # A state that is kept in fewer bits is so beside the rule, which gets and gives float32.
         assert {key: (tuple(each.shape), str(each.dtype), each.device.type) for key, each in states.items()} == {
             key: (spec.shape, f"torch.{spec.dtype}", "cpu" if spec.on_host else "meta")

@@ -11,13 +11,12 @@ from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers import low_bit
+from ds_layerwise.optimizers.base import low_bit
 from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
-from ds_layerwise.optimizers.low_bit import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW, Lion
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.low_bit import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.plan.forecast.forecast import forecast, opened_bytes, specs_of
 from ds_layerwise.plan.forecast.report import as_json, plan_table
@@ -27,7 +26,7 @@ from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("split_masters", "low_bit", "low_bit_states", "low_bit_checks", "low_bit_settings", "dtypes")
+pytestmark = rooms("split_masters", "low_bit", "low_bit_states", "low_bit_checks", "dtypes")
 
 
 def split(masters):
@@ -249,7 +248,7 @@ def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
 
     From step ``fades_at`` on, every second gradient is a tenth of what it was, and it is those whose error counts.
     """
-    rule, seed = rule_of(recipe), torch.Generator().manual_seed(11)
+    rule, seed = recipe, torch.Generator().manual_seed(11)
     sizes = torch.exp(torch.randn(1, numel, generator=seed))
     shape = (numel,) if not recipe.whole else (64, numel // 64)
     runs = []

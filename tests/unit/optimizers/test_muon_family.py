@@ -13,9 +13,8 @@ from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_newton_schul
 
 from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.recipe_registry import REGISTRY
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper, Site
+from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.routing.routes import Route, with_changes
@@ -25,7 +24,7 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("muon_family", "muon_recipes", "update_hook_settings", "update_hooks", "spectral", "batching")
+pytestmark = rooms("muon_family", "update_hooks", "spectral", "batching")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]
@@ -33,7 +32,7 @@ NEW = ("normuon", "adamuon", "namo", "scion", "polargrad")
 
 
 def recipe(name, **settings):
-    return REGISTRY[name].recipe(**{"ns_method": "standard", "ns_dtype": "fp32", **settings})
+    return REGISTRY[name](**{"ns_method": "standard", "ns_dtype": "fp32", **settings})
 
 
 def hyper(settings, lr=LR, decay=DECAY, rule=""):
@@ -51,7 +50,7 @@ def grads_of(shape, steps=STEPS, seed=1):
 
 def trained(name, shapes, steps=STEPS, **settings):
     """Several parameters together; their values and states."""
-    rule = rule_of(recipe(name, **settings))
+    rule = recipe(name, **settings)
     params = [noise(shape, i) for i, shape in enumerate(shapes)]
     states = [rule.init_state(p) for p in params]
     grads = [grads_of(shape, steps, seed=i + 1) for i, shape in enumerate(shapes)]
@@ -141,7 +140,7 @@ def test_together_gives_the_bits_of_each_alone(name, settings):
     # Behind one of the last two, nothing starts at a whole number of cache lines.
     shapes = [*MIXED, *2 * [(7, 130), (130, 7)]]
     values, states = trained(name, shapes, **settings)
-    rule = rule_of(recipe(name, **settings))
+    rule = recipe(name, **settings)
     for i, shape in enumerate(shapes):
         param = noise(shape, i)
         state = rule.init_state(param)
@@ -157,7 +156,7 @@ def test_together_gives_the_bits_of_each_alone(name, settings):
     "muon", {"radial_brake": (0.5, 0.25), "spectral_clip": 5.0})], ids=str)
 def test_blocks_of_columns_are_a_stack(name, settings):
     # As heads of transformers' Conv1D lie in memory: (rows, batch, cols).
-    rule = rule_of(recipe(name, **settings))
+    rule = recipe(name, **settings)
     stack = noise((3, 12, 40), 0)
     found = stack.transpose(0, 1).contiguous().transpose(0, 1)
     for param in (stack, found):
@@ -179,7 +178,7 @@ def test_second_moments_have_these_shapes():
 
 
 def rms_of_updates(name, shape, steps, **settings):
-    rule = rule_of(recipe(name, ns_coefficients="quintic", nesterov=False, **settings))
+    rule = recipe(name, ns_coefficients="quintic", nesterov=False, **settings)
     param, state, found = torch.zeros(shape), rule.init_state(torch.zeros(shape)), []
     for grad in grads_of(shape, steps):
         before = param.clone()
@@ -242,7 +241,7 @@ def test_the_clip_comes_last_and_holds():
 @pytest.mark.parametrize("name, settings", [*((name, {}) for name in NEW), *WRITTEN], ids=str)
 def test_without_a_gradient_matrices_decay_alone(name, settings):
     # As LoRA begins: of two factors one is zero, and so is the gradient of the other.
-    rule, shapes = rule_of(recipe(name, **settings)), [(16, 65), (65, 16), (2, 40, 24), (1, 3)]
+    rule, shapes = recipe(name, **settings), [(16, 65), (65, 16), (2, 40, 24), (1, 3)]
     starts = [*(noise(shape, i) for i, shape in enumerate(shapes)), torch.zeros(12, 40)]
     params = [start.clone() for start in starts]
     states, own = [rule.init_state(param) for param in params], hyper(settings, rule=name)
@@ -338,8 +337,6 @@ def test_lr_alone_serves_matrices_if_its_size_is_right():
     for name, way_out in (("normuon", "scale_mode to 'match_rms_adamw'"), ("scion", "matrix_optimizer to 'adamuon'")):
         with pytest.raises(ConfigError, match=f"lr is 0.001 without muon_lr.*or set {way_out}"):
             OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": name}})
-    with pytest.raises(ConfigError, match="Adafactor's rate is far from AdamW's: give muon_lr, such as 0.02$"):
-        OptimizerConfig.from_section({"type": "LayerWise", "params": {"lr": 1e-3, "matrix_optimizer": "adafactor"}})
 
 
 # --- tensor parallelism -----------------------------------------------------------------------------------------------
@@ -359,12 +356,12 @@ def test_parts_are_parts_of_the_whole(name, settings, axis, mode):
         def part(value):
             return value.chunk(2, axis)[peers.rank].clone()
 
-        rule = rule_of(recipe(name, muon_tp_mode=mode, **settings)).of_shards(axis, peers)
+        rule = recipe(name, muon_tp_mode=mode, **settings)
         params = [part(noise(shape, i)) for i, shape in enumerate(shapes)]
         states = [rule.init_state(p) for p in params]
         for step in range(STEPS):
             rule.update_(params, [part(grads_of(shape, seed=i + 1)[step]) for i, shape in enumerate(shapes)], states,
-                         hyper(settings, rule=name))
+                         hyper(settings, rule=name), Site(cut=(axis, peers)))
         return params, states, peers.calls
 
     found, kept, calls = zip(*on_ranks(2, rank), strict=True)
@@ -381,8 +378,13 @@ def test_parts_are_parts_of_the_whole(name, settings, axis, mode):
 
 @pytest.mark.parametrize("name, settings", CUT, ids=str)
 def test_blockwise_takes_a_part_for_a_matrix(name, settings):
-    rule = rule_of(recipe(name, muon_tp_mode="blockwise", **settings))
-    assert rule.of_shards(-1, None) is rule
+    rule, part = recipe(name, muon_tp_mode="blockwise", **settings), noise((12, 20), 0)
+    alone, state = part.clone(), rule.init_state(part)
+    rule.update_([alone], [noise((12, 20), 1)], [state], hyper(settings, rule=name))
+    # There is nobody to ask.
+    rule.update_([part], [noise((12, 20), 1)], [rule.init_state(part)], hyper(settings, rule=name),
+                 Site(cut=(-1, None)))
+    assert torch.equal(part, alone)
 
 
 def test_parts_cannot_tell_which_side_is_longer():
@@ -408,8 +410,8 @@ def test_parts_cannot_tell_which_side_is_longer():
 @pytest.mark.parametrize("shape", [(256, 256), (128, 512), (512, 128), (72, 100), (6, 64, 256), (4096, 16),
                                    (16, 4096)])
 def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name, settings):
-    rule, (*batch, rows, cols) = rule_of(recipe(name, ns_method=method, **settings)), shape
-    said = rule.recipe.workspace((2 * math.prod(batch), rows, cols))
+    rule, (*batch, rows, cols) = recipe(name, ns_method=method, **settings), shape
+    said = rule.workspace((2 * math.prod(batch), rows, cols))
     # Sides that are no multiples of 16 are counted as if all matrices were padded.
     is_exact = name == "muon" and not settings and min(rows, cols) > 16 and rows % 16 == 0
     assert (0.98 if is_exact else 0.9) < most_beside(rule, [shape] * 2, hyper(settings)) / said <= 1
@@ -418,8 +420,8 @@ def test_an_update_takes_no_more_memory_than_its_recipe_says(shape, method, name
 @pytest.mark.parametrize("shape", [(256, 256), (128, 192), (128, 256), (128, 384), (384, 128), (128, 512), (512, 128),
                                    (100, 130), (130, 100)])
 def test_a_clip_of_several_takes_no_more_memory_than_its_recipe_says(shape):
-    rule = rule_of(recipe("muon", spectral_clip=1.0))
-    assert 0.9 < most_beside(rule, [shape] * 4, hyper({})) / rule.recipe.workspace((4, *shape)) <= 1
+    rule = recipe("muon", spectral_clip=1.0)
+    assert 0.9 < most_beside(rule, [shape] * 4, hyper({})) / rule.workspace((4, *shape)) <= 1
 
 
 def test_work_is_muons_but_for_the_clip():

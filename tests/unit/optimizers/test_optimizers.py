@@ -7,26 +7,22 @@ import torch
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.config.sections import HYPER_KEYS, OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.recipes import elementwise_recipes as scalar_recipes
-from ds_layerwise.optimizers.recipes import muon_recipes as recipes
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.registry import check_recipes
+from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from ds_layerwise.routing.routes import Route
 from ds_layerwise.zero.checkpoint.resumed_groups import resumed, take_over
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe_registry",
-                   "rule_registry", "param_groups", "rule")
+pytestmark = rooms("muon_family", "elementwise", "registry", "param_groups", "one_step", "recipe")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 
 
 def muon(**kwargs):
-    return Muon.of(recipes.Muon(**{"ns_method": "standard", "ns_dtype": "fp32", **kwargs}))
+    return Muon(**{"ns_method": "standard", "ns_dtype": "fp32", **kwargs})
 
 
 @pytest.mark.parametrize("shape", [(6, 4), (4, 6)])
@@ -59,12 +55,10 @@ def test_the_registry_builds_what_the_config_says():
     config = OptimizerConfig.from_section({"type": "LayerWise", "params": {
         "scalar_optimizer": "lion", "ns_steps": 6, "ns_coefficients": "cans", "scale_mode": "spectral",
         "nesterov": False}})
-    rule = rule_of(config.matrix)
-    assert rule == Muon(recipe=recipes.Muon(ns_coefficients="cans", ns_steps=6, scale_mode="spectral", nesterov=False),
-                        ns_coefficients=coefficients("cans", 6), ns_dtype="fp32")
-    assert rule_of(config.scalar) is rule_of(scalar_recipes.Lion())
+    assert config.matrix == Muon(ns_coefficients="cans", ns_steps=6, scale_mode="spectral", nesterov=False)
+    assert config.scalar == Lion()
     with pytest.raises(ConfigError, match="ns_coefficients 'canz' is not known; did you mean 'cans'"):
-        rule_of(OptimizerConfig.from_section({"type": "LayerWise", "params": {"ns_coefficients": "canz"}}).matrix)
+        check_recipes([OptimizerConfig.from_section({"params": {"ns_coefficients": "canz"}}).matrix])
 
 
 def params(n):
@@ -90,9 +84,9 @@ class TestParamGroups:
         p = params(3)
         groups = [{"params": [p[0]]}, {"params": [p[1]], "lr": 3e-5}, {"params": [p[2]], "lr": 3e-5, "muon_lr": 0.01}]
         routes = {name: Route(name=name, recipe=recipe, reason="", group=group) for name, recipe, group in (
-            ("first", recipes.Muon(), 0), ("table", AdamW(), 1), ("last", recipes.Muon(), 2))}
+            ("first", Muon(), 0), ("table", AdamW(), 1), ("last", Muon(), 2))}
         LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
-        routes["w"] = Route(name="w", recipe=recipes.Muon(), reason="", group=1)
+        routes["w"] = Route(name="w", recipe=Muon(), reason="", group=1)
         with pytest.raises(ConfigError, match=r"param_groups\[1\].lr is 3e-05 without muon_lr, the group has matrices "
                            r"\(w\).* give the group muon_lr, such as 0.02, or .*'match_rms_adamw'"):
             LayerWiseOptimizer(groups, self.config).require_chosen_rates(routes)
@@ -120,8 +114,8 @@ class TestParamGroups:
         LayerWiseOptimizer([{"params": params(1), key: self.config.for_the_run()[key]}], self.config)
 
     @pytest.mark.parametrize(("key", "value"), [
-        ("num_heads", np.int64(8)), ("split", [4, 4]), ("split_axis", 1), ("split_groups", 2), ("beta3", 0.9),
-        ("precondition_frequency", 10), ("alpha", 0.99)])
+        ("num_heads", np.int64(8)), ("split", [4, 4]), ("split_axis", 1), ("split_groups", 2), ("shampoo_beta", 0.9),
+        ("precondition_frequency", 10)])
     def test_a_group_cannot_have_a_key_of_overrides(self, key, value):
         with pytest.raises(ConfigError, match=rf"param_groups\[0\].{key} cannot be set in a parameter group, got .*; "
                            "set it in an entry of layerwise.overrides"):
@@ -149,7 +143,7 @@ class TestParamGroups:
                 (one, "ns_steps", 7, "is 7, and the whole run has 5, which a group cannot change; set optimizer.para"),
                 (one, "split", [4, 4], r"cannot be set in a parameter group, got \(4, 4\); set it in an entry of lay"),
                 (other, "nesterov", False, "is False, and the whole run has True, which a group cannot change"),
-                (one, "beta3", 0.9, "cannot be set in a parameter group, got 0.9; set it in an entry of layerwise.ov")):
+                (one, "shampoo_beta", 0.9, "cannot be set in a parameter group, got 0.9; set it in an entry of ")):
             before = group.get(key)
             group[key] = value
             for _ in range(2):
@@ -196,7 +190,7 @@ class TestParamGroups:
                   {"params": params(1), "use_muon": False, "lr": 3e-4},
                   {"params": params(1), "use_muon": np.bool_(True)}]
         optimizer = LayerWiseOptimizer(groups, config)
-        optimizer.require_chosen_rates({"w": Route(name="w", recipe=recipes.Muon(), reason="", group=0)})
+        optimizer.require_chosen_rates({"w": Route(name="w", recipe=Muon(), reason="", group=0)})
         muon, adam, default = optimizer.param_groups
         assert (muon["lr"] * muon["matrix_lr_ratio"], adam["lr"] * adam["scalar_lr_ratio"]) == (0.03, 3e-4)
         assert default["use_muon"] is True and default["lr"] * default["matrix_lr_ratio"] == pytest.approx(0.02)
@@ -235,4 +229,4 @@ class TestParamGroups:
 
 def test_stacked_experts_take_what_a_batch_of_them_takes():
     # gpt-oss-120b's, of which four go together; all at once they took 34 GB.
-    assert 1.0e9 < recipes.Muon().workspace((128, 2880, 5760)) == recipes.Muon().workspace((4, 2880, 5760)) < 1.1e9
+    assert 1.0e9 < Muon().workspace((128, 2880, 5760)) == Muon().workspace((4, 2880, 5760)) < 1.1e9

@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.base.fields import merged_keys
-from ds_layerwise.optimizers.recipe_registry import names
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.registry import names
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.group_defaults import ByKind, idle_keys
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
@@ -70,7 +70,7 @@ def outcome(params=None, layerwise=None, groups=None, model=None):
 
 @pytest.mark.parametrize("params, key", [
     ({"matrix_optimizer": "soap"}, "momentum"), ({"scalar_optimizer": "sgd"}, "betas"),
-    ({"scalar_optimizer": "lion"}, "eps"), ({"matrix_optimizer": "adafactor", "scalar_optimizer": "sgd"}, "eps"),
+    ({"scalar_optimizer": "lion"}, "eps"), ({"matrix_optimizer": "muon", "scalar_optimizer": "sgd"}, "eps"),
     ({"matrix_optimizer": "torch.optim:SGD"}, "momentum")])
 def test_a_key_that_no_optimizer_takes_is_refused(params, key):
     given = {key: [0.9, 0.95] if key == "betas" else 0.5}

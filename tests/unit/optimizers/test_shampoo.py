@@ -4,13 +4,12 @@ import pytest
 import torch
 from pytorch_optimizer import Shampoo
 
-from ds_layerwise.optimizers.recipes.shampoo_recipe import Shampoo as Recipe
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.rules.shampoo import Shampoo as Recipe
 from tests.support import preconditioned
 from tests.support.rooms import rooms
 
-pytestmark = rooms("shampoo", "shampoo_recipe", "kronecker", "kronecker_recipe")
+pytestmark = rooms("shampoo", "kronecker")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-8)
 
@@ -22,9 +21,9 @@ def drawn(shape, steps, dtype, seed=1):
 
 def trained(settings, shape, dtype, hyper, beside, scale=1.0):
     """The distance of a parameter from what ``beside`` gives for each gradient, over how far it has moved."""
-    rule = rule_of(Recipe(**settings))
+    rule = Recipe(**settings)
     first, *grads = drawn(shape, 21, dtype)
-    param, step = first.clone(), beside(rule.recipe, first, hyper)
+    param, step = first.clone(), beside(rule, first, hyper)
     state = {key: value.to(dtype) for key, value in rule.init_state(param).items()}
     for grad in grads:
         rule.update_([param], [grad * scale], [state], hyper)
@@ -81,7 +80,7 @@ def test_the_size_of_gradients_does_not_matter(settings):
     moves = []
     for scale in (1.0, 2.0**-20):
         param = torch.zeros(12, 20, dtype=torch.float64)
-        rule = rule_of(Recipe(precondition_frequency=2, **settings))
+        rule = Recipe(precondition_frequency=2, **settings)
         state = {key: value.double() for key, value in rule.init_state(param).items()}
         for grad in drawn((12, 20), 6, torch.float64):
             rule.update_([param], [grad * scale], [state], hyper)
@@ -93,7 +92,7 @@ def test_with_grafting_an_update_has_the_norm_of_adams():
     hyper = Hyper(lr=1.0, weight_decay=0.0, momentum=0, betas=(0.9, 0.95), eps=1e-8)
     param, theirs = torch.zeros(12, 20), torch.nn.Parameter(torch.zeros(12, 20))
     adam = torch.optim.Adam([theirs], lr=1.0, betas=(0.9, 0.95), eps=1e-8)
-    rule = rule_of(Recipe(max_update_rms=None))
+    rule = Recipe(max_update_rms=None)
     state = rule.init_state(param)
     for grad in drawn((12, 20), 6, torch.float32):
         before, of_adam = param.clone(), theirs.detach().clone()
@@ -101,4 +100,4 @@ def test_with_grafting_an_update_has_the_norm_of_adams():
         adam.step()
         rule.update_([param], [grad], [state], hyper)
         assert (param - before).norm() == pytest.approx(float((theirs.detach() - of_adam).norm()), rel=1e-5)
-    assert "exp_avg_sq" not in rule_of(Recipe(grafting="none")).init_state(param)
+    assert "exp_avg_sq" not in Recipe(grafting="none").init_state(param)

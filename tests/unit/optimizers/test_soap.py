@@ -8,20 +8,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.recipe_registry import REGISTRY
-from ds_layerwise.optimizers.recipes import kronecker_recipe as sizes
-from ds_layerwise.optimizers.recipes.kronecker_recipe import EIGH_FLOPS, qr_flops
-from ds_layerwise.optimizers.rule import Hyper, UpdateError
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper, UpdateError
+from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules import kronecker
+from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, qr_flops
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.routing.routes import Route
 from tests.support import preconditioned
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 
-pytestmark = rooms("kronecker", "kronecker_recipe", "soap", "soap_recipe", "shampoo", "shampoo_recipe", "rule",
-                   "rate_checks")
+pytestmark = rooms("kronecker", "soap", "shampoo", "recipe", "rate_checks")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.1, momentum=0, betas=(0.9, 0.95), eps=1e-8)
 #: Eigenvalues of KL-SOAP are at least eps: with so large a one all that is seen of them is of one size.
@@ -30,7 +27,7 @@ WIDE, TALL, SQUARE = (12, 40), (16, 12), (24, 24)
 
 
 def recipe(name, **settings):
-    return REGISTRY[name].recipe(**settings)
+    return REGISTRY[name](**settings)
 
 
 def start(rule, shape, dtype=torch.float64, seed=1):
@@ -58,7 +55,7 @@ def moved_apart(found, expected, start):
 
 
 def oracle(rule, param, hyper, state=None):
-    r = rule.recipe
+    r = rule
     return preconditioned.Soap(
         param, state=state, kl=r.kl, lr=hyper.lr, weight_decay=hyper.weight_decay, betas=hyper.betas, eps=hyper.eps,
         shampoo_beta=r.shampoo_beta, every=r.precondition_frequency, lagged=r.lagged_basis, basis=r.basis,
@@ -74,7 +71,7 @@ SETTINGS = [{}, {"precondition_frequency": 1}, {"precondition_frequency": 3, "ba
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("name", ["soap", "kl_soap"])
 def test_twenty_steps_written_out(name, settings):
-    rule, hyper = rule_of(recipe(name, **settings)), HYPER_KL if name == "kl_soap" else HYPER
+    rule, hyper = recipe(name, **settings), HYPER_KL if name == "kl_soap" else HYPER
     for shape in (WIDE, TALL, *([SQUARE] if "max_side" not in settings else [])):
         # Until all directions have been seen, the eigenvectors of the others are whatever rounding makes of them.
         for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
@@ -93,7 +90,7 @@ def test_twenty_steps_written_out(name, settings):
 
 @pytest.mark.parametrize("name", ["soap", "kl_soap"])
 def test_the_first_twenty_steps_written_out(name):
-    rule = rule_of(recipe(name, precondition_frequency=3))
+    rule = recipe(name, precondition_frequency=3)
     for dtype, bound in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
         param, state, draw = start(rule, SQUARE, dtype)
         expected, before = oracle(rule, param, HYPER), param.clone()
@@ -110,7 +107,7 @@ def test_in_the_order_of_emerging_optimizers_the_first_update_is_rounding():
     # Of a diagonal matrix, Adam divides zeros by zeros as far as rounding goes.
     moves = {}
     for lagged in (False, True):
-        rule = rule_of(recipe("soap", lagged_basis=lagged))
+        rule = recipe("soap", lagged_basis=lagged)
         for dtype in (torch.float32, torch.float64):
             param, state, draw = start(rule, SQUARE, dtype)
             before = param.clone()
@@ -125,7 +122,7 @@ def test_in_the_order_of_emerging_optimizers_the_first_update_is_rounding():
 @pytest.mark.parametrize("every, longest, shape", [(1, 10_000, WIDE), (10, 10_000, TALL), (3, 13, WIDE),
                                                    (10, 10_000, SQUARE)])
 def test_twenty_steps_of_another_package(every, longest, shape):
-    rule = rule_of(recipe("soap", precondition_frequency=every, max_side=longest, max_update_rms=0.0))
+    rule = recipe("soap", precondition_frequency=every, max_side=longest, max_update_rms=0.0)
     # It puts eps beside another denominator, and decays after the update.
     hyper = Hyper(lr=0.01, weight_decay=0.0, momentum=0, betas=(0.9, 0.95), eps=1e-15)
     param, state, draw = start(rule, shape)
@@ -164,7 +161,7 @@ def test_updates_are_as_large_as_they_may_be():
     for name in ("soap", "kl_soap"):
         for limit in (1.0, 0.01, 0, None):
             for lagged in (True, False):
-                rule = rule_of(recipe(name, max_update_rms=limit, lagged_basis=lagged, precondition_frequency=1))
+                rule = recipe(name, max_update_rms=limit, lagged_basis=lagged, precondition_frequency=1)
                 param, state, draw = start(rule, (64, 256), torch.float32)
                 moves = []
                 for _ in range(4):
@@ -177,7 +174,7 @@ def test_updates_are_as_large_as_they_may_be():
 
 
 def run_on(name, shape, grads, hyper=HYPER, **settings):
-    rule = rule_of(recipe(name, precondition_frequency=2, **settings))
+    rule = recipe(name, precondition_frequency=2, **settings)
     param = torch.ones(shape)
     state = rule.init_state(param)
     run(rule, param, state, grads, hyper)
@@ -206,7 +203,7 @@ def test_every_matrix_of_a_stack_is_updated_on_its_own(name, monkeypatch):
     g = torch.Generator().manual_seed(0)
     grads = [torch.randn(5, 8, 8, generator=g) for _ in range(6)]
     for at_once in (1, 2, 5):
-        monkeypatch.setattr(sizes, "MAX_BATCH_NUMEL", 64 * at_once)
+        monkeypatch.setattr(kronecker, "MAX_BATCH_NUMEL", 64 * at_once)
         stack, state = run_on(name, (5, 8, 8), grads)
         for i in range(5):
             alone, own = run_on(name, (8, 8), [grad[i] for grad in grads])
@@ -232,14 +229,14 @@ def product_of(shape, left, right, *args, out_val=None, **kwargs):
     ("shampoo", {}), ("shampoo", {"max_side": 50, "grafting": "none"})], ids=str)
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48), (3, 48, 32)])
 def test_work_is_what_an_update_computes(name, settings, shape):
-    rule = rule_of(recipe(name, precondition_frequency=4, **settings))
+    rule = recipe(name, precondition_frequency=4, **settings)
     param, state, draw = start(rule, shape, torch.float32)
     run(rule, param, state, [draw() for _ in range(4)])
     custom = {torch.ops.aten.linalg_qr: qr_of, torch.ops.aten._linalg_eigh: eigh_of,
               torch.ops.aten.baddbmm_: product_of}
     with FlopCounterMode(display=False, custom_mapping=custom) as counter:
         run(rule, param, state, [draw() for _ in range(4)])
-    assert counter.get_total_flops() / 4 == pytest.approx(rule.recipe.work(shape), abs=4)
+    assert counter.get_total_flops() / 4 == pytest.approx(rule.work(shape), abs=4)
 
 
 @pytest.mark.parametrize("name, settings", [
@@ -248,12 +245,12 @@ def test_work_is_what_an_update_computes(name, settings, shape):
     ids=str)
 @pytest.mark.parametrize("shape", [(256, 256), (90, 512), (72, 100), (6, 64, 256), (3, 700, 700)])
 def test_an_update_takes_no_more_memory_than_its_recipe_says(name, settings, shape):
-    rule = rule_of(recipe(name, precondition_frequency=2, **settings))
-    if rule.recipe.refusal(shape):
+    rule = recipe(name, precondition_frequency=2, **settings)
+    if rule.refusal(shape):
         return
     # LAPACK's own memory for eigenvectors is not seen.
     least = 0.6 if settings.get("basis") == "eigh" else 0.85
-    assert least < most_beside(rule, [shape], HYPER, updates=3) / rule.recipe.workspace(shape) <= 1
+    assert least < most_beside(rule, [shape], HYPER, updates=3) / rule.workspace(shape) <= 1
 
 
 def test_a_shape_without_short_sides_and_tensor_shards_are_refused():
@@ -264,7 +261,7 @@ def test_a_shape_without_short_sides_and_tensor_shards_are_refused():
     for axis in (-2, -1):
         assert "is cut by tensor parallelism, and kl_soap needs whole" in recipe("kl_soap").refusal((8, 8),
                                                                                                      cut_axis=axis)
-    assert rule_of(soap).on_device(frozenset({torch.bfloat16})).products_in == torch.float32
+    assert soap.products_in(frozenset({torch.bfloat16})) == torch.float32
 
 
 def test_tensor_shards_are_refused_by_name():
@@ -274,7 +271,7 @@ def test_tensor_shards_are_refused_by_name():
 
 
 def test_a_device_that_cannot_factorise(monkeypatch):
-    rule = rule_of(recipe("soap"))
+    rule = recipe("soap")
     rule.check(torch.device("cpu"))
 
     def absent(matrix):
@@ -302,7 +299,7 @@ def test_a_factor_without_eigenvectors_is_tried_in_float64_and_then_named(monkey
     assert seen == [torch.float32, torch.float64] * 2 and state["Q_L"].dtype == torch.float32
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     monkeypatch.setattr(torch.linalg, "eigh", eigh)
-    rule = rule_of(recipe("shampoo"))
+    rule = recipe("shampoo")
     params = [torch.ones(4, 4), torch.ones(3, 3)]
     with pytest.raises(UpdateError, match=r"shampoo finds no eigenvectors of \(3, 3\) at its step 1 .*clip them") as e:
         rule.update_(params, [torch.ones(4, 4), torch.full((3, 3), 1e30)], [rule.init_state(p) for p in params], HYPER)
@@ -342,7 +339,7 @@ def test_settings_out_of_bounds(key, value, message):
 @pytest.mark.parametrize("name", ["soap", "kl_soap"])
 @pytest.mark.parametrize("basis", ["qr", "eigh"])
 def test_a_gradient_without_finite_squares_never_makes_nan_of_weights(name, basis):
-    rule = rule_of(REGISTRY[name].recipe(basis=basis, precondition_frequency=2, max_update_rms=0))
+    rule = REGISTRY[name](basis=basis, precondition_frequency=2, max_update_rms=0)
     param, hyper = torch.ones(4, 6), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.95), eps=1e-8)
     state = rule.init_state(param)
     with pytest.raises(UpdateError, match=f"{name} finds no eigenvectors of .*step 5 .*beyond 1e18 .*clip them"):
@@ -355,13 +352,13 @@ def test_a_gradient_without_finite_squares_never_makes_nan_of_weights(name, basi
 @pytest.mark.parametrize("name", ["soap", "shampoo"])
 def test_a_device_that_makes_nan_of_a_factor_without_a_word(name, monkeypatch):
     monkeypatch.setattr(torch.linalg, "eigh", lambda factor: (factor[..., 0] * torch.nan, factor))
-    rule, param = rule_of(REGISTRY[name].recipe()), torch.ones(4, 6)
+    rule, param = REGISTRY[name](), torch.ones(4, 6)
     with pytest.raises(UpdateError, match=f"{name} finds no eigenvectors of .*an eigenvalue is not finite"):
         rule.update_([param], [torch.ones(4, 6)], [rule.init_state(param)], HYPER)
 
 
 def test_an_eps_of_zero_is_told_where_eigenvalues_are_divided_by():
-    rule = rule_of(REGISTRY["kl_soap"].recipe(precondition_frequency=1))
+    rule = REGISTRY["kl_soap"](precondition_frequency=1)
     param, hyper = torch.ones(4, 6), Hyper(lr=0.1, weight_decay=0.0, momentum=0.0, betas=(0.9, 0.95), eps=0.0)
     state = rule.init_state(param)
     with pytest.raises(UpdateError, match="eps, the least eigenvalue that kl_soap divides by, is 0: make it 1e-8"):

@@ -13,13 +13,14 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
-from ds_layerwise.optimizers.foreign.any_torch_recipe import is_path, kept_of, recipe_of
-from ds_layerwise.optimizers.recipe_registry import entry_of
-from ds_layerwise.optimizers.rule import Hyper, UpdateError
+from ds_layerwise.optimizers.base.one_step import Hyper, UpdateError
+from ds_layerwise.optimizers.foreign.any_torch import recipe_of
+from ds_layerwise.optimizers.foreign.class_paths import is_path
+from ds_layerwise.optimizers.foreign.torch_states import kept_of
+from ds_layerwise.optimizers.registry import recipe_at
 from tests.support.rooms import rooms
 
-pytestmark = rooms("any_torch", "any_torch_recipe")
+pytestmark = rooms("any_torch", "class_paths", "torch_states")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.9, betas=(0.9, 0.9), eps=1e-8)
 
@@ -101,7 +102,7 @@ def test_arguments_that_the_class_cannot_take_are_refused(kind, arguments, messa
 
 
 def test_a_side_that_does_not_follow_from_the_shape_is_an_error_at_the_first_step():
-    rule = AnyTorch(recipe(Looks, extra="half a side"))
+    rule = recipe(Looks, extra="half a side")
     param = torch.zeros(80, 96)
     with pytest.raises(StepError, match=r"keeps odd of a parameter of \(80, 96\) after 1 steps as \(40,\) in "
                        r"torch.float32, and its first step said \(8,\)"):
@@ -109,7 +110,7 @@ def test_a_side_that_does_not_follow_from_the_shape_is_an_error_at_the_first_ste
 
 
 def test_a_state_that_comes_later_is_an_error():
-    rule = AnyTorch(recipe(Looks, extra="late"))
+    rule = recipe(Looks, extra="late")
     params, grads = [torch.zeros(6, 10) for _ in range(2)], [torch.ones(6, 10) for _ in range(2)]
     states = [rule.init_state(param) for param in params]
     for _ in range(15):
@@ -129,7 +130,7 @@ class Writes(AdamW):
 
 
 def test_a_gradient_is_left_alone_and_the_state_lies_where_it_was():
-    rule = AnyTorch(recipe(Writes))
+    rule = recipe(Writes)
     param, grad = torch.zeros(6, 10), torch.ones(6, 10)
     state = rule.init_state(param)
     places = {key: value.data_ptr() for key, value in state.items()}
@@ -140,7 +141,7 @@ def test_a_gradient_is_left_alone_and_the_state_lies_where_it_was():
 
 
 def test_a_state_that_is_set_back_starts_anew():
-    rule = AnyTorch(recipe(SOAP, precondition_frequency=2))
+    rule = recipe(SOAP, precondition_frequency=2)
     grads = torch.randn(5, 6, 10, generator=torch.Generator().manual_seed(2))
     ends = []
     state = rule.init_state(torch.zeros(6, 10))
@@ -156,11 +157,11 @@ def test_a_state_that_is_set_back_starts_anew():
 
 def test_recipes_of_one_path_are_equal():
     path = "torch.optim:AdamW"
-    one, other = (entry_of(path, for_matrices=True).recipe(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
+    one, other = (recipe_at(path, for_matrices=True)(matrix_params={"betas": [0.9, 0.8]}) for _ in range(2))
     assert one == other and hash(one) == hash(other) and one.rule == path
-    assert one != entry_of(path, for_matrices=True).recipe() != entry_of(path, for_matrices=False).recipe()
+    assert one != recipe_at(path, for_matrices=True)() != recipe_at(path, for_matrices=False)()
     # Stages of a pipeline send them to each other.
-    for each in (one, entry_of(path, for_matrices=False).recipe()):
+    for each in (one, recipe_at(path, for_matrices=False)()):
         for sent in (pickle.loads(pickle.dumps(each)), copy.deepcopy(each)):
             assert sent == each and type(sent) is type(each) and sent.model_fields_set == each.model_fields_set
 
@@ -324,7 +325,7 @@ def test_a_state_may_be_a_parameter(shape):
     grads = torch.randn(4, *shape, generator=torch.Generator().manual_seed(2))
     ends = []
     for kind in ("parameter", "tensor"):
-        rule = AnyTorch(recipe(KeepsParameters, of=kind))
+        rule = recipe(KeepsParameters, of=kind)
         param = torch.ones(shape)
         state = rule.init_state(param)
         for grad in grads:
@@ -336,7 +337,7 @@ def test_a_state_may_be_a_parameter(shape):
 
 
 def test_nothing_that_a_step_works_on_is_kept():
-    rule = AnyTorch(recipe(SOAP, precondition_frequency=2))
+    rule = recipe(SOAP, precondition_frequency=2)
     state = rule.init_state(torch.zeros(6, 10))
     for _ in range(4):
         param, grad = torch.ones(6, 10), torch.ones(6, 10)

@@ -9,22 +9,18 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.config.sections import Recipes
-from ds_layerwise.optimizers.recipes import muon_recipes as recipes
-from ds_layerwise.optimizers.recipes.adafactor_recipe import Adafactor
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import batches
 from ds_layerwise.orthogonalize.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
 from ds_layerwise.plan.forecast.forecast import opened_bytes, workspace_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import update_sets
-from tests.support.live_memory import LiveMemory, most_beside
+from tests.support.live_memory import LiveMemory
 from tests.support.model_specs import bare, routes_of, shipped, specs_in
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon_family", "muon_recipes", "adafactor", "adafactor_recipe", "batching", "newton_schulz",
-                   "newton_schulz_cost", "forecast", "recipes", "update_sets")
+pytestmark = rooms("muon_family", "batching", "newton_schulz", "newton_schulz_cost", "forecast", "update_sets")
 
 META = torch.device("meta")
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
@@ -51,11 +47,11 @@ def model_of(name):
     return bare({f"{layer}.{i}": shape for layer in range(4) for i, shape in enumerate(STACKED[name])})
 
 
-def updates_of(layout, rank, routes, rule, *, elsewhere=(), tp_size=1):
+def updates_of(layout, rank, routes, *, elsewhere=(), tp_size=1):
     """The names that each call updates of what ``rank`` owns, in the order of buckets, last first."""
     pieces = [list(bucket.pieces(rank)) for bucket in layout.buckets]
     names = {piece.name for held in pieces for piece in held}
-    sets = update_sets(pieces, routes, dict.fromkeys(names, rule), batch_matrices=True,
+    sets = update_sets(pieces, routes, batch_matrices=True,
                        in_place=names - {*elsewhere}, most=MAX_BATCH_NUMEL, tp_size=tp_size)
     return [each.names for of_bucket in reversed(sets) for each in of_bucket if each.route.whole]
 
@@ -70,14 +66,14 @@ def shapes_of(names, routes):
     ("gpt2-124m", 2, 50_000_000, 37), ("qwen3-0.6b", 8, 50_000_000, 38), ("llama-2-7b", 8, 500_000_000, 37),
     ("llama-3-405b", 64, 500_000_000, 37), ("gpt-oss", 2, 500_000_000, 37), ("qwen3-moe", 1, 500_000_000, 37)])
 def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, bucket_numel, budget, method, ns_dtype):
-    module, recipe = model_of(model), recipes.Muon(ns_method=method, ns_dtype=ns_dtype)
-    routes, rule = routes_of(module, recipes=Recipes(matrix=recipe)), Muon.of(recipe)
+    module, rule = model_of(model), Muon(ns_method=method, ns_dtype=ns_dtype)
+    routes = routes_of(module, recipes=Recipes(matrix=rule))
     specs = specs_in(module, routes)
     layout = plan_layout(specs, ranks, bucket_numel=bucket_numel)
     said = workspace_bytes(layout, routes)
     rank = said.index(max(said))
     peak = launches = num_batches = 0
-    for names in updates_of(layout, rank, routes, rule):
+    for names in updates_of(layout, rank, routes):
         shapes = shapes_of(names, routes)
         values, grads = ([torch.empty(shape, device=META) for shape in shapes] for _ in range(2))
         states = [rule.init_state(value) for value in values]
@@ -96,29 +92,18 @@ def test_an_update_takes_what_the_table_says_and_few_launches(model, ranks, buck
     assert launches <= budget * num_batches
 
 
-@pytest.mark.parametrize("settings, times", [({}, 1), ({"weight_decay_method": "l2"}, 2),
-                                             ({"cautious_weight_decay": True}, 3)])
-@pytest.mark.parametrize("shape, together", [
-    *((shape, 16 * 2**20 // math.prod(shape[1:])) for shapes in STACKED.values() for shape in shapes),
-    ((2, 5120, 8192), 1), ((1024, 3072), 1)])
-def test_experts_under_adafactor_are_updated_a_few_at_a_time(shape, together, settings, times):
-    recipe = Adafactor(**settings)
-    assert 0.999 < most_beside(rule_of(recipe), [shape], HYPER) / recipe.workspace(shape) <= 1
-    assert recipe.workspace(shape) == pytest.approx(times * together * 4 * math.prod(shape[-2:]), rel=1e-3)
-
-
 @pytest.mark.parametrize("model, ranks, bucket_numel, matrices, calls", [
     ("qwen3-0.6b", 8, 50_000_000, 25, 6), ("qwen3-0.6b", 8, 500_000_000, 25, 4), ("qwen3-0.6b", 64, 50_000_000, 4, 2),
     ("llama-2-7b", 8, 50_000_000, 28, 28)])
 def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, ranks, bucket_numel, matrices, calls):
     """A matrix of Llama-2-7B is a full batch by itself."""
     module = model_of(model)
-    routes, rule = routes_of(module, recipes=Recipes(matrix=recipes.Muon())), Muon.of(recipes.Muon())
+    routes = routes_of(module, recipes=Recipes(matrix=Muon()))
     specs = specs_in(module, routes)
     layout = plan_layout(specs, ranks, bucket_numel=bucket_numel)
     found = []
     for rank in range(ranks):
-        updates = updates_of(layout, rank, routes, rule)
+        updates = updates_of(layout, rank, routes)
         found.append((sum(len(names) for names in updates),
                       sum(len(batches(shapes_of(names, routes))) for names in updates)))
     assert max(found) == (matrices, calls)
@@ -126,24 +111,23 @@ def test_owners_that_have_few_of_each_bucket_still_update_them_together(model, r
 
 def qwen():
     module = shipped("qwen3-0.6b")
-    routes = routes_of(module, recipes=Recipes(matrix=recipes.Muon()))
+    routes = routes_of(module, recipes=Recipes(matrix=Muon()))
     return routes, plan_layout(specs_in(module, routes), 8, bucket_numel=50_000_000)
 
 
 def test_a_matrix_that_comes_from_elsewhere_joins_no_other_bucket():
     routes, layout = qwen()
-    rule = Muon.of(recipes.Muon())
     alone = workspace_bytes(layout, routes, hosted=True)
     # Of one bucket, an owner has two matrices of a shape at most.
-    assert max(alone) == recipes.Muon().workspace((2, 1024, 3072)) < max(workspace_bytes(layout, routes))
+    assert max(alone) == Muon().workspace((2, 1024, 3072)) < max(workspace_bytes(layout, routes))
     opened = [opened_bytes(bucket, routes, "bfloat16+remainder") for bucket in layout.buckets]
     assert all(own < most <= own + 4 * max(numel for bucket in layout.buckets for numel in bucket.shard_numels)
                for own, most in zip(alone, workspace_bytes(layout, routes, opened), strict=True))
     bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
-    far = [names for names in updates_of(layout, 7, routes, rule) if len({bucket_of[name] for name in names}) > 1]
+    far = [names for names in updates_of(layout, 7, routes) if len({bucket_of[name] for name in names}) > 1]
     assert far
     away = far[0][0]
-    for names in updates_of(layout, 7, routes, rule, elsewhere=[away]):
+    for names in updates_of(layout, 7, routes, elsewhere=[away]):
         others = {bucket_of[name] for name in names}
         assert len(others) == 1 or bucket_of[away] not in others
 
@@ -151,20 +135,19 @@ def test_a_matrix_that_comes_from_elsewhere_joins_no_other_bucket():
 def test_parts_of_matrices_fill_a_batch_as_the_wholes_that_are_gathered():
     """With eight parts each, the whole of one is a full batch."""
     routes, layout = qwen()
-    rule, bucket_of = Muon.of(recipes.Muon()), {slot.name: bucket.index
-                                                for bucket in layout.buckets for slot in bucket.slots}
+    bucket_of = {slot.name: bucket.index for bucket in layout.buckets for slot in bucket.slots}
     cut = {name: replace(route, tp_axis=-2) if route.whole else route for name, route in routes.items()}
-    blocks = {name: replace(route, recipe=recipes.Muon(muon_tp_mode="blockwise")) if route.whole else route
+    blocks = {name: replace(route, recipe=Muon(muon_tp_mode="blockwise")) if route.whole else route
               for name, route in cut.items()}
 
     def most(routes, tp_size):
         """Elements of matrices of one shape in an update of several buckets, where there are several."""
         found = [0]
-        for names in updates_of(layout, 7, routes, rule, tp_size=tp_size):
+        for names in updates_of(layout, 7, routes, tp_size=tp_size):
             shapes = Counter(routes[name].matrix_shape for name in names)
             if len({bucket_of[name] for name in names}) > 1:
                 found += [count * math.prod(shape) for shape, count in shapes.items() if count > 1]
         return max(found)
 
     assert 0 < most(cut, 8) <= FULL_BATCH_NUMEL // 8 < most(blocks, 8) == most(routes, 1) <= FULL_BATCH_NUMEL
-    assert max(workspace_bytes(layout, cut, tp_size=8)) == recipes.Muon().workspace((2, 1024 * 8, 3072))
+    assert max(workspace_bytes(layout, cut, tp_size=8)) == Muon().workspace((2, 1024 * 8, 3072))

@@ -7,18 +7,16 @@ import torch
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.decay import WeightDecay
-from ds_layerwise.optimizers.recipe_registry import REGISTRY
-from ds_layerwise.optimizers.recipes.elementwise_recipes import Adam, AdamW, Lion, Sgd
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rule_registry import rule_of
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.registry import REGISTRY
+from ds_layerwise.optimizers.rules.elementwise import Adam, AdamW, Lion, Sgd
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import Route, recipe_named, with_changes
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 
-pytestmark = rooms("decay", "muon_family", "muon_recipes", "elementwise", "elementwise_recipes", "recipe", "routes")
+pytestmark = rooms("decay", "muon_family", "elementwise", "recipe", "routes")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 METHODS = ["decoupled", "independent", "l2", "palm"]
@@ -32,7 +30,7 @@ def recipe_of(name, method, cautious):
     """The recipe; scion is unconstrained, as its weights decay by its own rule else, and SOAP moves at once."""
     own = {"scion": {"constrained": False}, "soap": {"lagged_basis": False}, "kl_soap": {"lagged_basis": False}}
     own = own.get(name, {})
-    return REGISTRY[name].recipe(weight_decay_method=method, cautious_weight_decay=cautious, **own)
+    return REGISTRY[name](weight_decay_method=method, cautious_weight_decay=cautious, **own)
 
 
 def shapes_of(recipe):
@@ -60,7 +58,7 @@ def moved(rule, params, grads, states):
 @pytest.mark.parametrize("name, method, cautious", CASES)
 def test_decay_goes_by_its_formula_around_a_step_without_it(name, method, cautious):
     recipe = recipe_of(name, method, cautious)
-    rule, shapes = rule_of(recipe), shapes_of(recipe)
+    rule, shapes = recipe, shapes_of(recipe)
     params = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
     states = [rule.init_state(param) for param in params]
     for step in range(4):
@@ -90,26 +88,27 @@ def test_torchs_bits(ours, theirs):
     own = {"momentum": 0.9} if theirs is torch.optim.SGD else {"betas": (0.8, 0.95), "eps": 1e-8}
     optimizer = theirs([param], lr=0.1, weight_decay=0.2, foreach=True, **own)
     value = param.detach().clone()
-    state = rule_of(ours).init_state(value)
+    state = ours.init_state(value)
     for step in range(5):
         param.grad = numbers((33,), step + 1)
         optimizer.step()
-        rule_of(ours).update_([value], [param.grad], [state], HYPER)
+        ours.update_([value], [param.grad], [state], HYPER)
         assert torch.equal(value, param.detach())
 
 
 def test_cautious_decay_shrinks_weights_that_updates_shrink():
     weights = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 0.0, 1e-30, 1e-30])
     updates = torch.tensor([1.0, -1.0, 0.0, -1.0, 1.0, 1.0, -1e-30, 1e-30])
-    WeightDecay("independent", cautious=True).shrink_([weights], [updates], replace(HYPER, weight_decay=0.5))
+    rule = AdamW(weight_decay_method="independent", cautious_weight_decay=True)
+    rule.decay_([weights], [updates], replace(HYPER, weight_decay=0.5))
     assert torch.equal(weights, torch.tensor([0.5, 1.0, 0.5, -0.5, -1.0, 0.0, 1e-30, 0.5e-30]))
 
 
 def test_caution_changes_no_bit_if_all_updates_shrink_weights():
     weights = torch.randn(99, generator=torch.Generator().manual_seed(0))
     alike = weights.clone()
-    WeightDecay("decoupled").shrink_([weights], [], HYPER)
-    WeightDecay("decoupled", cautious=True).shrink_([alike], [alike.clone()], HYPER)
+    AdamW().decay_([weights], [], HYPER)
+    AdamW(cautious_weight_decay=True).decay_([alike], [alike.clone()], HYPER)
     assert torch.equal(alike, weights)
 
 
@@ -117,7 +116,7 @@ def test_caution_changes_no_bit_if_all_updates_shrink_weights():
 def test_at_a_rate_of_zero_only_independent_decay_goes_on(name):
     for method, cautious in [("decoupled", False), ("palm", True), ("independent", False), ("independent", True)]:
         recipe = recipe_of(name, method, cautious)
-        rule, shape = rule_of(recipe), shapes_of(recipe)[0]
+        rule, shape = recipe, shapes_of(recipe)[0]
         param, grad = numbers(shape, 0), numbers(shape, 1)
         start, other = param.clone(), param.clone()
         rule.update_([other], [grad], [rule.init_state(other)], replace(HYPER, weight_decay=0.0))
@@ -130,7 +129,7 @@ def test_at_a_rate_of_zero_only_independent_decay_goes_on(name):
 @pytest.mark.parametrize("name, method, cautious", CASES)
 def test_it_takes_no_more_memory_than_the_recipe_says(name, method, cautious):
     recipe = recipe_of(name, method, cautious)
-    rule, shape = rule_of(recipe), (64, 640) if recipe.whole else (40960,)
+    rule, shape = recipe, (64, 640) if recipe.whole else (40960,)
     # A few bytes of factors without axes.
     assert most_beside(rule, [shape], HYPER) <= recipe.workspace(shape) + 64
 

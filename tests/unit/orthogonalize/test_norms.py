@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from ds_layerwise.optimizers.rules import adafactor
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.norms import frobenius_norms, norms_of
 from tests.support.rooms import rooms
@@ -60,7 +59,3 @@ def test_a_large_matrix_of_rank_one_is_pushed_where_one_singular_value_is(scale)
         # counts as often as the polynomial is steep at 1: 200 times with "polar_express".
         bound = 2e-5 * abs(slope / expected)
         assert float(found[3, 4]) == pytest.approx(expected / (LARGE[0] * LARGE[1])**0.5, rel=bound)
-
-
-def test_the_root_mean_square_of_a_large_matrix():
-    assert float(adafactor._rms(of_rank_one(*LARGE))) == pytest.approx(0.1, rel=1e-5)

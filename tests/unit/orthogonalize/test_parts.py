@@ -10,10 +10,9 @@ from torch import nn
 from ds_layerwise.config.sections import Override
 from ds_layerwise.config.targets.fused_parts import Part, Parts, whole_states
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec, like
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon, NorMuon
-from ds_layerwise.optimizers.rule import Hyper
-from ds_layerwise.optimizers.rules.muon_family import Muon as Rule
+from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec
+from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon
 from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.part_views import first_state, seen_parts
@@ -99,8 +98,8 @@ class Preconditioned(Recipe):
 
     def states(self, shape):
         *batch, rows, cols = shape
-        return {**like(shape, "average"), "left": StateSpec((*batch, rows, rows)), "step": StateSpec((), on_host=True),
-                "right": StateSpec((*batch, cols, cols))}
+        return {**self.like(shape, "average"), "left": StateSpec((*batch, rows, rows)),
+                "step": StateSpec((), on_host=True), "right": StateSpec((*batch, cols, cols))}
 
 
 def test_states_are_whole_where_they_are_like_the_parameter_and_each_parts_own_elsewhere():
@@ -156,7 +155,7 @@ def test_a_step_works_in_the_copies_of_one_parameter():
 ])
 @pytest.mark.parametrize("scale_mode", ["original", "spectral"])
 def test_a_rule_updates_parts_as_the_same_matrices_apart(parts, shape, scale_mode):
-    rule = Rule.of(Muon(ns_dtype="fp32", scale_mode=scale_mode))
+    rule = Muon(ns_dtype="fp32", scale_mode=scale_mode)
     hyper = Hyper(lr=0.1, weight_decay=0.1, momentum=0.9, betas=(0.9, 0.9), eps=0.0)
     generator = torch.Generator().manual_seed(3)
     whole, grads = torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(3)]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from ds_layerwise.optimizers.recipes import muon_recipes as recipes
-from ds_layerwise.optimizers.rule import Hyper
+from ds_layerwise.optimizers.base.one_step import Hyper, Site
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
@@ -120,12 +119,12 @@ def train_cut(tp_mode, size, axis, shapes, **kwargs):
         def part(value):
             return value.chunk(size, axis)[peers.rank].clone()
 
-        rule = Muon.of(recipes.Muon(ns_dtype="fp32", muon_tp_mode=tp_mode, **kwargs)).of_shards(axis, peers)
+        rule = Muon(ns_dtype="fp32", muon_tp_mode=tp_mode, **kwargs)
         params = [part(noise(*shape, seed=100 + i)) for i, shape in enumerate(shapes)]
         states = [rule.init_state(p) for p in params]
         for step in range(3):
             grads = [part(noise(*shape, seed=10 * step + i)) for i, shape in enumerate(shapes)]
-            rule.update_(params, grads, states, HYPER)
+            rule.update_(params, grads, states, HYPER, Site(cut=(axis, peers)))
         return params, peers.calls
 
     ranks = on_ranks(size, rank)
@@ -141,7 +140,7 @@ MIXED = [(12, 40), (40, 12), (12, 40), (2, 12, 40), (12, 12)]
     {"scale_mode": "original"}, {"scale_mode": "unit_rms_norm", "ns_method": "standard"},
     {"scale_mode": "spectral", "nesterov": False}], ids=str)
 def test_an_update_of_parts_is_the_part_of_the_update(kwargs, axis, tp_mode):
-    rule = Muon.of(recipes.Muon(ns_dtype="fp32", **kwargs))
+    rule = Muon(ns_dtype="fp32", **kwargs)
     wanted = train(rule, [noise(*shape, seed=100 + i) for i, shape in enumerate(MIXED)])
     done, calls = train_cut(tp_mode, 2, axis, MIXED, **kwargs)
     for value, whole in zip(done, wanted, strict=True):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
 from ds_layerwise.plan.forecast.cost import wire_elements
 from ds_layerwise.plan.forecast.forecast import on_the_wire, workspace_bytes

@@ -12,8 +12,8 @@ import pytest
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError
-from ds_layerwise.optimizers.recipes.elementwise_recipes import AdamW
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.cost import LayoutReport
 from ds_layerwise.plan.forecast.forecast import forecast
 from ds_layerwise.plan.forecast.prediction import predict

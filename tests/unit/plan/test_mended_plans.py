@@ -14,8 +14,8 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.config.targets.conditions import Facts
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon, Orthogonalized
-from ds_layerwise.optimizers.recipes.soap_recipe import Soap
+from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
+from ds_layerwise.optimizers.rules.soap import Soap
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast import prediction
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
@@ -28,8 +28,8 @@ from ds_layerwise.routing.routes import Route
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "ds_config", "kronecker_recipe", "link_fit", "meta_model", "module_of",
-                   "muon_recipes", "override_matching", "overrides", "prediction", "report", "routes")
+pytestmark = rooms("conditions", "ds_config", "kronecker", "link_fit", "meta_model", "module_of",
+                   "muon_family", "override_matching", "overrides", "prediction", "report", "routes")
 
 
 def entries(*given):

@@ -17,8 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.optimizers.recipe_registry import names
-from ds_layerwise.optimizers.rule_registry import rules_of
+from ds_layerwise.optimizers.registry import names
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
@@ -80,7 +79,7 @@ def owned(dtype, accumulation, device=META, **params):
     layout = plan_layout(specs, 2, bucket_numel=600)
     grads = None if accumulation is None else FlatBuffer(layout, device, {dtype_name(dtype): accumulation})
     settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
-    return optimizer, Owned(0, routes, FlatBuffer(layout, device), grads, rules_of(routes, None), settings)
+    return optimizer, Owned(0, routes, FlatBuffer(layout, device), grads, settings)
 
 
 @pytest.mark.parametrize("wide", [True, False])
@@ -99,7 +98,7 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
     assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
 
 
-@pytest.mark.parametrize("matrix, scalar", [("muon", "adamw"), ("adafactor", "ademamix")])
+@pytest.mark.parametrize("matrix, scalar", [("muon", "adamw"), ("normuon", "lion")])
 @pytest.mark.parametrize("decay", [{"weight_decay_method": "l2"}, {"cautious_weight_decay": True}])
 def test_neither_does_weight_decay(matrix, scalar, decay):
     optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)

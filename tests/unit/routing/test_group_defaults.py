@@ -10,8 +10,8 @@ from ds_layerwise.config.presets import PRESETS
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
-from ds_layerwise.optimizers.rule_registry import check_recipes
+from ds_layerwise.optimizers.registry import check_recipes
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import start_up_table
 from ds_layerwise.routing.group_defaults import ByKind

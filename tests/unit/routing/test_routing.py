@@ -10,8 +10,8 @@ from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.foreign.any_torch_recipe import ClientTorch, subclass
-from ds_layerwise.optimizers.recipes.muon_recipes import Muon
+from ds_layerwise.optimizers.foreign.any_torch import ClientTorch, subclass
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import require_a_matrix
 from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms

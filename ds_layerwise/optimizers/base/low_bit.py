@@ -1,5 +1,5 @@
-"""The storage formats of float32 states between updates: bfloat16, optionally with stochastic
-rounding, and 8-bit codes.
+"""States that are stored in fewer bits than float32 between updates: their settings and formats,
+bfloat16, optionally with stochastic rounding, and 8-bit codes. Rules get them as float32.
 
 The random numbers are a hash of the value's place and step, so they are the same for any number of
 ranks and after a resume, and do not use torch's generators.
@@ -16,10 +16,53 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.dtypes import SCALED
+from ds_layerwise.optimizers.base.dtypes import SCALED, StateDtype
+from ds_layerwise.optimizers.base.recipe import Recipe
+
+#: The largest fraction of itself that a low-bit average may keep in a step, so that 8 bits of
+#: precision can represent its changes: a new value that differs by a quarter of the average then
+#: moves it by half of the resolution of bfloat16.
+MOST_KEPT = 1 - 2**-6
 
 #: The number of elements per operation, which takes about 60 bytes of memory for each.
 _AT_A_TIME = 1 << 20
+
+
+class KeptStates(Recipe):
+    """A recipe with a field for each state that may be stored in fewer bits."""
+
+    stochastic_rounding: bool = False
+    """Use stochastic rounding for bfloat16 states, so that small changes add up."""
+
+    def check(self, device: torch.device | None) -> None:
+        """Refuse "8bit" without torchao.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        if "8bit" in self.low_bit_dtypes().values():
+            torchao_maps()
+
+
+class KeptMomentum(KeptStates):
+    """A recipe with a ``momentum_buffer``."""
+
+    momentum_dtype: StateDtype = "float32"
+    """The dtype of the momentum between updates."""
+
+
+class KeptAverage(KeptStates):
+    """A recipe with an ``exp_avg``."""
+
+    exp_avg_dtype: StateDtype = "float32"
+    """The dtype of the average of gradients."""
+
+
+class KeptMoments(KeptAverage):
+    """A recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
+
+    exp_avg_sq_dtype: StateDtype = "float32"
+    """The dtype of the average of squared gradients."""
 
 
 def chance_of(*what: object) -> int:

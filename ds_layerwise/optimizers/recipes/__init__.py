@@ -1,1 +1,0 @@
-"""The recipe of each rule: its settings, states and work."""
