@@ -39,7 +39,7 @@ from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.ranks.sync.exchange import Exchange
+from ds_layerwise.ranks.sync.transfer import Transfer
 from ds_layerwise.zero import run_state
 from ds_layerwise.zero.setup import run_plan
 
@@ -460,7 +460,8 @@ def disturb(place: Place, seed: int) -> None:
         return delayed
 
     Wire.reduce, Wire.gather = late(Wire.reduce), late(Wire.gather)
-    Exchange.to_owners, Exchange.to_cuts = late(Exchange.to_owners), late(Exchange.to_cuts)
+    Transfer.all_to_owners = late(Transfer.all_to_owners)
+    Transfer.to_cuts = late(Transfer.to_cuts)
     Owned.update, nn.LayerNorm.forward = late(Owned.update), late(nn.LayerNorm.forward)
     # The stream of the transfer is the current one in this call.
     host_memory.transfer = late(host_memory.transfer)

@@ -36,7 +36,7 @@ from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
-from ds_layerwise.ranks.sync import cut_sync, exchange
+from ds_layerwise.ranks.sync import cut_sync, transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
@@ -131,8 +131,8 @@ class Stubs:
         )
         streams.get_accelerator = lambda: device
         # torch writes these out in Python for tensors without memory, which takes milliseconds.
-        exchange.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
-        exchange.unpack = lambda packed, places: None
+        transfer.pack = lambda parts: parts[-1].new_empty(sum(part.numel() for part in parts))
+        transfer.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
         torch.Tensor.div_ = lambda tensor, by: tensor
         cut_sync.checksum_of = lambda memory: memory.new_empty(2, dtype=torch.int64)

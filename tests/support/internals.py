@@ -103,7 +103,7 @@ def param_sync(engine: Any) -> Any:
 
 def exchanges(engine: Any) -> tuple[Any, Any]:
     """Return the objects that move sums from cuts to owners, and parameters back."""
-    return grad_sync(engine)._exchange, param_sync(engine)._exchange
+    return grad_sync(engine)._transfer, param_sync(engine)._transfer
 
 
 def ready(engine: Any) -> int:

@@ -34,17 +34,9 @@ from ds_layerwise.plan.forecast.host_pieces import (
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.layout.shards import Ints, in_own_cuts
-from ds_layerwise.plan.network.exchange_rounds import (
-    begun_backwards,
-    cut_bytes,
-    cut_sizes,
-    deal,
-    exchange_bytes,
-    has_owners,
-    travels_in_cuts,
-)
 from ds_layerwise.plan.network.links import TCP, Group, Links, group_of
 from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
+from ds_layerwise.plan.network.transfer_plan import begun_backwards, deal, transfer_bytes
 from ds_layerwise.plan.network.transport import MAX_PENDING, in_levels, itemsize
 from ds_layerwise.routing.routes import Routes
 
@@ -92,7 +84,7 @@ def wire_elements(layout: Layout, only: Container[int] | None = None) -> WireEle
             gather += others * bucket.cut_numel
             if bucket.way == "cuts":
                 forward += bucket.cut_numel
-        in_cuts = list(filter(travels_in_cuts, buckets))
+        in_cuts = [bucket for bucket in buckets if bucket.way == "cuts"]
         _, filled, own, stays = in_own_cuts(
             [b.shards for b in in_cuts], [b.cut_numel for b in in_cuts]
         )
@@ -106,12 +98,11 @@ def cut_elements(layout: Layout, dtype: str) -> tuple[int, ...]:
     """Count the elements of parameters of ``dtype`` that each rank sends after a step of ZeRO stage
     3: as their owner, to the cuts of all other ranks.
     """
-    sent = [0] * layout.world_size
-    for each in deal(layout.buckets, takes_part=has_owners):
-        if each.dtype == dtype:
-            for owner, size in cut_sizes(each).items():
-                sent[owner] += size * (layout.world_size - 1)
-    return tuple(sent)
+    sent = np.zeros(layout.world_size, np.int64)
+    for dealt in deal(layout.buckets, by_param=True):
+        if dealt.dtype == dtype:
+            sent += dealt.row_sizes() * (layout.world_size - 1)
+    return tuple(sent.tolist())
 
 
 def fetched_elements(layout: Layout, dtype: str) -> int:
@@ -416,13 +407,10 @@ def traffic_bytes(
             gathered = max(gathered, numel * itemsize(bucket.dtype))
         sent[turn] = max(sent[turn], bucket.numel * itemsize(wire) * copies)
     rounds = deal(layout.buckets, lambda bucket: sum_dtype(wires[bucket.index], reduction, stage))
-    there = exchange_bytes(rounds, layout.world_size, owners_have="float32").tolist()
+    there = transfer_bytes(rounds, layout.world_size, owners_have="float32").tolist()
     # The rounds in which parameters go back.
-    if stage == 3:
-        returns = cut_bytes(begun_backwards(layout.buckets, has_owners), layout.world_size)
-    else:
-        returns = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
-    back = returns.tolist()
+    returns = begun_backwards(layout.buckets, by_param=stage == 3)
+    back = transfer_bytes(returns, layout.world_size).tolist()
     found = []
     for rank, received in enumerate((own.sum(axis=(0, 1)) + sum(node_sums)).tolist()):
         reduced = RankTraffic(sum(sent), received)

@@ -300,7 +300,7 @@ def exchange(loads: Iterable[Load], group: Group) -> Exchange:
 
     The elements of a shard in its owner's own cut stay there. The busiest rank is the one that
     receives, or sends, most. The latency of all rounds but one is not counted, see
-    :mod:`.plan.network.exchange_rounds`; for DeepSeek-V3 in buckets of 50 M on 512 ranks that is 10
+    :mod:`.plan.network.transfer_plan`; for DeepSeek-V3 in buckets of 50 M on 512 ranks that is 10
     ms of 4.8 s.
     """
     loads = list(loads)

@@ -5,74 +5,22 @@ and of written cuts back to the owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
 from ds_layerwise.plan.layout.layout import Layout
-from ds_layerwise.plan.network.exchange_rounds import Deal, Shard, begun_backwards, has_owners
+from ds_layerwise.plan.network.transfer_plan import Round, begun_backwards, param_names, seen_by
 from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.owned.buffers import OwnShards, lay_in_rows, out_of_rows
+from ds_layerwise.ranks.owned.buffers import OwnShards, out_of_rows
 from ds_layerwise.ranks.owned.weight_writes import WeightWrites, check_same, differs
-
-
-class Place(NamedTuple):
-    """The place of a parameter in the shard of its owner."""
-
-    name: str
-    start: int
-    """The offset of its first element in the shard."""
-    numel: int
-    cut: int
-    """The number of elements in each rank's cut of the parameter."""
-
-
-class CutRound(NamedTuple):
-    """An all-to-all, in which each owner sends all ranks their cuts of one of its shards."""
-
-    buckets: frozenset[int]
-    """The buckets whose shards take part."""
-    own: int | None
-    """The bucket of this rank's shard; None if none takes part."""
-    places: Mapping[int, tuple[Place, ...]]
-    """The parameters that take part, by owner, in rank order."""
-
-    def sizes(self, holders: int) -> list[int]:
-        """Return the number of elements that each owner sends a rank, by owner."""
-        sizes = [0] * holders
-        for owner, places in self.places.items():
-            sizes[owner] = sum(place.cut for place in places)
-        return sizes
-
-
-def _places(shard: Shard) -> tuple[Place, ...]:
-    bucket = shard.bucket
-    found = []
-    for piece in bucket.pieces(shard.owner * bucket.ep_size):
-        start = piece.start - bucket.start - shard.start
-        found.append(Place(piece.name, start, piece.numel, -(-piece.numel // bucket.holders)))
-    return tuple(found)
-
-
-def rounds_of(layout: Layout, rank: int) -> list[CutRound]:
-    """Return the rounds for all buckets of whole parameters, in the order in which they begin."""
-
-    def seen(dealt: Deal) -> CutRound:
-        by_owner = {shard.owner: shard for shard in dealt.shards}
-        own = by_owner.get(rank)
-        return CutRound(
-            frozenset(shard.bucket.index for shard in dealt.shards),
-            None if own is None else own.bucket.index,
-            {owner: _places(by_owner[owner]) for owner in sorted(by_owner)},
-        )
-
-    return [seen(dealt) for dealt in begun_backwards(layout.buckets, has_owners)]
+from ds_layerwise.ranks.sync.transfer import Transfer
 
 
 class Cuts(Protocol):
@@ -124,13 +72,15 @@ class CutSync:
         *,
         group: comm.Group,
     ) -> None:
-        self._layout = layout
-        self._rank = rank
         self._values = values
         self._all_cuts = cuts
         self._group = group
-        self._holders = comm.size_of(group)
-        self._rounds = rounds_of(layout, rank)
+        self._names = param_names(layout.buckets)
+        self._transfer = Transfer(
+            seen_by(rank, begun_backwards(layout.buckets, by_param=True)),
+            lambda _: group,
+            values.tensors[0].device,
+        )
         self._pending: deque[comm.Pending] = deque()
         self._start()
 
@@ -146,9 +96,10 @@ class CutSync:
             # Parameters that are whole now have old values.
             self._all_cuts.release()
         self._launched.add(index)
-        while self._next < len(self._rounds):
-            round_ = self._rounds[self._next]
-            if not round_.buckets <= self._launched:
+        rounds = self._transfer.rounds
+        while self._next < len(rounds):
+            round_ = rounds[self._next]
+            if not round_.deal.buckets <= self._launched:
                 return
             while len(self._pending) >= MAX_PENDING:
                 self._pending.popleft().wait()
@@ -156,46 +107,14 @@ class CutSync:
                 self._pending.append(self._begin(round_))
             self._next += 1
 
-    def _begin(self, round_: CutRound) -> comm.Pending:
-        sizes = round_.sizes(self._holders)
-        own = sizes[self._rank]
-        like = self._shard(round_)
-        rows = like.new_zeros((self._holders, own))
-        first = 0
-        for place in round_.places.get(self._rank, ()):
-            value = like[place.start : place.start + place.numel]
-            lay_in_rows(value, rows[:, first : first + place.cut])
-            first += place.cut
-        received = like.new_empty(sum(sizes))
-        work = comm.all_to_all(
-            received,
-            rows.view(-1),
-            group=self._group,
-            received=sizes,
-            sent_to=[own] * self._holders,
-        )
+    def _begin(self, round_: Round) -> comm.Pending:
+        return self._transfer.to_cuts(round_, self._shard(round_), self._cut)
 
-        def into_place() -> None:
-            cuts = self._cuts(round_)
-            parts = received.split_with_sizes([cut.numel() for cut in cuts])
-            torch._foreach_copy_(cuts, list(parts))
+    def _shard(self, round_: Round) -> Tensor | None:
+        return None if round_.own is None else self._values.tensors[round_.own]
 
-        return comm.Pending([work], into_place, keep=rows)
-
-    def _shard(self, round_: CutRound) -> Tensor:
-        """Return this rank's shard that takes part; an empty tensor of its dtype if there
-        is none.
-        """
-        if round_.own is None:
-            return self._values.tensors[min(round_.buckets)][:0]
-        return self._values.tensors[round_.own]
-
-    def _cuts(self, round_: CutRound) -> list[Tensor]:
-        """Return this rank's cuts that take part, by owner."""
-        cuts = []
-        for places in round_.places.values():
-            cuts += [self._all_cuts.of(place.name) for place in places]
-        return cuts
+    def _cut(self, number: int) -> Tensor:
+        return self._all_cuts.of(self._names[number])
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
@@ -233,9 +152,9 @@ class CutSync:
         """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
         rank must call this at the same point.
         """
-        for round_ in self._rounds:
-            if indices is None or not round_.buckets.isdisjoint(indices):
-                self._ask(round_, self._copy_in).wait()
+        for round_ in self._transfer.rounds:
+            if indices is None or not round_.deal.buckets.isdisjoint(indices):
+                self._transfer.to_owners(round_, self._cut, self._shard(round_)).wait()
         if indices is None:
             self._all_cuts.take_note()
 
@@ -271,14 +190,15 @@ class CutSync:
         check_same(self._all_cuts.persistent(), {}, self._group)
         lost = []
 
-        def compare(name: str, own: Tensor, rows: Tensor) -> None:
+        def compare(number: int, rows: Tensor, own: Tensor) -> None:
             value = torch.empty_like(own)
             out_of_rows(rows, value)
             if differs(value, own).any():
-                lost.append(name)
+                lost.append(self._names[number])
 
-        for round_ in self._rounds:
-            self._ask(round_, compare).wait()
+        for round_ in self._transfer.rounds:
+            shard = self._shard(round_)
+            self._transfer.to_owners(round_, self._cut, shard, take=compare).wait()
         everywhere = comm.gather_objects(lost, group=self._group)
         if names := sorted(chain(*everywhere)):
             raise StepError(
@@ -287,39 +207,6 @@ class CutSync:
                 "after such a write, or write under deepspeed.zero.GatheredParameters with a "
                 "modifier_rank"
             )
-
-    def _ask(self, round_: CutRound, take: Callable[[str, Tensor, Tensor], None]) -> comm.Pending:
-        """Start to send the cuts of a round to their owners.
-
-        Args:
-            take: called on the owner for each parameter, with its name, its place in the shard, and
-                the cuts of all ranks in rows.
-        """
-        sizes = round_.sizes(self._holders)
-        own = sizes[self._rank]
-        shard = self._shard(round_)
-        sent = torch.cat([shard[:0], *(cut.to(shard.device) for cut in self._cuts(round_))])
-        rows = shard.new_empty((self._holders, own))
-        work = comm.all_to_all(
-            rows.view(-1),
-            sent,
-            group=self._group,
-            received=[own] * self._holders,
-            sent_to=sizes,
-        )
-
-        def arrived() -> None:
-            first = 0
-            for place in round_.places.get(self._rank, ()):
-                value = shard[place.start : place.start + place.numel]
-                take(place.name, value, rows[:, first : first + place.cut])
-                first += place.cut
-
-        return comm.Pending([work], arrived, keep=sent)
-
-    @staticmethod
-    def _copy_in(_: str, value: Tensor, rows: Tensor) -> None:
-        out_of_rows(rows, value)
 
 
 class CutWrites(WeightWrites):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Bucket, Slot
 from ds_layerwise.plan.network.reduction import sum_dtype
+from ds_layerwise.plan.network.transfer_plan import deal, seen_by
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import (
@@ -22,13 +23,13 @@ from ds_layerwise.ranks.owned.buffers import (
 )
 from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, room_in
-from ds_layerwise.ranks.sync.exchange import Exchange
 from ds_layerwise.ranks.sync.step_state import (
     Gradients,
     StepState,
     late_gradient,
     nothing_reduced,
 )
+from ds_layerwise.ranks.sync.transfer import Transfer
 
 
 def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
@@ -96,11 +97,15 @@ class GradSync:
         self._divide_by = divide_by
         self._wire_dtype = wire_dtype
         buckets = self.layout.buckets
-        self._exchange = Exchange(buckets, self.rank, wires, self._sum_dtype)
+        device = reduced.bucket(0).device
+        self._transfer = Transfer(
+            seen_by(self.rank, deal(buckets, self._sum_dtype)),
+            lambda ep_size: wires[ep_size].group,
+            device,
+        )
         self._cuts = {
             bucket.index: self._make_cut(bucket) for bucket in buckets if bucket.way == "cuts"
         }
-        device = reduced.bucket(0).device
         self._scheduler = BucketScheduler(buckets, self._begin, device, max_waiting=max_waiting)
         self.reset()
 
@@ -282,7 +287,7 @@ class GradSync:
         if self._grads is None:
             # Also on a rank that has lost its gradients, or that has finished while another could
             # not: the other ranks need it.
-            if self._exchange.rounds:
+            if self._transfer.rounds:
                 self._exchange_sums()
             if self.state.gradients is Gradients.SUMS and not aside:
                 self.state.move(Gradients.AVERAGES)
@@ -362,7 +367,7 @@ class GradSync:
         side.follow()
         with side:
             add = self._owners_have_sums
-            self._exchange.to_owners(self._cuts, self.reduced.bucket, add=add)
+            self._transfer.all_to_owners(self._cuts.__getitem__, self.reduced.bucket, add=add)
         side.join()
         self._owners_have_sums = True
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.overrides import TorchFunctionMode
 
 from ds_layerwise.output import announce
 from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.network.transfer_plan import Round, begun_backwards, seen_by
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.comm.streams import LaunchStream, SideStream
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, cut_of
 from ds_layerwise.ranks.sync.bucket_transfers import Wires
-from ds_layerwise.ranks.sync.exchange import Exchange
+from ds_layerwise.ranks.sync.transfer import Transfer
 
 
 class ParamSync:
@@ -41,7 +42,7 @@ class ParamSync:
 
     Note: buckets in cuts
         Owners send the parts of their shards to the cuts of all ranks, in the rounds of an
-        :class:`~ds_layerwise.ranks.sync.exchange.Exchange`. Then each rank sends its cut to all. A
+        :class:`~ds_layerwise.ranks.sync.transfer.Transfer`. Then each rank sends its cut to all. A
         round begins when its last bucket is launched. The gather of the buckets that a round
         completes begins after the next round has begun, so that all ranks begin everything in the
         same order.
@@ -66,16 +67,21 @@ class ParamSync:
         self.rank = rank
         self._values = values
         self._wires = wires
-        self._exchange = Exchange(reversed(layout.buckets), rank, wires)
-        self._rounds: dict[int, set[int]] = defaultdict(set)
-        for number, round_ in enumerate(self._exchange.rounds):
-            for index in round_.buckets:
-                self._rounds[index].add(number)
+        rounds = seen_by(rank, begun_backwards(layout.buckets))
+        device = values.tensors[0].device
+        self._transfer = Transfer(rounds, lambda ep_size: wires[ep_size].group, device)
+        last_round: dict[int, int] = {}
+        for number, round_ in enumerate(rounds):
+            last_round.update(dict.fromkeys(round_.deal.buckets, number))
+        # The buckets that each round completes.
+        self._completed: list[list[int]] = [[] for _ in rounds]
+        for index in sorted(last_round, reverse=True):
+            self._completed[last_round[index]].append(index)
         self._start_rounds()
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
         self._side = SideStream()
-        self._turn = Turn(values.tensors[0].device)
+        self._turn = Turn(device)
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._index_of: dict[object, int] = {}
@@ -115,47 +121,41 @@ class ParamSync:
 
     def _start_rounds(self) -> None:
         self._in_cuts: set[int] = set()
-        self._started: set[int] = set()
-        self._ended: set[int] = set()
-        self._under_way: deque[tuple[int, comm.Pending]] = deque()
+        self._pending_rounds: deque[comm.Pending] = deque()
+        self._begun = self._ended = 0
 
     def _launch_in_cuts(self, index: int) -> None:
-        rounds = self._exchange.rounds
+        rounds = self._transfer.rounds
         self._in_cuts.add(index)
         self._end_rounds(but=1)
-        for number in sorted(self._rounds[index] - self._started):
-            if rounds[number].buckets <= self._in_cuts:
-                self._start_round(number)
-                self._end_rounds(but=1)
-        if len(self._started) == len(rounds):
+        while self._begun < len(rounds) and rounds[self._begun].deal.buckets <= self._in_cuts:
+            self._pending_rounds.append(self._begin(rounds[self._begun]))
+            self._begun += 1
+            self._end_rounds(but=1)
+        if self._begun == len(rounds):
             self._end_rounds(but=0)
             self._start_rounds()
 
-    def _start_round(self, number: int) -> None:
-        round_ = self._exchange.rounds[number]
-        buckets = self.layout.buckets
-        if round_.own is None:
-            shard = self._values.bucket(buckets[min(round_.buckets)])[:0]
-        else:
-            shard = self._values.shard(buckets[round_.own], self.rank)
-        cuts = {}
-        for run in round_.held:
-            bucket = buckets[run.bucket]
-            cuts[run.bucket] = cut_of(self._values.bucket(bucket), bucket, self.rank)
-        self._under_way.append((number, self._exchange.to_cuts(round_, shard, cuts)))
-        self._started.add(number)
+    def _begin(self, round_: Round) -> comm.Pending:
+        shard = None
+        if round_.own is not None:
+            shard = self._values.shard(self.layout.buckets[round_.own], self.rank)
+        return self._transfer.to_cuts(round_, shard, self._cut)
+
+    def _cut(self, index: int) -> Tensor:
+        bucket = self.layout.buckets[index]
+        return cut_of(self._values.bucket(bucket), bucket, self.rank)
 
     def _end_rounds(self, *, but: int) -> None:
         """End the pending rounds, except the latest ``but``."""
-        while len(self._under_way) > but:
-            number, pending = self._under_way[0]
-            pending.wait()
-            self._ended.add(number)
-            for index in sorted(self._exchange.rounds[number].buckets, reverse=True):
-                if index not in self._pending and self._rounds[index] <= self._ended:
+        while len(self._pending_rounds) > but:
+            self._pending_rounds[0].wait()
+            for index in self._completed[self._ended]:
+                if index not in self._pending:
                     bucket = self.layout.buckets[index]
                     self._gather(bucket, self._values.bucket(bucket))
-            self._under_way.popleft()
+            self._pending_rounds.popleft()
+            self._ended += 1
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is pending."""

@@ -21,7 +21,7 @@ import ds_layerwise
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
 from ds_layerwise.plan.forecast.cost import wire_elements
-from ds_layerwise.ranks.sync.exchange import rounds_of
+from ds_layerwise.plan.network.transfer_plan import deal, seen_by
 from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -89,10 +89,10 @@ class TestCommsLogger(DistributedTest):
                 add(expected, "all_to_all_single", (bucket.numel - own + stays) * DTYPE_BYTES[wire], passes)
             sent = sum(size * count for size, count in expected["all_to_all_single"].items())
             assert sent == passes * DTYPE_BYTES[wire] * (wire_elements(forecast.layout).reduce[rank] + sum(kept))
-            for each in rounds_of(layout.buckets, rank):
+            for each in seen_by(rank, deal(layout.buckets)):
                 add(expected, "all_to_all_single", 4 * sum(each.by_owner), 2)
-            for each in rounds_of(reversed(layout.buckets), rank):
-                add(expected, "all_to_all_single", DTYPE_BYTES[each.dtype] * sum(each.by_holder), 2)
+            for each in seen_by(rank, deal(reversed(layout.buckets))):
+                add(expected, "all_to_all_single", DTYPE_BYTES[each.deal.dtype] * sum(each.by_holder), 2)
             for bucket in layout.buckets:
                 cuts = [bucket.cut_numel] * optimizer.world_size
                 for numel in filter(None, cuts if bucket.way == "cuts" else bucket.shard_numels):

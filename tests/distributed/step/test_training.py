@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rules import muon_family
-from ds_layerwise.plan.network.exchange_rounds import deal
+from ds_layerwise.plan.network.transfer_plan import deal
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
 from tests.support.expected import assert_gradients_equal, assert_trained_as, by_the_oracle, compared_to
@@ -264,7 +264,7 @@ class TestMemory(DistributedTest):
         order = sync._scheduler
         order._advance, order._wait = counting(order._advance), counting(order._wait)
         sums, params = internals.exchanges(engine)
-        sums.to_owners, params.to_cuts = counting(sums.to_owners), counting(params.to_cuts)
+        sums.all_to_owners, params.to_cuts = counting(sums.all_to_owners), counting(params.to_cuts)
         assert any(traffic.exchanged for traffic in forecast.traffic) == any(
             bucket.way == "cuts" for bucket in optimizer.layout.buckets)
         train_engine(engine, 2, gas=2)

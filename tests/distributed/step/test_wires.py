@@ -22,7 +22,7 @@ from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 from tests.support.ways import plan_in_cuts
 
-pytestmark = rooms("bucket_transfers", "exchange", "nodes", "comm")
+pytestmark = rooms("bucket_transfers", "transfer", "nodes", "comm")
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -359,7 +359,7 @@ class TestTraining(DistributedTest):
         _, *wanted = self.train(monkeypatch, stage=stage, **BF16)
         engine = self.check(monkeypatch, *wanted, way="all in cuts", stage=stage, layerwise={"reduction": "native"},
                             **BF16)
-        assert {each.dtype for each in internals.exchanges(engine)[0].rounds} == {
+        assert {each.deal.dtype for each in internals.exchanges(engine)[0].rounds} == {
             "bfloat16" if stage == 1 else "float32"}
 
     @pytest.mark.world_size(4)

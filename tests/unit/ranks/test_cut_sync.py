@@ -8,7 +8,7 @@ import torch
 
 from ds_layerwise.plan.forecast.cost import cut_elements, fetched_elements, memory_bytes, state_bytes_of
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.exchange_rounds import begun_backwards, cut_bytes, has_owners
+from ds_layerwise.plan.network.transfer_plan import begun_backwards, transfer_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, OwnShards
@@ -17,7 +17,7 @@ from ds_layerwise.ranks.sync.cut_sync import CutSync
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("cut_sync", "exchange_rounds", "buffers", "cost")
+pytestmark = rooms("cut_sync", "transfer", "transfer_plan", "buffers", "cost")
 
 
 def some_specs(seed):
@@ -109,7 +109,7 @@ def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkey
     if seed % 2:
         order.reverse()
     ranks.on_each(lambda rank: [ranks.syncs[rank].launch(index) for index in order])
-    assert ranks.calls == len(begun_backwards(layout.buckets, has_owners))
+    assert ranks.calls == len(begun_backwards(layout.buckets, by_param=True))
     for rank, sync in enumerate(ranks.syncs):
         sync.finish()
         assert not ranks.cuts[rank].released
@@ -130,7 +130,8 @@ def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
             cuts.of(name)[:len(own)] = own
     pending = []
     ranks.on_each(lambda rank: pending.extend(
-        ranks.syncs[rank]._ask(each, CutSync._copy_in) for each in ranks.syncs[rank]._rounds))
+        sync._transfer.to_owners(each, sync._cut, sync._shard(each))
+        for sync in [ranks.syncs[rank]] for each in sync._transfer.rounds))
     for each in pending:
         each.wait()
     for rank, shards in enumerate(ranks.values):
@@ -144,12 +145,12 @@ def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
 def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
     specs = some_specs(3)
     layout = plan_layout(specs, world_size, bucket_numel=60, alignment=4, stage=3)
-    monkeypatch.setattr("ds_layerwise.plan.network.exchange_rounds.MAX_PENDING", 1)
+    monkeypatch.setattr("ds_layerwise.plan.network.transfer_plan.MAX_PENDING", 1)
     ranks = Ranks(layout, monkeypatch)
     monkeypatch.setattr(cut_sync.comm, "all_to_all", lambda *args, **kwargs: comm.Pending())
-    most = cut_bytes(begun_backwards(layout.buckets, has_owners), world_size)
+    most = transfer_bytes(begun_backwards(layout.buckets, by_param=True), world_size)
     for rank, sync in enumerate(ranks.syncs):
-        for round_ in sync._rounds:
+        for round_ in sync._transfer.rounds:
             memory = LiveMemory(held=ranks.values[rank].tensors)
             there = memory.now()
             with memory:

@@ -9,19 +9,19 @@ from torch import nn
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
 from ds_layerwise.plan.network import transport
-from ds_layerwise.plan.network.exchange_rounds import begun_backwards, deal, exchange_bytes
 from ds_layerwise.plan.network.links import TCP, Group, group_of
+from ds_layerwise.plan.network.transfer_plan import begun_backwards, deal, seen_by, transfer_bytes
 from ds_layerwise.plan.network.transport import Load
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
-from ds_layerwise.ranks.sync.exchange import Exchange, rounds_of
 from ds_layerwise.ranks.sync.param_sync import ParamSync
+from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("exchange", "exchange_rounds")
+pytestmark = rooms("transfer", "transfer_plan")
 
 
 def a_layout(seed, world_size=6):
@@ -40,6 +40,14 @@ def a_layout(seed, world_size=6):
     return in_cuts(Layout("balanced", world_size, 4, tuple(buckets)))
 
 
+def rounds_of(buckets, rank):
+    return seen_by(rank, deal(buckets))
+
+
+def a_transfer(buckets, rank):
+    return Transfer(rounds_of(buckets, rank), {1: 1, 2: 2}.get, torch.device("cpu"))
+
+
 class Ranks:
     """All ranks in one process, and an all-to-all between those that hold the same experts."""
 
@@ -48,7 +56,7 @@ class Ranks:
         monkeypatch.setattr(comm, "all_to_all", self.all_to_all)
         monkeypatch.setattr(comm, "rank_of", lambda group: 0)
         monkeypatch.setattr(comm, "size_of", lambda group: 2)
-        self.exchanges = [Exchange(layout.buckets, rank, {1: Wire(1), 2: Wire(2)}) for rank in range(layout.world_size)]
+        self.transfers = [a_transfer(layout.buckets, rank) for rank in range(layout.world_size)]
 
     def all_to_all(self, out, sent, *, group, received, sent_to):
         assert sum(received) == out.numel() and sum(sent_to) == sent.numel() and sent.dtype == out.dtype
@@ -69,7 +77,7 @@ def memory_of(layout, rank, shared):
     shards, cuts = [], {}
     for bucket in layout.buckets:
         (start, stop), holder = bucket.shard(rank), rank // bucket.ep_size
-        whole = torch.full((bucket.numel,), torch.nan)
+        whole = torch.full((bucket.numel,), torch.nan, dtype=DTYPES[bucket.dtype])
         shard = whole[start - bucket.start:stop - bucket.start]
         cut = whole[holder * bucket.cut_numel:(holder + 1) * bucket.cut_numel]
         shards.append(shard if shared else shard.clone())
@@ -82,8 +90,9 @@ def memory_of(layout, rank, shared):
 def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatch):
     layout = a_layout(seed)
     ranks, size = Ranks(layout, monkeypatch), layout.world_size
-    # Every element of every bucket has its own value, by expert.
-    values = {(bucket.index, expert): torch.arange(bucket.numel).float() + 1000 * bucket.index + 10000 * expert
+    draw = torch.Generator().manual_seed(seed)
+    # Neighbours differ, and bfloat16 holds each exactly.
+    values = {(bucket.index, expert): torch.randint(-99, 99, (bucket.numel,), generator=draw).to(DTYPES[bucket.dtype])
               for bucket in layout.buckets for expert in range(bucket.ep_size)}
 
     def wanted(bucket, rank, first, last):
@@ -93,16 +102,16 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
         first = rank // bucket.ep_size * bucket.cut_numel
         return wanted(bucket, rank, first, first + bucket.cut_numel)
 
-    numbers = {len(exchange.rounds) for exchange in ranks.exchanges}
+    numbers = {len(transfer.rounds) for transfer in ranks.transfers}
     assert len(numbers) == 1
     there, back = ([memory_of(layout, rank, shared) for rank in range(size)] for _ in range(2))
     more = [[torch.ones_like(shard) for shard in shards] for shards, _ in there]
 
     def play(begin):
         pending = []
-        for rank, exchange in enumerate(ranks.exchanges):
+        for rank, transfer in enumerate(ranks.transfers):
             ranks.rank = rank
-            pending.append(begin(rank, exchange, exchange.rounds[number]))
+            pending.append(begin(rank, transfer, transfer.rounds[number]))
             pending[-1]._works = ()
         ranks.deliver()
         for each in pending:
@@ -115,11 +124,12 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
             back[rank][0][bucket.index].copy_(wanted(bucket, rank, first, last))
     for number in range(numbers.pop()):
         # What is added to first: the other may write to where it reads.
-        play(lambda rank, exchange, each: exchange._send_to_owners(each, there[rank][1], more[rank].__getitem__, True))
-        play(lambda rank, exchange, each: exchange._send_to_owners(
-            each, there[rank][1], there[rank][0].__getitem__, False))
-        play(lambda rank, exchange, each: exchange.to_cuts(
-            each, torch.empty(0) if each.own is None else back[rank][0][each.own], back[rank][1]))
+        play(lambda rank, transfer, each: transfer.to_owners(
+            each, there[rank][1].__getitem__, None if each.own is None else more[rank][each.own], add=True))
+        play(lambda rank, transfer, each: transfer.to_owners(
+            each, there[rank][1].__getitem__, None if each.own is None else there[rank][0][each.own]))
+        play(lambda rank, transfer, each: transfer.to_cuts(
+            each, None if each.own is None else back[rank][0][each.own], back[rank][1].__getitem__))
     for rank in range(size):
         for bucket in layout.buckets:
             first, last = (place - bucket.start for place in bucket.shard(rank))
@@ -135,18 +145,18 @@ def test_elements_that_stay_are_left_out_unless_they_part_those_that_arrive():
     # Cuts of 12: rank 0 has 12 of its 20, the others all of theirs.
     of_ranks = [rounds_of([bucket], rank)[0] for rank in range(3)]
     assert [each.parts for each in of_ranks] == [(0, 12, 8), (0, 4, 0), (0, 12, 0)]
-    assert [each.by_holder for each in of_ranks] == [(0, 8, 0), (0, 0, 0), (0, 0, 0)]
-    assert [each.by_owner for each in of_ranks] == [(0, 0, 0), (8, 0, 0), (0, 0, 0)]
+    assert [tuple(each.by_holder) for each in of_ranks] == [(0, 8, 0), (0, 0, 0), (0, 0, 0)]
+    assert [tuple(each.by_owner) for each in of_ranks] == [(0, 0, 0), (8, 0, 0), (0, 0, 0)]
     slots = (Slot("a", 0, 8), Slot("b", 8, 20), Slot("c", 28, 8))
     bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (8, 20, 8), slots),))).buckets
     # 4 on each side of 12 are copied rather than those.
     middle = rounds_of([bucket], 1)[0]
-    assert (middle.parts, middle.by_holder, middle.stay) == ((4, 12, 4), (4, 0, 4), (0, 0, 12))
+    assert (middle.parts, tuple(middle.by_holder), middle.stay[:3]) == ((4, 12, 4), (4, 0, 4), (0, 0, 12))
     slots = (Slot("a", 0, 4), Slot("b", 4, 32))
     bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (4, 32, 0), slots),))).buckets
     # 8 of rank 0's cut and 12 of rank 2's are on both sides of the 12 that rank 1 has.
     parted = rounds_of([bucket], 1)[0]
-    assert (parted.parts, parted.by_holder, parted.stay) == ((32, 0, 0), (8, 12, 12), None)
+    assert (parted.parts, tuple(parted.by_holder), parted.stay) == ((32, 0, 0), (8, 12, 12), None)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -154,10 +164,10 @@ def test_ranks_agree_on_rounds(seed):
     layout = a_layout(seed)
     of_ranks = [rounds_of(layout.buckets, rank) for rank in range(layout.world_size)]
     for of_all in zip(*of_ranks, strict=True):
-        assert len({(each.ep_size, each.dtype, each.buckets) for each in of_all}) == 1
+        assert len({(each.deal.ep_size, each.deal.dtype, each.deal.buckets) for each in of_all}) == 1
         # What goes to all owners in one round is one tensor, and one group's.
-        kinds = {(layout.buckets[index].ep_size, layout.buckets[index].dtype) for index in of_all[0].buckets}
-        assert kinds == {(of_all[0].ep_size, of_all[0].dtype)}
+        kinds = {(layout.buckets[index].ep_size, layout.buckets[index].dtype) for index in of_all[0].deal.buckets}
+        assert kinds == {(of_all[0].deal.ep_size, of_all[0].deal.dtype)}
     for rounds in of_ranks:
         owned = [each.own for each in rounds if each.own is not None]
         assert len(set(owned)) == len(owned)
@@ -200,15 +210,18 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
     monkeypatch.setattr(ParamSync, "_gather", lambda sync, bucket, memory: sync._pending.update(
         {bucket.index: comm.Pending()}))
     wires = {1: Wire(1), 2: Wire(2)}
-    there = exchange_bytes(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
-    back = exchange_bytes(begun_backwards(layout.buckets), layout.world_size)
+    there = transfer_bytes(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
+    back = transfer_bytes(begun_backwards(layout.buckets), layout.world_size)
     assert any(bucket.way == "cuts" for bucket in layout.buckets) == any(there) == any(back)
     for rank in range(layout.world_size):
         shards, cuts = memory_of(layout, rank, shared=False)
+        shards = [shard.float() for shard in shards]
         cuts = {index: cut.to(DTYPES[sums]) for index, cut in cuts.items()}
         held = [*shards, *cuts.values()]
         with LiveMemory(held) as memory:
-            Exchange(layout.buckets, rank, wires, lambda bucket: sums).to_owners(cuts, shards.__getitem__)
+            rounds = seen_by(rank, deal(layout.buckets, lambda bucket: sums))
+            Transfer(rounds, lambda ep_size: wires[ep_size].group, torch.device("cpu")).all_to_owners(
+                cuts.__getitem__, shards.__getitem__)
         assert memory.peak - bytes_of(held) == there[rank]
         values = FlatBuffer(layout, torch.device("cpu"))
         params = {slot.name: nn.Parameter(torch.zeros(1)) for bucket in layout.buckets for slot in bucket.slots}

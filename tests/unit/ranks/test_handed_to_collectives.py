@@ -21,7 +21,7 @@ from tests.support.played_ranks import META, Player, check_calls, check_groups
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("bucket_transfers", "exchange", "grad_sync", "param_sync", "nodes", "comm")
+pytestmark = rooms("bucket_transfers", "transfer", "grad_sync", "param_sync", "nodes", "comm")
 
 
 

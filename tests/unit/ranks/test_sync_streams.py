@@ -22,7 +22,7 @@ from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
 from tests.support.ways import in_cuts
 
-pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "exchange", "scratch")
+pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "transfer", "scratch")
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2), "g": (8, 8), "h": (6, 2)}
 
@@ -246,13 +246,13 @@ def test_gradients_wait_up_to_a_bound(machine, most, how, monkeypatch):
 def test_memory_of_buckets_is_there_for_the_exchange(machine, monkeypatch):
     with machine, torch.no_grad():
         sync, _, params, _ = make_syncs(1, "cuts", "ordered")
-        to_owners, held = sync._exchange.to_owners, []
+        to_owners, held = sync._transfer.all_to_owners, []
 
         def exchanging(*args, **kwargs):
             held.append([len(turn._memory) for turn in sync._scheduler._turns])
             to_owners(*args, **kwargs)
 
-        monkeypatch.setattr(sync._exchange, "to_owners", exchanging)
+        monkeypatch.setattr(sync._transfer, "all_to_owners", exchanging)
         for name in params:
             params[name].grad = torch.ones(SHAPES[name])
             sync.accumulate(name, launch=True)
