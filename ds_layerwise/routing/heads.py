@@ -24,7 +24,7 @@ from ds_layerwise.config.targets.model_names import (
 )
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
-from ds_layerwise.routing.routes import Route, with_heads
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.tensor_marks import heads_here
 
 
@@ -90,18 +90,31 @@ def cut_heads(
         RoutingError: with ``explicit``, if the outputs cannot be divided into so many blocks; or
             tensor parallelism has cut heads.
     """
-    if num_heads is not None and route.tp_axis is not None and route.transposed:
+    if num_heads is None:
+        return route
+    if route.tp_axis is not None and route.transposed:
         raise RoutingError(
             f"{route.name}: {num_heads} heads of a Conv1D that tensor parallelism has cut are not "
             "supported; orthogonalise it as one matrix, without num_heads and per_head_muon"
         )
-    if num_heads is None or route.tp_axis != -2:
-        return with_heads(route, num_heads, explicit=explicit)
-    here = heads_here(route.name, param, num_heads, tp_size)
-    whole = with_heads(replace(route, tp_axis=None), here, explicit=explicit)
-    if whole.matrix_shape != route.matrix_shape:
-        return whole
-    return route
+    tp_axis = route.tp_axis
+    if tp_axis == -2:
+        num_heads = heads_here(route.name, param, num_heads, tp_size)
+        tp_axis = None
+    shape = route.matrices
+    axis = int(route.transposed)
+    if shape is None or len(shape) != 2 or shape[axis] % num_heads:
+        if explicit:
+            raise RoutingError(
+                f"{route.name}: num_heads {num_heads} needs a matrix whose "
+                f"{'columns' if route.transposed else 'rows'} it divides, got "
+                f"{shape or 'a parameter of the scalar optimizer'}"
+            )
+        return route
+    cut = list(shape)
+    cut[axis] //= num_heads
+    heads = replace(route, matrix_shape=(num_heads, *cut), tp_axis=tp_axis)
+    return heads.because(f"{num_heads} heads")
 
 
 def split_heads(

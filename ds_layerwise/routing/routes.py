@@ -354,32 +354,6 @@ def forced_matrix_shape(name: str, shape: Shape, reason: str) -> Shape:
     return (shape[0], math.prod(shape[1:]))
 
 
-def with_heads(route: Route, num_heads: int | None, *, explicit: bool) -> Route:
-    """Return ``route`` with its outputs cut into ``num_heads`` matrices; unchanged if that is None.
-
-    Args:
-        explicit: False to leave the route unchanged if ``num_heads`` does not divide the outputs.
-
-    Raises:
-        RoutingError: ``explicit``, and ``num_heads`` does not divide the outputs.
-    """
-    if num_heads is None:
-        return route
-    shape = route.matrices
-    axis = int(route.transposed)
-    if shape is None or len(shape) != 2 or shape[axis] % num_heads:
-        if explicit:
-            raise RoutingError(
-                f"{route.name}: num_heads {num_heads} needs a matrix whose "
-                f"{'columns' if route.transposed else 'rows'} it divides, got "
-                f"{shape or 'a parameter of the scalar optimizer'}"
-            )
-        return route
-    cut = list(shape)
-    cut[axis] //= num_heads
-    return replace(route, matrix_shape=(num_heads, *cut)).because(f"{num_heads} heads")
-
-
 def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts | None:
     """Return the parts into which ``split`` cuts the matrix of ``route``, over all tensor shards.
 

@@ -55,7 +55,7 @@ class MetaModel:
         return cls(_of_function(said, module_name, function_name))
 
     def cast(self, dtype: str) -> None:
-        """Convert its parameters to ``dtype`` as an engine does, which leaves them in float32."""
+        """Convert its parameters to ``dtype``, as an engine does; float32 changes nothing."""
         if dtype != "float32":
             self.module.to(DTYPES[dtype])
 
