@@ -1,6 +1,7 @@
 """Options of ``save_checkpoint`` and ``load_checkpoint``, and DeepSpeed's ways to write files."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -392,8 +393,11 @@ class TestWhatOneRankMeetsAlone(DistributedTest):
 
 WRITER = {"type": "PYTHON", "decoupled": True, "data_parallel": "replica"}
 
+#: Ranks of all runs are forks of one process that has imported everything; each ends as a process of its own does.
 SCRIPT = """
+    import json
     import multiprocessing
+    import os
     import signal
     import sys
     import time
@@ -432,12 +436,24 @@ SCRIPT = """
                 signal.alarm(3)
 
     if __name__ == "__main__":
-        if sys.argv[-3].endswith("process"):
-            process = multiprocessing.get_context("spawn").Process(target=main, args=sys.argv[-4:])
+        pids = []
+        for args, env, log in json.loads(sys.argv[1]):
+            pids.append(os.fork())
+            if not pids[-1]:
+                break
+        if all(pids):
+            codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+            print(json.dumps(codes), flush=True)
+            os._exit(0)
+        os.environ.update(env)
+        for number in (1, 2):
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), number)
+        if args[1].endswith("process"):
+            process = multiprocessing.get_context("spawn").Process(target=main, args=args)
             process.start()
             process.join()
             sys.exit(process.exitcode)
-        main(*sys.argv[-4:])
+        main(*args)
 """
 
 #: By how a script ends, why nothing is committed.
@@ -447,36 +463,40 @@ ENDS = {"nothing": "", "no groups": "the process groups are gone", "no writer": 
         "error in a process": "an error has ended the script of rank 1"}
 
 
-@pytest.mark.parametrize("end", [
-    pytest.param(end, marks=[pytest.mark.thorough] * (end not in ("nothing", "error"))) for end in ENDS])
-def test_a_script_that_does_not_destroy_its_engines(end, tmp_path):
+@pytest.mark.parametrize("ends", [
+    ("nothing", "error"),
+    pytest.param(tuple(end for end in ENDS if end not in ("nothing", "error")), marks=pytest.mark.thorough)])
+def test_a_script_that_does_not_destroy_its_engines(ends, tmp_path):
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    engines = 2 if end == "no writer" or os.environ.get("THOROUGH") == "1" else 1
-    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "CROSS_SIZE": "1", "CROSS_RANK": "0",
-           "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    logs = [tmp_path / f"log of {rank}" for rank in range(2)]
+    env = {"CROSS_SIZE": "1", "CROSS_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     ranks = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            ranks.append(subprocess.Popen(
-                [sys.executable, tmp_path / "script.py", tmp_path / "saved", end, str(engines), str(WRITER)],
-                env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stdout=out, stderr=out))
-    try:
-        codes = [rank.wait(timeout=200) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    said = [log.read_text() for log in logs]
-    assert codes == ([1, 1] if ENDS[end] else [0, 0]), said
-    # Where one save has failed, the other is committed all the same.
-    whole = [(tmp_path / "saved" / str(number) / "latest").exists() for number in range(engines)]
-    assert whole == [not ENDS[end], not ENDS[end] or end == "no writer"][:engines], said
-    for rank, text in enumerate(said):
-        told = [line for line in text.splitlines() if "not committed at the end of the script" in line]
-        # Of an error that all have, the first tells.
-        assert len(told) == (1 - rank if end == "no writer" else engines * bool(ENDS[end])), said
-        assert all(f"rank {rank}: " in line and ENDS[end] in line
-                   and line.count("what was saved before is still there") == 1 for line in told), said
+    for end in ends:
+        port = str(free_port())
+        for rank in ("0", "1"):
+            args = [str(tmp_path / end), end, str(count_of(end)), str(WRITER)]
+            ranks.append((args, {**env, "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank},
+                          str(tmp_path / f"{end} {rank}")))
+    done = subprocess.run([sys.executable, tmp_path / "script.py", json.dumps(ranks)], capture_output=True, text=True,
+                          timeout=400, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])})
+    codes = json.loads(done.stdout.splitlines()[-1])
+    for number, end in enumerate(ends):
+        said = [(tmp_path / f"{end} {rank}").read_text() for rank in range(2)]
+        assert codes[2 * number:2 * number + 2] == ([1, 1] if ENDS[end] else [0, 0]), said
+        # Where one save has failed, the other is committed all the same.
+        engines = count_of(end)
+        whole = [(tmp_path / end / str(engine) / "latest").exists() for engine in range(engines)]
+        assert whole == [not ENDS[end], not ENDS[end] or end == "no writer"][:engines], said
+        for rank, text in enumerate(said):
+            told = [line for line in text.splitlines() if "not committed at the end of the script" in line]
+            # Of an error that all have, the first tells.
+            assert len(told) == (1 - rank if end == "no writer" else engines * bool(ENDS[end])), said
+            assert all(f"rank {rank}: " in line and ENDS[end] in line
+                       and line.count("what was saved before is still there") == 1 for line in told), said
+
+
+def count_of(end):
+    """The number of engines of a script."""
+    return 2 if end == "no writer" or os.environ.get("THOROUGH") == "1" else 1
 
 
 class TestDeepSpeedsWriters(DistributedTest):

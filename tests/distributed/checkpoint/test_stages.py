@@ -84,16 +84,16 @@ class TestAllPairs(DistributedTest):
             case not in [(False, "fp32", 1), (True, "bf16", 2), (True, "bf16", 3)]))
         for case in itertools.product([False, True], ["fp32", "bf16"], [1, 2, 3])])
     def test_masters_states_and_weights_bit_for_bit(self, saved, frozen, precision, into):
+        engine, other = (start(make(frozen), config_of(into, precision)) for _ in range(2))
+        train_engine(engine, 1)
         for num_ranks in (2, 3):
             for stage in (1, 2, 3) if into == 3 else (3, ):
                 tag = f"stage{stage}-{precision}-{num_ranks}ranks"
                 states, values = torch.load(saved / f"{tag}.pt", weights_only=True)
-                engine = train_engine(start(make(frozen), config_of(into, precision)), 1)
                 loaded(engine, str(saved), tag=tag)
                 assert_equal_states(whole_states(engine), states, tag)
                 assert_equal_states(values_of(engine.module), values, tag)
                 assert engine.global_steps == 2
-                other = start(make(frozen), config_of(into, precision))
                 assert_same_run(*(train_engine(each, 1, first=2) for each in (engine, loaded(other, str(saved),
                                                                                              tag=tag))))
 
@@ -106,19 +106,22 @@ class TestWeightsAlone(DistributedTest):
     def saved(self, folder):
         return saved_by(folder)
 
-    @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
-    @pytest.mark.parametrize("stage, into, form", [
-        (3, 3, ""), (3, 2, ""), (2, 3, ""), (3, 3, "_universal"), (3, 1, "_universal")])
-    def test_they_are_there(self, saved, options, stage, into, form):
-        tag = f"stage{stage}-bf16-2ranks"
-        _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
-        engine = train_engine(start(make(True), config_of(into)), 1)
-        before = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
-        loaded(engine, str(saved), tag=tag + form, **options)
-        assert_equal_states(values_of(engine.module), values)
-        assert_equal_states({key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}, before)
-        train_engine(engine, 1, first=2)
-        assert not torch.equal(weights(engine.module)[:9], values["embed.weight"].float().flatten()[:9])
+    @pytest.mark.parametrize("into", [1, 2, 3])
+    def test_they_are_there(self, saved, into):
+        engine = start(make(True), config_of(into))
+        for stage, form in {1: [(3, "_universal")], 2: [(3, "")], 3: [(3, ""), (2, ""), (3, "_universal")]}[into]:
+            for options in ({"load_module_only": True}, {"load_optimizer_states": False}):
+                train_engine(engine, 1)
+                tag = f"stage{stage}-bf16-2ranks"
+                _, values = torch.load(saved / f"{tag}.pt", weights_only=True)
+                before = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
+                loaded(engine, str(saved), tag=tag + form, **options)
+                where = (stage, form, options)
+                assert_equal_states(values_of(engine.module), values, where)
+                found = {key: value for key, value in whole_states(engine).items() if key[1] != "fp32"}
+                assert_equal_states(found, before, where)
+                train_engine(engine, 1, first=2)
+                assert not torch.equal(weights(engine.module)[:9], values["embed.weight"].float().flatten()[:9])
 
     @pytest.mark.parametrize("options", [{"load_module_only": True}, {"load_optimizer_states": False}], ids=str)
     def test_damage_is_found(self, saved, options, tmp_path):
@@ -129,30 +132,29 @@ class TestWeightsAlone(DistributedTest):
         with pytest.raises(LayerWiseError, match="damaged"):
             start(make(True), config_of(3)).load_checkpoint(str(tmp_path), tag=tag, **options)
 
-    @pytest.mark.parametrize("stage, gone, told", [
-        (3, ["*_rank_1_*_optim_states.pt"], "rank_1_mp_rank_00_optim_states.pt is missing"),
-        (3, ["*_optim_states.pt"], "optim_states.pt is missing"),
-        (3, ["*_optim_states.pt", "*.json"], "no files named .*optim_states.pt"),
-        (3, ["mp_rank*"], "mp_rank_00_model_states.pt is missing"),
-        (1, ["mp_rank*", "*.json"], "has no mp_rank_00_model_states.pt"),
-        ("3_universal", ["zero"], "zero/.* is missing")], ids=str)
-    def test_files_that_are_gone_are_named(self, saved, stage, gone, told, tmp_path):
-        form = "_universal" * (stage == "3_universal")
-        tag = f"stage{3 if form else stage}-bf16-2ranks{form}"
-
-        def take_away():
-            shutil.copytree(saved / tag, tmp_path / tag)
-            for path in itertools.chain(*map((tmp_path / tag).glob, gone)):
-                path.unlink() if path.is_file() else shutil.rmtree(path)
-
-        on_rank_0(take_away)
+    def test_files_that_are_gone_are_named(self, saved, tmp_path):
         engine = start(make(True), config_of(3))
         before = values_of(engine.module)
-        for options in ({"load_module_only": True}, {"load_module_only": True, "load_module_strict": False},
-                        {"load_optimizer_states": False}):
-            with pytest.raises(LayerWiseError, match=told):
-                engine.load_checkpoint(str(tmp_path), tag=tag, **options)
-            assert_equal_states(values_of(engine.module), before)
+        for number, (tag, gone, told) in enumerate([
+                ("stage3-bf16-2ranks", ["*_rank_1_*_optim_states.pt"], "rank_1_mp_rank_00_optim_states.pt is missing"),
+                ("stage3-bf16-2ranks", ["*_optim_states.pt"], "optim_states.pt is missing"),
+                ("stage3-bf16-2ranks", ["*_optim_states.pt", "*.json"], "no files named .*optim_states.pt"),
+                ("stage3-bf16-2ranks", ["mp_rank*"], "mp_rank_00_model_states.pt is missing"),
+                ("stage1-bf16-2ranks", ["mp_rank*", "*.json"], "has no mp_rank_00_model_states.pt"),
+                ("stage3-bf16-2ranks_universal", ["zero"], "zero/.* is missing")]):
+            folder = tmp_path / str(number)
+
+            def take_away(folder=folder, tag=tag, gone=gone):
+                shutil.copytree(saved / tag, folder / tag)
+                for path in itertools.chain(*map((folder / tag).glob, gone)):
+                    path.unlink() if path.is_file() else shutil.rmtree(path)
+
+            on_rank_0(take_away)
+            for options in ({"load_module_only": True}, {"load_module_only": True, "load_module_strict": False},
+                            {"load_optimizer_states": False}):
+                with pytest.raises(LayerWiseError, match=told):
+                    engine.load_checkpoint(str(folder), tag=tag, **options)
+                assert_equal_states(values_of(engine.module), before)
 
     def test_a_file_that_lacks_the_optimizers_is_refused(self, saved, tmp_path):
         engine = start(make(True), config_of(3))
@@ -385,20 +387,21 @@ class TestFilesOfWholeParameters(DistributedTest):
     def saved(self, class_tmpdir):
         return made_once(class_tmpdir / "saved", [3], self.save)
 
-    @pytest.mark.parametrize("sharded", [True, False])
     @pytest.mark.parametrize("stage, into", [(3, 3), (3, 2), (2, 3)])
-    def test_they_come_back(self, saved, stage, into, sharded):
+    def test_they_come_back(self, saved, stage, into):
         states, values = torch.load(saved / f"{stage}.pt", weights_only=True)
-        engine = train_engine(start(make(True), config_of(into)), 1)
-        with deepspeed.zero.GatheredParameters(engine.module.tall.weight, modifier_rank=0):
-            # In one file there is nothing that is frozen.
-            engine.module.tall.weight.data.mul_(2 if sharded else 1)
-        if sharded:
-            engine.optimizer.load_sharded_state_dict(str(saved / f"{stage}"))
-        else:
-            engine.optimizer.load_state_dict_from_file(saved / f"{stage}.safetensors")
-        assert_equal_states(whole_states(engine), states)
-        assert_equal_states(values_of(engine.module), values)
+        engine = start(make(True), config_of(into))
+        for sharded in (False, True):
+            train_engine(engine, 1)
+            with deepspeed.zero.GatheredParameters(engine.module.tall.weight, modifier_rank=0):
+                # In one file there is nothing that is frozen.
+                engine.module.tall.weight.data.mul_(2 if sharded else 1)
+            if sharded:
+                engine.optimizer.load_sharded_state_dict(str(saved / f"{stage}"))
+            else:
+                engine.optimizer.load_state_dict_from_file(saved / f"{stage}.safetensors")
+            assert_equal_states(whole_states(engine), states, sharded)
+            assert_equal_states(values_of(engine.module), values, sharded)
 
 
 class TestDeepSpeedsScripts(DistributedTest):
