@@ -22,6 +22,10 @@ CutOf = Callable[[int], Tensor]
 Take = Callable[[int, Tensor, Tensor], None]
 
 
+def _copy_in(_: int, rows: Tensor, place: Tensor) -> None:
+    out_of_rows(rows, place)
+
+
 class Transfer:
     """Moves the contents of this rank's cuts to their owners, and back.
 
@@ -70,7 +74,7 @@ class Transfer:
         shard: Tensor | None,
         *,
         add: bool = False,
-        take: Take | None = None,
+        take: Take = _copy_in,
     ) -> comm.Pending:
         """Begin one round: the cuts of all ranks into every owner's ``shard``; see
         :meth:`all_to_owners`.
@@ -84,15 +88,16 @@ class Transfer:
         own = nothing if shard is None else shard
         runs = _parts(round_.runs, cut_of)
         packed = pack([nothing, *(run.to(nothing.device) for run in runs)])
+        before, stays, behind = _split(round_, own)
         new: list[tuple[Tensor, Tensor]] = []
-        before, stays, behind = (own[:0] if round_.rows else own).split_with_sizes(round_.parts)
-        if round_.rows:
-            received = nothing.new_empty(sum(round_.by_holder))
-        elif add or own.dtype != nothing.dtype or (before.numel() and behind.numel()):
-            received = nothing.new_empty(before.numel() + behind.numel())
-            new += [(before, received[: before.numel()]), (behind, received[before.numel() :])]
-        else:
+        is_in_place = not (add or round_.rows) and own.dtype == nothing.dtype
+        if is_in_place and not (before.numel() and behind.numel()):
             received = before if before.numel() else behind
+        else:
+            received = nothing.new_empty(sum(round_.by_holder))
+            if not round_.rows:
+                first, rest = received.split_with_sizes([before.numel(), behind.numel()])
+                new += [(before, first), (behind, rest)]
         work = comm.all_to_all(
             received,
             packed,
@@ -110,10 +115,7 @@ class Transfer:
                 elif place.data_ptr() != value.data_ptr():
                     place.copy_(value)
             for part, value, rows in _rows(round_, own, received):
-                if take is None:
-                    out_of_rows(rows, value)
-                else:
-                    take(part.item, rows, value)
+                take(part.item, rows, value)
 
         return comm.Pending([work], into_place, keep=packed)
 
@@ -127,7 +129,7 @@ class Transfer:
         """
         nothing = self._nothing[round_.deal.dtype]
         own = nothing if shard is None else shard
-        before, stays, behind = (own[:0] if round_.rows else own).split_with_sizes(round_.parts)
+        before, stays, behind = _split(round_, own)
         if round_.rows:
             sent = own.new_zeros(sum(round_.by_holder))
             for _, value, rows in _rows(round_, own, sent):
@@ -153,6 +155,15 @@ class Transfer:
                     stay.copy_(stays)
 
         return comm.Pending([work], into_place, keep=sent)
+
+
+def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
+    """Return the elements of ``shard`` before the part that stays, in it, and after it; none if its
+    parameters are cut by themselves.
+    """
+    if round_.rows:
+        shard = shard[:0]
+    return shard.split_with_sizes(round_.parts)
 
 
 def _parts(runs: Sequence[Part], cut_of: CutOf) -> list[Tensor]:
