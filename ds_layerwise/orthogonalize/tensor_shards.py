@@ -26,7 +26,7 @@ from ds_layerwise.orthogonalize.newton_schulz import Coefficients, iterate, newt
 Axis = Literal[-2, -1]
 
 
-class Peers(Protocol):
+class ShardPeers(Protocol):
     """The ranks with the other parts of the same matrices. Every rank must call the same
     methods.
     """
@@ -61,7 +61,7 @@ def newton_schulz_of_shards(
     coefficients: Coefficients,
     *,
     axis: Axis,
-    peers: Peers,
+    peers: ShardPeers,
     distributed: bool,
     method: str,
     dtype: torch.dtype,
@@ -97,7 +97,7 @@ def newton_schulz_of_shards(
     return x.to(shards.dtype)
 
 
-def _normalised(shards: Tensor, peers: Peers) -> Tensor:
+def _normalised(shards: Tensor, peers: ShardPeers) -> Tensor:
     """Return the parts of matrices with Frobenius norm 1, or 0, in float32."""
     x, norm, peak = to_peak_1(shards)
     norms, peaks = peers.gather(torch.cat([norm, peak], dim=-1)).chunk(2, dim=-1)

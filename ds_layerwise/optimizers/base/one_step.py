@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.orthogonalize.tensor_shards import Axis, Peers
+from ds_layerwise.orthogonalize.tensor_shards import Axis, ShardPeers
 
 State = dict[str, Tensor]
 
@@ -40,7 +40,7 @@ class Site:
     """The dtypes in which the device multiplies much faster than in float32; see
     :func:`.optimizers.devices.fast_dtypes`.
     """
-    cut: tuple[Axis, Peers] | None = None
+    cut: tuple[Axis, ShardPeers] | None = None
     """The axis along which tensor parallelism has cut the matrices, and the ranks with the other
     shards; None for whole matrices.
     """

@@ -42,7 +42,7 @@ from ds_layerwise.orthogonalize.norms import frobenius_norms
 from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.orthogonalize.tensor_shards import (
     Axis,
-    Peers,
+    ShardPeers,
     newton_schulz_of_shards,
     whole_shape,
 )
@@ -86,7 +86,7 @@ class Batch:
     """The matrices to orthogonalise: ``(k, rows, cols)``, read only."""
     shape: tuple[int, ...]
     """The shape of each whole matrix."""
-    cut: tuple[Axis, Peers] | None
+    cut: tuple[Axis, ShardPeers] | None
     """See :attr:`.Site.cut`."""
 
     def state(self, key: str) -> list[Tensor]:
@@ -314,7 +314,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         self.step_(mine, update, lr=hyper.lr, scale=self.scale_of(*batch.shape), norms=batch.norms)
 
 
-def _whole(shape: Sequence[int], cut: tuple[Axis, Peers] | None) -> tuple[int, ...]:
+def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[int, ...]:
     """Return the last two sizes of ``shape`` for whole matrices."""
     if cut is None:
         return tuple(shape[-2:])
@@ -322,7 +322,7 @@ def _whole(shape: Sequence[int], cut: tuple[Axis, Peers] | None) -> tuple[int, .
     return whole_shape(tuple(shape[-2:]), axis, peers.size)
 
 
-def _clip_(params: list[Tensor], most: float, cut: tuple[Axis, Peers] | None) -> None:
+def _clip_(params: list[Tensor], most: float, cut: tuple[Axis, ShardPeers] | None) -> None:
     """Clip the singular values of ``params`` to ``most``. Parts are gathered first."""
     if cut is None:
         torch._foreach_copy_(params, unstack(capped(params, most), params))
@@ -333,7 +333,7 @@ def _clip_(params: list[Tensor], most: float, cut: tuple[Axis, Peers] | None) ->
     torch._foreach_copy_(params, unstack(mine, params))
 
 
-class Scaled(Orthogonalized):
+class ScaledByShape(Orthogonalized):
     """Orthogonalised momenta, scaled by the shape of their matrix."""
 
     as_adamw = "scale_mode to 'match_rms_adamw'"
@@ -369,7 +369,7 @@ def _times(factor: float) -> str:
     return f" x {factor:g}"
 
 
-class Muon(Scaled):
+class Muon(ScaledByShape):
     """MomentUm Orthogonalized by Newton-schulz, for whole matrices: the update is the orthogonal
     matrix.
 
@@ -380,7 +380,7 @@ class Muon(Scaled):
     family = "muon"
 
 
-class Adaptive(Scaled):
+class Adaptive(ScaledByShape):
     """An orthogonalised momentum that is divided by the root of a second moment."""
 
     moment2_beta: Decay = 0.95

@@ -18,7 +18,7 @@ from ds_layerwise.optimizers.base.dtypes import MasterDtype
 from ds_layerwise.optimizers.base.one_step import Hyper, Site, State, UpdateError
 from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.orthogonalize.batching import max_batch_numel
-from ds_layerwise.orthogonalize.tensor_shards import Peers
+from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.owned.host_memory import HostMemory
@@ -62,7 +62,7 @@ class OwnedSettings:
     """The form of the masters of bfloat16 parameters between updates; float32 with ``on_host``."""
     rounding_seed: int = 0
     """The seed of stochastic rounding of states."""
-    peers: Peers | None = None
+    peers: ShardPeers | None = None
     """The ranks with the other tensor shards; None if there are none."""
     fast_dtypes: frozenset[torch.dtype] = frozenset()
     """See :attr:`.Site.fast_dtypes`."""
