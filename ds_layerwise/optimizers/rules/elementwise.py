@@ -20,7 +20,7 @@ from ds_layerwise.optimizers.base.recipe import COUNT, Recipe, Shape, States
 
 
 @dataclass(frozen=True)
-class Moves:
+class ElementMoves:
     """Parameters, or zero tensors for their moves, that make one step together."""
 
     targets: list[Tensor]
@@ -58,17 +58,17 @@ class Elementwise(Recipe):
         gradients = self.with_l2(params, grads, hyper)
         if not (self.cautious_weight_decay and self.decay_share(hyper)):
             self.decay_(params, (), hyper)
-            self.move_(Moves(list(params), gradients, list(states), hyper, hyper.lr))
+            self.move_(ElementMoves(list(params), gradients, list(states), hyper, hyper.lr))
             return
         # Use rate 1 and start from zero, so that neither a rate of 0 nor a large weight rounds a
         # sign away.
         moves = [torch.zeros_like(param) for param in params]
-        self.move_(Moves(moves, gradients, list(states), hyper, 1.0))
+        self.move_(ElementMoves(moves, gradients, list(states), hyper, 1.0))
         torch._foreach_neg_(moves)
         self.decay_(params, moves, hyper)
         torch._foreach_add_(list(params), moves, alpha=-hyper.lr)
 
-    def move_(self, moves: Moves) -> None:
+    def move_(self, moves: ElementMoves) -> None:
         """Update the states of ``moves`` with its gradients, and subtract the direction times its
         ``lr`` from its targets, in place.
 
@@ -95,7 +95,7 @@ class Adam(Elementwise, KeptMoments):
         """Return two moments, and the number of steps."""
         return {**self.like(shape, "exp_avg", "exp_avg_sq"), **COUNT}
 
-    def move_(self, moves: Moves) -> None:
+    def move_(self, moves: ElementMoves) -> None:
         """Make torch's step without its weight decay."""
         beta1, beta2 = moves.hyper.betas
         adam(
@@ -143,7 +143,7 @@ class Sgd(Elementwise, KeptMomentum):
         """Return the momentum."""
         return self.like(shape, "momentum_buffer")
 
-    def move_(self, moves: Moves) -> None:
+    def move_(self, moves: ElementMoves) -> None:
         """Make torch's step without its weight decay."""
         sgd(
             moves.targets,
@@ -184,7 +184,7 @@ class Lion(Elementwise, KeptAverage):
         """Return the second of ``betas``, with which the average is updated."""
         return float(hyper["betas"][1])
 
-    def move_(self, moves: Moves) -> None:
+    def move_(self, moves: ElementMoves) -> None:
         """Take the sign with the first of ``betas``, then update the average with the second."""
         averages = moves.state("exp_avg")
         beta1, beta2 = moves.hyper.betas
