@@ -298,7 +298,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.forecast.param_list import as_text
+    from ds_layerwise.plan.forecast.param_tables import as_text
     from ds_layerwise.plan.forecast.report import as_json, plan_table
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools.dry_run import DryRun

@@ -15,7 +15,7 @@ from ds_layerwise.engine.config_hook import check_for, read_file
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
-from ds_layerwise.plan.forecast.param_list import listed
+from ds_layerwise.plan.forecast.param_tables import listed
 from ds_layerwise.plan.forecast.prediction import Prediction, predict
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.links import Links, links_of_run
@@ -110,7 +110,7 @@ class DryRun:
         return cls(run, routes, specs, forecasts, assumed, predictions)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
-        """Return every route of ``plan``; see :func:`.plan.forecast.param_list.listed`."""
+        """Return every route of ``plan``; see :func:`.plan.forecast.param_tables.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 

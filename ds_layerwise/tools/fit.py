@@ -12,9 +12,7 @@ from typing import Any
 from ds_layerwise.config.config_file import at
 from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.quantities import size_text, time_text
-from ds_layerwise.plan.forecast.report import table_of
-from ds_layerwise.plan.forecast.text_tables import rendered
+from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of, time_text
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.forecast import cost, host_pieces
 from ds_layerwise.plan.forecast.forecast import wires_of
+from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
@@ -211,11 +211,11 @@ class RunState:
         owned = OwnedSettings(
             names=planned.names,
             batch_matrices=self.config.batch_matrices,
-            on_host=host_pieces.pieces_on_host(
+            on_host=pieces_on_host(
                 planned.layout,
                 self.rank,
                 settings.host_ratio,
-                state_bytes=cost.state_bytes_of(planned.specs),
+                state_bytes=state_bytes_of(planned.routes),
             ),
             pin_memory=settings.pin_memory,
             peers=peers,

@@ -14,8 +14,8 @@ from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
 from ds_layerwise.plan.forecast.forecast import Forecast
-from ds_layerwise.plan.forecast.param_list import listed
-from ds_layerwise.plan.forecast.report import as_json, start_up_table
+from ds_layerwise.plan.forecast.param_tables import listed
+from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
@@ -54,12 +54,11 @@ def forecast(run: RunState) -> Forecast:
         run.settings,
         tp_size=run.settings.tp_size,
         reduction=planned.reduction,
-        links=planned.links,
     )
 
 
 def routes(run: RunState) -> list[dict[str, Any]]:
-    """Return every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
+    """Return every parameter's route; see :func:`.plan.forecast.param_tables.listed`."""
     planned = run.planned
     return listed(planned.routes, planned.specs, planned.layout, run.optimizer.groups_now())
 
@@ -106,10 +105,10 @@ def table(run: RunState, attention: AttentionLogits) -> str:
     everywhere = [*planned.routes.values(), *planned.routes_elsewhere.values()]
     idle = idle_keys(optimizer.config, run.config, everywhere, optimizer.own_keys)
     parts = [
-        start_up_table(
+        plan_table(
             planned.routes,
             planned.specs,
-            forecast(run),
+            [forecast(run)],
             optimizer.config,
             groups=optimizer.groups_now(),
             without_effect=[*run.settings.without_effect, *idle],

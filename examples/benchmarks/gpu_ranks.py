@@ -656,7 +656,7 @@ def memory_of(place: Place) -> list[dict[str, Any]]:
                 "job": job.name,
                 "predicted": forecast.memory[rank].total,
                 "held": held,
-                "workspace": forecast.workspace[rank],
+                "workspace": forecast.working.update,
                 "peak": peak,
             }
         )

@@ -1,16 +1,17 @@
 """Memory of a rank in real training, at ZeRO stages 1 to 3, against what ``ds-layerwise plan``
-predicts.
+says.
 
     python examples/benchmarks/memory.py > examples/benchmarks/results/YYYY-MM_<hardware>_memory.md
 
-*predicted* is the memory between two steps: parameters, gradients, masters and states, and the
-buffers in which two buckets travel, which stay on a CPU. Two numbers measure a rank's memory.
-*tensors* adds up every tensor of the process that is alive between two steps and was not before the
-model was built, each memory once: exact, whoever made them. *process* is anonymous memory
-(``Pss_Anon`` in /proc, so Linux alone) over that before the model was built; it includes the
-allocator's reserves. The peak of gradients comes from the same count of tensors, at every moment of
-a backward pass when a bucket starts, over the memory between two steps. That of a step is counted
-after every operation, over the memory before it.
+*held* is what the plan says of the memory between two steps: parameters, gradients, masters and
+states. Two numbers measure a rank's memory. *tensors* adds up every tensor of the process that is
+alive between two steps and was not before the model was built, each memory once: exact, whoever
+made them. On a CPU the buffers in which two buckets travel stay, so it is more than what is held,
+by at most the *transfers* of the plan. *process* is anonymous memory (``Pss_Anon`` in /proc, so
+Linux alone) over that before the model was built; it includes the allocator's reserves. The peak of
+gradients comes from the same count of tensors, at every moment of a backward pass when a bucket
+starts, over the memory between two steps. That of a step is counted after every operation, over the
+memory before it, and is at most the *update* and the transfers of the plan.
 
 A plan counts updates as accelerators make them: with as many matrices in a batch as fill one. It
 does not know the device, so products are in float32. These runs batch and multiply in the same way.
@@ -50,7 +51,7 @@ from ds_layerwise.ranks.sync.bucket_transfers import Wire
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.live_memory import LiveMemory
 
-#: The largest error of a prediction, in percent.
+#: The most that an update may take beyond the plan's bound, in percent.
 BAR_PERCENT = 2.0
 
 
@@ -205,21 +206,22 @@ def measure(job: Job, watched: Any) -> None:
     plan = forecast(specs_of(params, routes), routes, run, job.ranks)
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
-    held, traffic = plan.memory[optimizer.rank], plan.traffic[optimizer.rank]
+    held = plan.memory[optimizer.rank]
     itemsize = 2 if job.bf16 else 4
     Path(job.folder, f"{job.name}-{optimizer.rank}").write_text(
         json.dumps(
             {
                 "job": job.name,
                 "rank": optimizer.rank,
-                "predicted": held.total + traffic.total + plan.whole.always,
-                "grads": held.grads,
+                "held": held.total,
                 "tensors": tensors,
+                "beside": tensors - held.total,
+                "transfers": plan.working.transfers,
                 "process": process * 1e6,
-                "under_way": traffic.total,
+                "grads": held.grads,
                 "peak": peak.most,
                 "update": update.peak - before_update,
-                "update_predicted": plan.in_step[optimizer.rank],
+                "update_said": plan.working.update,
                 "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
                 "numel": plan.report.numel,
                 "buckets": plan.report.num_buckets,
@@ -231,10 +233,10 @@ def measure(job: Job, watched: Any) -> None:
 def rows(results: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "| run | rank | predicted | tensors | off by | process | gradients kept | under way, "
-        "predicted | one bucket of gradients | peak over what is kept | peak of a step over it | "
-        "predicted | off by |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| run | rank | held | tensors | beside | transfers, at most | process | gradients held | "
+        "one bucket of gradients | peak over what is held | peak of a step over it | update, at "
+        "most |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for r in results:
         mb = {
@@ -243,24 +245,18 @@ def rows(results: list[dict[str, Any]]) -> list[str]:
             if key not in ("job", "rank", "numel", "buckets")
         }
         lines.append(
-            f"| {r['job']} | {r['rank']} | {mb['predicted']} | {mb['tensors']} | {off_by(r):+.2f} "
-            f"% | {mb['process']} | {mb['grads']} | {mb['under_way']} | {mb['bucket']} | "
-            f"{mb['peak']} | {mb['update']} | {mb['update_predicted']} | "
-            f"{off_by_at_the_peak(r):+.2f} % |"
+            f"| {r['job']} | {r['rank']} | {mb['held']} | {mb['tensors']} | {mb['beside']} | "
+            f"{mb['transfers']} | {mb['process']} | {mb['grads']} | {mb['bucket']} | "
+            f"{mb['peak']} | {mb['update']} | {mb['update_said']} |"
         )
     return lines
 
 
-def off_by(result: dict[str, Any]) -> float:
-    """Return how much more was measured than predicted, in percent."""
-    return 100 * (float(result["tensors"]) / float(result["predicted"]) - 1)
-
-
-def off_by_at_the_peak(result: dict[str, Any]) -> float:
-    """Return how much more a rank held at the peak of a step than predicted, in percent of all
-    that."""
-    measured = float(result["tensors"]) + float(result["update"])
-    return 100 * (measured / (float(result["predicted"]) + float(result["update_predicted"])) - 1)
+def is_as_said(result: dict[str, Any]) -> bool:
+    """Tell whether a rank holds what the plan says, and works in no more."""
+    of_transfers = 0 <= result["beside"] <= result["transfers"]
+    most = result["update_said"] + result["transfers"]
+    return bool(of_transfers and result["update"] <= (1 + BAR_PERCENT / 100) * most)
 
 
 def main() -> None:
@@ -295,10 +291,8 @@ def main() -> None:
         f"{job.ranks} ranks over gloo, two micro-batches a step, overlap_comm.\n"
     )
     print("\n".join(rows(results)))
-    if any(abs(off_by(result)) > BAR_PERCENT for result in results):
-        sys.exit(f"a prediction is off by more than {BAR_PERCENT:g} %")
-    if any(abs(off_by_at_the_peak(result)) > BAR_PERCENT for result in results):
-        sys.exit(f"a prediction for the peak of a step is off by more than {BAR_PERCENT:g} %")
+    if not all(map(is_as_said, results)):
+        sys.exit("a rank holds or works in something else than the plan says")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from conditions import conditions
 
-from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 

@@ -3,7 +3,7 @@ dispatched operations."""
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ds_layerwise.plan.forecast import cost, host_pieces
+from ds_layerwise.plan.forecast import memory
 
 
 class Operations(TorchDispatchMode):
@@ -17,16 +17,16 @@ class Operations(TorchDispatchMode):
 
 
 def per_element(layout, whole_state_bytes=4, split_state_bytes=8):
-    """Return a :data:`.plan.forecast.host_pieces.StateBytes`; by default for Muon's momentum and Adam's two moments."""
+    """Return a :data:`.plan.forecast.memory.StateBytes`; by default for Muon's momentum and Adam's two moments."""
     num_bytes = {slot.name: whole_state_bytes if bucket.whole else split_state_bytes
             for bucket in layout.buckets for slot in bucket.slots}
     return lambda name, numel: num_bytes[name] * numel
 
 
 def memory_bytes(layout, *, whole_state_bytes=4, split_state_bytes=8, **kwargs):
-    return cost.memory_bytes(layout, state_bytes=per_element(layout, whole_state_bytes, split_state_bytes), **kwargs)
+    return memory.memory_bytes(layout, state_bytes=per_element(layout, whole_state_bytes, split_state_bytes), **kwargs)
 
 
 def pieces_on_host(layout, rank, ratio, *, whole_state_bytes=4, split_state_bytes=8):
-    return host_pieces.pieces_on_host(layout, rank, ratio,
-                               state_bytes=per_element(layout, whole_state_bytes, split_state_bytes))
+    return memory.pieces_on_host(layout, rank, ratio,
+                                 state_bytes=per_element(layout, whole_state_bytes, split_state_bytes))

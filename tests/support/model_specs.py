@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -85,4 +84,4 @@ def _experts(stacked: ParamSpec, recipe: Muon, ep_size: int) -> Iterator[ParamSp
     for i in range(count // ep_size):
         for leaf, shape in shapes.items():
             yield replace(stacked, name=f"{where}{i}.{leaf}.weight", shape=shape, work=recipe.work(shape),
-                          state_bytes=4 * math.prod(shape), ep_size=ep_size)
+                          ep_size=ep_size)

@@ -272,7 +272,8 @@ def test_the_benchmark_of_memory_runs_and_predictions_hold():
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in done.stdout.splitlines()
             if line.startswith("| stage")]
     assert [row[:2] for row in rows] == [[f"stage-{stage}-bf16", rank] for stage in "23" for rank in "01"]
-    assert all(abs(float(row[4].split()[0])) < 2 for row in rows)
+    # Tensors are what is held, and buffers of transfers.
+    assert all(float(row[2]) <= float(row[3]) <= float(row[2]) + float(row[5]) + 0.1 for row in rows)
 
 
 def test_extra_memory_is_the_peak_over_what_was_there_just_before():

@@ -115,7 +115,7 @@ def predict(
         ]
         left = None
         if memory_bytes is not None:
-            left = memory_bytes - max(costs.needed)
+            left = memory_bytes - costs.needed
         ways = [bucket.way for bucket in buckets]
         wire = wire_time(loads, ways, links, reduction, run.stage)
         return BucketSize(bucket_numel, len(buckets), wire, left)

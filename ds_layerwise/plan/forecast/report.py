@@ -1,55 +1,40 @@
-"""The start-up table as text, and its numbers for programs: which recipe trains which parameters,
-and the costs of each rank.
+"""The table at start, and its numbers for programs: the parameters by recipe, and the costs of each
+rank.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from rich.table import Table
 
-from ds_layerwise.config.presets import PRESETS
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.plan.forecast.cost import max_over_mean
-from ds_layerwise.plan.forecast.forecast import Forecast, Sent
+from ds_layerwise.plan.forecast.forecast import Forecast, max_over_mean
+from ds_layerwise.plan.forecast.param_tables import recipe_parts
 from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
-from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, time_text, work_text
-from ds_layerwise.plan.forecast.text_tables import rendered
+from ds_layerwise.plan.forecast.sent import Sent
+from ds_layerwise.plan.forecast.text_tables import (
+    GLUE,
+    count_text,
+    rendered,
+    size_text,
+    table_of,
+    time_text,
+    work_text,
+)
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
-from ds_layerwise.routing.routes import ParamGroups, Route, Routes
+from ds_layerwise.routing.routes import ParamGroups, Routes
 
-#: The second width has room for the widest cells of every column, so that none is cut off.
+#: The width of a text that goes to no terminal, with one column of costs, and of each further one.
 _WIDTH = 110
-_PLAN_WIDTH = 222
+_COLUMN = 28
 
-
-def start_up_table(
-    routes: Routes,
-    specs: Sequence[ParamSpec],
-    forecast: Forecast,
-    optimizer: OptimizerConfig,
-    *,
-    groups: ParamGroups = (),
-    without_effect: Sequence[str] = (),
-    products: Mapping[Recipe, str] | None = None,
-) -> str:
-    """Return plain text for a log, without colours.
-
-    Args:
-        forecast: for exactly these ``specs``.
-        groups: the parameter groups, with the values of the next step and ``configured_lr``; if
-            empty, one group with the values of ``optimizer``.
-        without_effect: the keys of the config that are accepted but change nothing.
-        products: the dtypes in which recipes multiply matrices, if there is a device.
-    """
-    head = _head(routes, specs, optimizer, groups, without_effect, products or {})
-    return rendered([*head, *_costs(forecast)], _WIDTH)
+#: The period in which the bytes of gradients are sent, by ZeRO stage.
+_PERIODS = {1: "a step", 2: "a backward pass", 3: "a forward and backward pass, with parameters"}
 
 
 def plan_table(
@@ -58,75 +43,124 @@ def plan_table(
     forecasts: Sequence[Forecast],
     optimizer: OptimizerConfig,
     *,
+    groups: ParamGroups = (),
     without_effect: Sequence[str] = (),
+    products: Mapping[Recipe, str] | None = None,
     predictions: Sequence[Prediction] = (),
 ) -> str:
-    """Return the start-up table for several numbers of ranks, one row each.
-
-    For one number of ranks it begins with :func:`start_up_table` itself.
+    """Return plain text for a log, without colours.
 
     Args:
-        predictions: one for each of ``forecasts``, printed below; may be empty.
+        forecasts: the forecasts of exactly these ``specs``, a column for each.
+        groups: the parameter groups, with the values of the next step and ``configured_lr``; if
+            empty, one group with the values of ``optimizer``.
+        without_effect: the keys of the config that are accepted but change nothing.
+        products: the dtypes in which recipes multiply matrices, if there is a device.
+        predictions: the predictions of ``forecasts``, printed below; none at the start of a run.
     """
-    head = _head(routes, specs, optimizer, (), without_effect, {})
-    below = []
+    memory_bytes = predictions[0].memory_bytes if predictions else None
+    parts = recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
+    if without_effect:
+        parts.append(f"without effect here: {', '.join(without_effect)}")
+    columns = [_costs(each, memory_bytes) for each in forecasts]
+    table = table_of(f"layout {forecasts[0].layout.policy}", ("", *map(str, range(len(columns)))))
+    table.show_header = False
+    table.columns[0].justify = "left"
+    for row in columns[0]:
+        table.add_row(row, *(column[row] for column in columns))
+    parts.append(table)
+    parts += _notes(forecasts, memory_bytes)
+    text = rendered(parts, max(_WIDTH, _COLUMN * (len(columns) + 1)))
     if predictions:
-        if predictions[0].memory_bytes is not None:
-            below += _fitting(forecasts, predictions, predictions[0].memory_bytes)
-        below += _predicted(forecasts, predictions)
-    if len(forecasts) == 1:
-        above = rendered([*head, *_costs(forecasts[0])], _WIDTH)
-        return f"{above}\n{rendered(below, _PLAN_WIDTH)}".rstrip()
-    in_passes = "gradients in one backward pass and parameters in a step"
-    what = {
-        1: "gradients and parameters in a step",
-        2: in_passes,
-        3: f"parameters in one forward and backward pass, {in_passes}",
-    }[forecasts[0].stage]
-    rows = list(map(_row, forecasts))
-    if not any(any(forecast.saved) for forecast in forecasts):
-        for row in rows:
-            del row["saved"]
-    return rendered(
-        [
-            *head,
-            _numbers("memory of the fullest rank, and what the busiest rank sends", rows),
-            "ranks: data-parallel ones; layout: a digest, which all ranks of a run compare; "
-            "buckets: reduced one after another; NS max/mean: matrix updates (Newton-Schulz) of "
-            "the busiest rank over the mean; total, params, grads, masters, states: between two "
-            f"steps; {'saved: by fewer bits; ' if 'saved' in rows[0] else ''}host: more in the "
-            "memory of the host; under way: messages, at most; in a step: an update works in it, "
-            "at most; at start: the peak before the first step; checkpoint: on disk, of all ranks, "
-            "without what is not trained; padding: for alignment alone",
-            f"sent: {what}{_waiting(forecasts[0])}",
-            *below,
-        ],
-        _PLAN_WIDTH,
-    )
+        text += f"\n{rendered(_predicted(forecasts, predictions), 2 * _WIDTH)}"
+    return text
 
 
-def _row(forecast: Forecast) -> dict[str, str]:
+def _costs(forecast: Forecast, memory_bytes: int | None) -> dict[str, str]:
+    """Return a column of the table of costs, by the names of its rows."""
     report = forecast.report
-    fullest = forecast.memory[forecast.fullest]
-    return {
-        "ranks": str(forecast.layout.world_size),
-        "layout": forecast.layout.digest(),
-        "buckets": str(report.num_buckets),
-        "NS max/mean": f"{report.work_max_over_mean:.3f}",
-        "total": size_text(fullest.total),
-        "params": size_text(fullest.params),
-        "grads": size_text(fullest.grads),
-        "masters": size_text(fullest.masters),
-        "states": size_text(fullest.states),
-        "saved": size_text(forecast.saved[forecast.fullest]),
-        "host": size_text(fullest.host),
-        "under way": size_text(max(traffic.total for traffic in forecast.traffic)),
-        "in a step": size_text(max(forecast.workspace)),
-        "at start": size_text(max(forecast.start_up)),
-        "checkpoint": size_text(forecast.checkpoint),
-        "padding": f"{100 * report.padding_fraction:.3f}{GLUE}%",
-        "sent": size_text(sum(map(sum, forecast.sent_by_busiest().values()))),
+    layout = forecast.layout
+    held = forecast.memory[forecast.fullest]
+    totals = [rank.total for rank in forecast.memory]
+    gradients, parameters = map(sum, zip(*forecast.sent_by_busiest().values(), strict=True))
+    rows = {
+        "ranks": str(layout.world_size),
+        "digest": layout.digest(),
+        "buckets": f"{report.num_buckets}, {forecast.ways['cuts']} in cuts",
+        "matrix updates": _with_balance(work_text(max(report.work)), report.work),
+        "owned matrices": _with_balance(count_text(max(report.whole_numel)), report.whole_numel),
+        "held": _with_balance(size_text(held.total), totals),
+        "parameters": size_text(held.params),
+        "gradients": size_text(held.grads),
+        "masters": size_text(held.masters),
+        "states": size_text(held.states),
+        "on the host": size_text(max(rank.host for rank in forecast.memory)),
+        "works in, at most": size_text(forecast.working.total),
+        "padding": f"{count_text(report.padding)}, {100 * report.padding_fraction:.3f}{GLUE}%",
     }
+    for dtype in layout.dtypes:
+        rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
+    rows["sent, gradients"] = size_text(gradients)
+    rows["sent, parameters"] = size_text(parameters)
+    if memory_bytes is not None:
+        rows["needed"] = size_text(forecast.needed)
+        rows["fits"] = _fit(memory_bytes - forecast.needed)
+    return rows
+
+
+def _fit(left: int) -> str:
+    if left >= 0:
+        return f"yes,{GLUE}{size_text(left)} left"
+    return f"no,{GLUE}{size_text(-left)} too much"
+
+
+def _with_balance(most: str, loads: Sequence[int]) -> str:
+    return f"{most}, {max_over_mean(loads):.3f}{GLUE}x"
+
+
+def _notes(forecasts: Sequence[Forecast], memory_bytes: int | None) -> Iterator[str]:
+    """Yield the lines below the table of costs."""
+    stage = forecasts[0].stage
+    works_in = "an update"
+    if stage > 1:
+        works_in += (
+            ", or gradients that wait in a pass (layerwise.max_waiting_buckets bounds them if no "
+            "parameter is unused)"
+        )
+    if stage == 3:
+        works_in += " and parameters that DeepSpeed makes whole (stage3_max_live_parameters)"
+    yield (
+        "ranks: data-parallel ones; digest: of the layout, which all ranks of a run compare; "
+        "buckets: reduced one after another; matrix updates, owned matrices: FLOPs and elements of "
+        "those that one rank updates whole, on the busiest and the fullest rank, and how many "
+        "times the mean; held: between two steps, on the fullest rank, by kind; on the host: more, "
+        f"in the memory of the host; works in: {works_in}, and the transfers of {MAX_PENDING} "
+        "buckets; padding: elements for alignment alone; of a dtype: gradients of such parameters "
+        f"accumulate in, and travel in; sent: by the busiest rank, gradients in {_PERIODS[stage]}, "
+        "parameters in a step. Memory is of one device, and counts no activations, drivers and "
+        "libraries."
+    )
+    if memory_bytes is not None:
+        yield (
+            f"needed: held and works in; fits: on a device with {size_text(memory_bytes)}, and "
+            "what is left for activations, drivers and libraries"
+        )
+        if max(forecast.needed for forecast in forecasts) > memory_bytes:
+            yield (
+                "too much: more ranks, zero_optimization.stage 2 or 3, a smaller "
+                "reduce_bucket_size, offload_optimizer, fewer bits (layerwise.master_dtype, "
+                "momentum_dtype) or tensor parallelism need less of a device; ds-layerwise plan "
+                "--fit tries them"
+            )
+    for forecast in forecasts:
+        ranks = forecast.layout.world_size
+        idle = forecast.report.whole_numel.count(0)
+        if idle not in (0, ranks):
+            yield (
+                f"{idle} of {ranks} ranks own no matrix: there are fewer matrices than ranks, or "
+                "one is larger than a rank's share. Splitting fused projections into their parts "
+                "(layerwise.overrides, split or num_heads) makes more of them."
+            )
 
 
 def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
@@ -135,7 +169,7 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
     layout = forecast.layout
     most = forecast.sent_by_busiest()
     dtypes = {}
-    for dtype, (gradients, parameters) in forecast.sent().items():
+    for dtype, (gradients, parameters) in forecast.sent.items():
         dtypes[dtype] = {
             "gradients_accumulate_in": forecast.stored_as[dtype],
             "gradients_travel_in": forecast.wire_as(dtype),
@@ -145,7 +179,8 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
             },
             "sent_by_busiest_bytes": dict(zip(Sent._fields, most[dtype], strict=True)),
         }
-    found = {
+    busiest = sum(map(sum, most.values()))
+    numbers = {
         "ranks": layout.world_size,
         "layout": layout.policy,
         "digest": layout.digest(),
@@ -157,28 +192,18 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "newton_schulz_max_over_mean": report.work_max_over_mean,
         "owned_matrix_elements": list(report.whole_numel),
         "fullest_rank": forecast.fullest,
-        "memory_bytes": _with_totals(forecast.memory),
-        "saved_bytes": list(forecast.saved),
-        "start_up_bytes": list(forecast.start_up),
-        "step_bytes": list(forecast.workspace),
-        "waiting_bytes": forecast.waiting,
-        "whole_bytes": forecast.whole._asdict(),
-        "under_way_bytes": _with_totals(forecast.traffic),
-        "checkpoint_bytes": forecast.checkpoint,
+        "memory_bytes": [{**asdict(rank), "total": rank.total} for rank in forecast.memory],
+        "working_bytes": {**forecast.working._asdict(), "total": forecast.working.total},
         "dtypes": dtypes,
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
-        "sent_by_busiest_bytes": sum(map(sum, most.values())),
+        "sent_by_busiest_bytes": busiest,
     }
     if prediction is None:
-        return found
+        return numbers
     if prediction.memory_bytes is not None:
-        found["device_memory_bytes"] = prediction.memory_bytes
-        found["needed_bytes"] = list(forecast.needed)
-    return {**found, **_fit_json(prediction.own), "predicted": _prediction_json(prediction)}
-
-
-def _with_totals(ranks: Iterable[Any]) -> list[dict[str, int]]:
-    return [{**asdict(rank), "total": rank.total} for rank in ranks]
+        numbers["device_memory_bytes"] = prediction.memory_bytes
+        numbers["needed_bytes"] = forecast.needed
+    return {**numbers, **_fit_json(prediction.own), "predicted": _prediction_json(prediction)}
 
 
 def _prediction_json(prediction: Prediction) -> dict[str, Any]:
@@ -212,60 +237,6 @@ def _fit_json(size: BucketSize) -> dict[str, Any]:
     if size.left is None:
         return {}
     return {"fits": size.fits, "left_bytes": size.left}
-
-
-def _fitting(
-    forecasts: Sequence[Forecast], predictions: Sequence[Prediction], memory: int
-) -> list[Table | str]:
-    """Report for each number of ranks whether the rank that needs most memory fits on its
-    device.
-    """
-    rows = []
-    for forecast, prediction in zip(forecasts, predictions, strict=True):
-        most = max(forecast.needed)
-        rank = forecast.needed.index(most)
-        rows.append(
-            {
-                "ranks": str(forecast.layout.world_size),
-                "rank": str(rank),
-                "between steps": size_text(forecast.memory[rank].total),
-                "under way": size_text(forecast.traffic[rank].total),
-                "in a step": size_text(forecast.in_step[rank]),
-                "in a pass": size_text(forecast.in_pass),
-                "at start": size_text(forecast.start_up[rank]),
-                "needed": size_text(most),
-                "fits": _fit(prediction.own),
-            }
-        )
-    parts: list[Table | str] = [
-        _numbers(f"the rank that needs most, on a device with {size_text(memory)}", rows),
-        "rank: the one that needs most; between steps: its total; in a pass: at stages 2 and 3 "
-        "gradients that wait, at stage 3 also parameters that are whole; needed: between steps, "
-        "under way, and the more of in a step and in a pass together, or at start if that is more. "
-        "Not counted: what else the forward and the backward pass keep, activations above all; and "
-        "what drivers and libraries take for themselves. fits: with what is left for that.",
-    ]
-    fit = [prediction.own.fits for prediction in predictions]
-    if not all(fit):
-        parts.append(
-            "too much: more ranks, zero_optimization.stage 2 or 3, a smaller reduce_bucket_size, "
-            "offload_optimizer, fewer bits (layerwise.master_dtype, momentum_dtype) or tensor "
-            "parallelism need less of a device; ds-layerwise plan --fit tries them"
-        )
-    if not any(fit):
-        ranks = ", ".join(row["ranks"] for row in rows)
-        mended = ""
-        if any(prediction.best for prediction in predictions):
-            mended = "; with another bucket size it does, see below"
-        parts.append(f"none of the numbers of ranks asked for fits: {ranks}{mended}")
-    return parts
-
-
-def _fit(size: BucketSize) -> str:
-    left = size.left or 0
-    if size.fits:
-        return f"yes,{GLUE}{size_text(left)} left"
-    return f"no,{GLUE}{size_text(-left)} too much"
 
 
 def _predicted(
@@ -329,20 +300,9 @@ def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str,
         "all": time_text(wire.total + prediction.update),
     }
     if size.left is not None:
-        row["fits"] = _fit(size)
+        row["fits"] = _fit(size.left)
     row[""] = " and ".join(marks)
     return row
-
-
-def table_of(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Table:
-    """Return a table without rows. Only columns of ``texts`` may be folded, others never are."""
-    table = Table(title=title, title_justify="left")
-    for header in headers:
-        if header in texts:
-            table.add_column(header, overflow="fold")
-        else:
-            table.add_column(header, justify="right", no_wrap=True)
-    return table
 
 
 def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
@@ -350,223 +310,3 @@ def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
     for row in rows:
         table.add_row(*row.values())
     return table
-
-
-def _head(
-    routes: Routes,
-    specs: Sequence[ParamSpec],
-    chosen: OptimizerConfig,
-    groups: ParamGroups,
-    without_effect: Sequence[str],
-    products: Mapping[Recipe, str],
-) -> list[Table | str]:
-    """Describe which recipe trains which parameters, and at which rates."""
-    groups = groups or [chosen.group()]
-    used = {route.group for route in routes.values()}
-    trained = [routes[spec.name] for spec in specs]
-    lines = []
-    for recipe in _recipes(trained):
-        mine = [route for route in trained if route.recipe == recipe]
-        text = recipe.summary(partial(_hyper, mine, groups, used))
-        line = f"{_called(recipe, chosen)}: {text}"
-        if recipe in products:
-            line += f", matrix products in {products[recipe]}"
-        lines.append(line)
-    head: list[Table | str] = [
-        _parameters(routes, specs, chosen, groups),
-        "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
-        "because: the rule that decided; tensors, elements: how many; lr, weight decay: in the "
-        "next step, from least to greatest; for example: the first of them",
-        "; ".join(lines),
-    ]
-    if chosen.preset:
-        head.append(f"preset {chosen.preset}: {_preset(chosen)}")
-    if without_effect:
-        head.append(f"without effect here: {', '.join(without_effect)}")
-    return head
-
-
-def _hyper(routes: Sequence[Route], groups: ParamGroups, used: Iterable[int], key: str) -> str:
-    if key == "eps":
-        return _span(route.hyper(groups[route.group])["eps"] for route in routes)
-    own = {getattr(route, key) for route in routes}
-    values = [*own - {None}]
-    if None in own:
-        values += [groups[i][key] for i in used]
-    if key == "betas":
-        return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))
-    return _span(values)
-
-
-def _preset(chosen: OptimizerConfig) -> str:
-    """List the settings of a preset, and those that the config replaces."""
-    given = {**chosen.for_the_run(), **dict(iter(chosen))}
-    own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
-    taken = []
-    for key in chosen.from_preset:
-        if key in given:
-            value = given[key]
-            taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
-    left_out = f"; the config replaces its {', '.join(own)}" if own else ""
-    return f"{', '.join(taken) or 'nothing'}{left_out}"
-
-
-def _recipes(trained: Iterable[Route]) -> list[Recipe]:
-    """Return the recipes in use: those of whole parameters first, then by name."""
-    used = {route.recipe for route in trained}
-    return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
-
-
-def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
-    """Return the name of ``recipe``, with the settings that an override has changed and an unusual
-    weight decay.
-    """
-    # One class may be used for both recipes, with different arguments.
-    run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
-    changed = []
-    for key, value in recipe.settings().items():
-        if value != run.settings()[key] and key not in Recipe.keys():
-            changed.append(f"{key} {value}")
-    if decay := recipe.decay_summary():
-        changed.append(f"weight decay {decay}")
-    if kept := recipe.kept_summary():
-        changed.append(kept)
-    return f"{recipe.rule} with {', '.join(changed)}" if changed else recipe.rule
-
-
-def _span(values: Iterable[float]) -> str:
-    texts = sorted({f"{float(value):g}" for value in values}, key=float)
-    if len(texts) == 1:
-        return texts[0]
-    return f"{texts[0]} to {texts[-1]}"
-
-
-def _parameters(
-    routes: Routes,
-    specs: Sequence[ParamSpec],
-    chosen: OptimizerConfig,
-    groups: ParamGroups,
-) -> Table:
-    in_order = _recipes(routes[spec.name] for spec in specs)
-    rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
-    for spec in specs:
-        route = routes[spec.name]
-        key = (in_order.index(route.recipe), route.reason, route.bare)
-        rows.setdefault(key, []).append(spec)
-    table = table_of(
-        "parameters",
-        ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"),
-        ("optimizer", "because", "for example"),
-    )
-    for (index, reason, bare), members in sorted(rows.items()):
-        names = [members[0].name]
-        if bare:
-            # Layers have the same few names with different numbers.
-            names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
-        mine = [routes[spec.name] for spec in members]
-        hypers = [route.hyper(groups[route.group]) for route in mine]
-        recipe = in_order[index]
-        table.add_row(
-            f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
-            f"{reason}, bare" if bare else reason,
-            str(len(members)),
-            count_text(sum(spec.numel for spec in members)),
-            _span(hyper["lr"] for hyper in hypers),
-            _span(hyper["weight_decay"] for hyper in hypers),
-            ", ".join(names),
-        )
-    return table
-
-
-def _waiting(forecast: Forecast) -> str:
-    if not forecast.waiting:
-        return ""
-    return (
-        f"; {size_text(forecast.waiting)} more of gradients that wait for them, where reductions "
-        "are slower than the backward pass (layerwise.max_waiting_buckets bounds it if no "
-        "parameter is unused), or wait for its end without overlap_comm"
-    )
-
-
-def _costs(forecast: Forecast) -> list[Table | str]:
-    report = forecast.report
-    layout = forecast.layout
-    held = forecast.memory[forecast.fullest]
-    totals = [rank.total for rank in forecast.memory]
-    rows = {
-        "ranks, buckets": f"{layout.world_size}, {report.num_buckets}",
-        "matrix updates a step": f"{work_text(max(report.work))} on the busiest rank, "
-        f"{report.work_max_over_mean:.3f} x the mean",
-        "owned matrices": f"{count_text(max(report.whole_numel))} elements on the fullest rank, "
-        f"{report.whole_max_over_mean:.3f} x the mean",
-        "memory of the fullest rank": f"{size_text(held.total)}, {max_over_mean(totals):.3f} x the "
-        f"mean: parameters {size_text(held.params)}, gradients {size_text(held.grads)}, masters "
-        f"{size_text(held.masters)}, states {size_text(held.states)}",
-    }
-    if any(forecast.saved):
-        wide = forecast.in_float32[forecast.fullest]
-        rows["fewer bits save"] = (
-            f"{size_text(forecast.saved[forecast.fullest])} of the fullest rank's: masters "
-            f"{size_text(wide.masters - held.masters)}, states "
-            f"{size_text(wide.states - held.states)}; "
-            f"{size_text(min(forecast.saved))} at least of any rank's"
-        )
-    if host := max(rank.host for rank in forecast.memory):
-        staging = max(rank.staging for rank in forecast.memory)
-        kinds = "parameters, masters and states" if forecast.stage == 3 else "masters and states"
-        rows["on the host"] = (
-            f"{size_text(host)} more of {kinds} on the fullest rank; a step takes "
-            f"{size_text(staging)} of its device to work on them (less with a smaller "
-            "reduce_bucket_size)"
-        )
-    if forecast.stage == 3:
-        rows["whole, at most"] = (
-            f"{size_text(forecast.whole.most)} of parameters that DeepSpeed fetches for a pass "
-            f"(stage3_max_live_parameters), {size_text(forecast.whole.always)} of them always "
-            "(stage3_param_persistence_threshold)"
-        )
-    under_way = max(traffic.total for traffic in forecast.traffic)
-    rows["beside it, at most"] = (
-        f"{size_text(under_way)} for buckets under way, and their exchange, {MAX_PENDING} at a "
-        f"time{_waiting(forecast)}"
-    )
-    rows["in a step, at most"] = f"{size_text(max(forecast.workspace))} that an update works in"
-    if forecast.stage < 3:
-        rows["at start, at most"] = (
-            f"{size_text(max(forecast.start_up))}, while parameters move into their buffer"
-        )
-    rows["a checkpoint"] = f"{size_text(forecast.checkpoint)}, without what is not trained"
-    rows["padding"] = (
-        f"{count_text(report.padding)} elements, {100 * report.padding_fraction:.3f}{GLUE}%"
-    )
-    for dtype, (reduced, gathered) in forecast.sent_by_busiest().items():
-        if forecast.stage == 1:
-            sent = f"{size_text(reduced + gathered)} a step"
-        else:
-            passes = "backward pass" if forecast.stage == 2 else "forward and backward pass"
-            sent = f"{size_text(reduced)} a {passes} and {size_text(gathered)} a step"
-        rows[f"{dtype} parameters"] = (
-            f"gradients accumulate in {forecast.stored_as[dtype]}, travel in "
-            f"{forecast.wire_as(dtype)}; the busiest rank sends {sent}"
-        )
-    table = Table(
-        title=f"layout {layout.policy}, {layout.digest()}", title_justify="left", show_header=False
-    )
-    table.add_column(no_wrap=True, overflow="fold")
-    table.add_column(overflow="fold")
-    for row in rows.items():
-        table.add_row(*row)
-    costs: list[Table | str] = [
-        table,
-        "matrix updates, owned matrices: of those that one rank updates whole; x the mean: 1.000 "
-        "is balanced; padding: for alignment alone. Memory is of one device, and counts no "
-        "activations, drivers and libraries.",
-    ]
-    idle = report.whole_numel.count(0)
-    if idle not in (0, layout.world_size):
-        costs.append(
-            f"{idle} of {layout.world_size} ranks own no matrix: there are fewer matrices than "
-            "ranks, or one is larger than a rank's share. Splitting fused projections into their "
-            "parts (layerwise.overrides, split or num_heads) makes more of them."
-        )
-    return costs

@@ -29,10 +29,10 @@ class ParamSpec:
     """The facts about one parameter that a planner needs.
 
     ``whole`` parameters get one owner, the others are cut by element over all ranks. ``work`` is
-    the FLOPs of one update, 0 for a parameter that is cut. ``state_bytes`` is the size of all its
-    states together. ``ep_size`` is the number of consecutive ranks that hold different parameters
-    under this name, a pattern that repeats; it is more than 1 for experts. ``wire`` is the dtype in
-    which the gradient is sent; all parameters of a bucket have the same.
+    the FLOPs of one update, 0 for a parameter that is cut. ``ep_size`` is the number of consecutive
+    ranks that hold different parameters under this name, a pattern that repeats; it is more than 1
+    for experts. ``wire`` is the dtype in which the gradient is sent; all parameters of a bucket
+    have the same.
 
     Raises:
         LayoutError: no name, no elements, ep_size below 1, or work for a parameter that is cut.
@@ -45,7 +45,6 @@ class ParamSpec:
     work: int = 0
     ep_size: int = 1
     wire: str = "float32"
-    state_bytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.name or not self.dtype:

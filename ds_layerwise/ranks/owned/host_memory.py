@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.host_pieces import STAGING_SLOTS
+from ds_layerwise.plan.forecast.memory import STAGING_SLOTS
 from ds_layerwise.ranks.comm.streams import Moment, SideStream
 
 #: Storages and the host memory for their contents, by kind.

@@ -4,9 +4,7 @@ import json
 
 import deepspeed.comm as dist
 import pytest
-import torch
 import transformers
-from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.plan.forecast.report import as_json
@@ -18,7 +16,6 @@ from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
-from tests.support.tensor_parallel import Mpu, mark, part
 from tests.support.training import BF16, allow_fp16, ds_config, start
 
 pytestmark = rooms("forecast", "cost", "report", "dry_run", "meta_model", "run_plan")
@@ -116,33 +113,6 @@ class TestAgainstTheEngine(DistributedTest):
             engine = start(model, config)
             assert_same(engine, folder, folder / "ds.json")
             engine.destroy()
-
-    @pytest.mark.world_size(2)
-    @pytest.mark.parametrize("case", [
-        {}, {**BF16}, {"stage": 2, **BF16}, {"stage": 3}, {"stage": 3, **BF16},
-        {**BF16, "params": {"momentum_dtype": "8bit"}}, {**BF16, "params": {"momentum_dtype": "bfloat16"}},
-        {**BF16, "layerwise": {"master_dtype": "bfloat16+remainder"}}], ids=str)
-    def test_a_checkpoint_is_as_large_as_is_said(self, case, tmp_path):
-        engine = start(nn.Sequential(nn.Linear(256, 1024), nn.Linear(1024, 512)), ds_config(**case))
-        engine.backward(engine(torch.ones(2, 256, dtype=engine.module[0].weight.dtype)).sum())
-        engine.step()
-        engine.save_checkpoint(tmp_path)
-        dist.barrier()
-        written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-        assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.02)
-
-    @pytest.mark.world_size(4)
-    def test_a_checkpoint_has_the_parts_of_all_ranks(self, tmp_path):
-        mpu, layer = Mpu(2), nn.Linear(256, 1024, bias=False)
-        layer.weight = nn.Parameter(part(layer.weight.data, 0, mpu))
-        mark(layer.weight, 0, partition_stride=1)
-        engine = start(nn.Sequential(layer), ds_config(), mpu=mpu)
-        engine.backward(engine(torch.ones(2, 256)).sum())
-        engine.step()
-        engine.save_checkpoint(tmp_path)
-        dist.barrier()
-        written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
-        assert written == pytest.approx(engine.optimizer.forecast().checkpoint, rel=0.04)
 
     @pytest.mark.world_size(2)
     def test_defaults_of_the_engine_are_those_of_the_plan(self):

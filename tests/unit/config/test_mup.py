@@ -10,7 +10,7 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import scale_factor
-from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
@@ -164,7 +164,7 @@ def test_plans_and_tables_show_rates_where_they_know_embeddings(tmp_path):
     assert up["lr_ratio"] == 0.25 and up["reason"] == "layerwise.overrides, rate x 0.25 by width"
     assert rows["lm_head.weight"]["lr_ratio"] == 1.0
     assert rows["model.layers.0.self_attn.q_proj.weight"]["lr_ratio"] == pytest.approx(20.0)
-    lines = start_up_table(plan.routes, plan.specs, plan.forecasts[0], plan.run.optimizer)
+    lines = plan_table(plan.routes, plan.specs, plan.forecasts, plan.run.optimizer)
     assert "eps 0.0625 to 0.25" in " ".join(lines.split())
     row = next(line for line in lines.splitlines() if "rate x 0.25 by" in line or "layerwise.overrides" in line)
     assert "0.00025" in row

@@ -13,7 +13,8 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec
 from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon
-from ds_layerwise.plan.forecast.forecast import specs_of, workspace_bytes
+from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.forecast.memory import state_bytes_of, update_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.part_views import first_state, seen_parts
 from ds_layerwise.routing.routes import Route
@@ -131,7 +132,8 @@ def test_cost_is_that_of_the_parts():
     recipe, parts = Muon(), Parts(-2, (("q", Part(size=8)), ("k", Part(size=4, heads=2))), 2)
     route = Route(name="w", recipe=recipe, reason="", group=0, matrix_shape=(24, 6), parts=parts)
     spec, = specs_of([("w", (24, 6), "float32")], {"w": route})
-    assert spec.work == recipe.work((16, 6)) + recipe.work((4, 2, 6)) and spec.state_bytes == 4 * 24 * 6
+    assert spec.work == recipe.work((16, 6)) + recipe.work((4, 2, 6))
+    assert state_bytes_of({"w": route})("w", 24 * 6) == 4 * 24 * 6
 
 
 def test_a_step_works_in_the_copies_of_one_parameter():
@@ -142,7 +144,7 @@ def test_a_step_works_in_the_copies_of_one_parameter():
     layout = plan_layout(specs, 1, bucket_numel=10**6)
     assert len(layout.buckets) == 1
     # Both parts of both matrices lie in two places.
-    assert workspace_bytes(layout, routes) == (recipe.workspace((1, 400, 600)) + 12 * 600 * 600,)
+    assert update_bytes(layout, routes, "float32") == recipe.workspace((1, 400, 600)) + 12 * 600 * 600
 
 
 @pytest.mark.parametrize("parts, shape", [

@@ -9,8 +9,9 @@ from torch import nn
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
-from ds_layerwise.plan.forecast.cost import wire_elements
-from ds_layerwise.plan.forecast.forecast import on_the_wire, workspace_bytes
+from ds_layerwise.plan.forecast.forecast import on_the_wire
+from ds_layerwise.plan.forecast.memory import update_bytes
+from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
@@ -87,13 +88,14 @@ def test_costs_are_whole_numbers(world_size):
     specs, layout = planned(world_size, "balanced", bucket_numel=500_000_000)
     numel = layout.buffer_numel("bfloat16")
     whole, split = (sum(spec.numel for spec in specs if spec.whole is kind) for kind in (True, False))
-    memory, wire = memory_bytes(layout), wire_elements(layout)
+    memory = memory_bytes(layout)
+    sent = sent_bytes(layout, wires=["bfloat16"] * len(layout.buckets), reduction="native", stage=1)["bfloat16"]
     assert sum(rank.masters for rank in memory) == 4 * numel
     assert sum(rank.states for rank in memory) == 4 * whole + 8 * split
-    assert sum(wire.reduce) == (world_size - 1) * numel
     # What goes on from cuts to owners comes back from owners to cuts.
-    assert sum(wire.gather) == sum(wire.reduce) + sum(wire.forward)
+    assert sum(sent.gradients) == sum(sent.parameters) >= 2 * (world_size - 1) * numel
     assert all(type(value) is int for rank in memory for value in (rank.masters, rank.states, rank.total))
+    assert all(type(value) is int for value in sent.gradients)
     for bucket in layout.buckets:
         # What a collective is told: shards back to back, in Python's own whole numbers.
         assert sum(bucket.shard_numels) == bucket.numel == bucket.stop - bucket.start
@@ -107,7 +109,7 @@ def test_costs_of_thousands_of_owners_are_counted_once_a_shape(monkeypatch):
     routes = {spec.name: Route(name=spec.name, recipe=Muon(), reason="", group=0, matrix_shape=spec.shape)
               for spec in specs}
     layout = plan_layout(specs, 64, bucket_numel=10**6)
-    expected = workspace_bytes(layout, routes), memory_bytes(layout)
+    expected = update_bytes(layout, routes, "float32"), memory_bytes(layout)
     calls, workspace = [], Muon.workspace
 
     def counted(recipe, shape):
@@ -116,9 +118,8 @@ def test_costs_of_thousands_of_owners_are_counted_once_a_shape(monkeypatch):
 
     monkeypatch.setattr(Muon, "workspace", counted)
     monkeypatch.setattr(Bucket, "pieces", None)
-    assert (workspace_bytes(layout, routes), memory_bytes(layout)) == expected
-    # Of each bucket, and of those that are taken along.
-    assert len(calls) == len(layout.buckets) + 1
+    assert (update_bytes(layout, routes, "float32"), memory_bytes(layout)) == expected
+    assert len(calls) == 1
 
 
 def test_specs_that_say_what_they_travel_in_are_not_copied():

@@ -14,8 +14,7 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.plan.forecast.cost import LayoutReport
-from ds_layerwise.plan.forecast.forecast import forecast
+from ds_layerwise.plan.forecast.forecast import LayoutReport, forecast
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.plan.layout.draft_buckets import draft_owned
@@ -714,9 +713,8 @@ def test_the_memory_left_is_that_of_the_rank_that_needs_most():
     planned, predicted = small_prediction(memory_bytes=6000)
     # Four matrices of 64 elements in bf16, two a rank: parameters and gradients, sums of its own, masters; no states.
     assert [held.total for held in planned.memory] == [2 * 256 + 2 * 256 + 2 * 4 * 128] * 2
-    needed = [2048 + traffic.total + works for traffic, works in zip(planned.traffic, planned.workspace, strict=True)]
-    assert planned.needed == tuple(needed)
-    assert (predicted.memory_bytes, predicted.own.left) == (6000, 6000 - max(needed))
+    assert planned.needed == 2048 + planned.working.total
+    assert (predicted.memory_bytes, predicted.own.left) == (6000, 6000 - planned.needed)
     # Each of the others is what a plan with that size says itself.
     assert [size.left for size in small_prediction(memory_bytes=5000)[1].sizes] == [
         size.left - 1000 for size in predicted.sizes]

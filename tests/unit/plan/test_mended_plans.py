@@ -19,7 +19,7 @@ from ds_layerwise.optimizers.rules.soap import Soap
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast import prediction
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
-from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.plan.network.link_fit import Fit, Measured
 from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.routing.module_of import weights_of
@@ -110,7 +110,7 @@ def test_a_table_takes_betas_as_lists():
     routes, specs = planned(run)
     group = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0, "betas": [0.5, 0.75], "eps": 1e-8, "matrix_lr_ratio": 1,
              "scalar_lr_ratio": 1}
-    told = start_up_table(routes, specs, forecast(specs, routes, run, 2), run.optimizer, groups=[group])
+    told = plan_table(routes, specs, [forecast(specs, routes, run, 2)], run.optimizer, groups=[group])
     assert "betas [0.5, 0.75]" in " ".join(told.split())
 
 

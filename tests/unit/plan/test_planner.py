@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.forecast.cost import LayoutReport, max_over_mean
+from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.owners import Item, spread
 from ds_layerwise.plan.planner.planner import plan_layout

@@ -6,7 +6,8 @@ import random
 import pytest
 import torch
 
-from ds_layerwise.plan.forecast.cost import cut_elements, fetched_elements, memory_bytes, state_bytes_of
+from ds_layerwise.plan.forecast.memory import memory_bytes
+from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.network.transfer_plan import begun_backwards, transfer_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
@@ -17,7 +18,7 @@ from ds_layerwise.ranks.sync.cut_sync import CutSync
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 
-pytestmark = rooms("cut_sync", "transfer", "transfer_plan", "buffers", "cost")
+pytestmark = rooms("cut_sync", "transfer", "transfer_plan", "buffers", "memory", "sent")
 
 
 def some_specs(seed):
@@ -157,13 +158,16 @@ def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
                 sync._begin(round_)
             assert memory.peak - there <= most[rank]
     cut = {spec.name: -(-spec.numel // world_size) for spec in specs}
+    wires = [bucket.dtype for bucket in layout.buckets]
+    of_stages = [sent_bytes(layout, wires=wires, reduction="native", stage=stage) for stage in (2, 3)]
     for dtype in layout.dtypes:
-        own = cut_elements(layout, dtype)
-        assert sum(own) == (world_size - 1) * sum(
+        reduced, sent = (each[dtype] for each in of_stages)
+        size = DTYPES[dtype].itemsize * (world_size - 1)
+        assert sum(sent.parameters) == size * sum(
             cut[spec.name] for spec in specs if spec.dtype == dtype and spec.whole)
-        assert fetched_elements(layout, dtype) == (world_size - 1) * sum(
-            cut[spec.name] for spec in specs if spec.dtype == dtype)
-    held = memory_bytes(layout, state_bytes=state_bytes_of(specs), stage=3)
+        fetched = size * sum(cut[spec.name] for spec in specs if spec.dtype == dtype)
+        assert [gradients + 2 * fetched for gradients in reduced.gradients] == [*sent.gradients]
+    held = memory_bytes(layout, state_bytes=lambda name, numel: 0, stage=3)
     for rank, memory in enumerate(held):
         shards = sum(tensor.nbytes for tensor in ranks.values[rank].tensors)
         cuts = sum(ranks.cuts[rank].of(slot.name).nbytes for bucket in layout.buckets if bucket.whole

@@ -13,7 +13,7 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
-from ds_layerwise.plan.forecast.report import start_up_table
+from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
@@ -288,7 +288,7 @@ def test_the_table_tells_the_preset(params, told):
     model = Model()
     routes = route_parameters(model, [{"params": list(model.parameters())}], recipes=run.optimizer.recipes)
     specs = specs_of(((name, tuple(p.shape), "float32") for name, p in model.named_parameters()), routes)
-    text = " ".join(start_up_table(routes, specs, forecast(specs, routes, run, 2), run.optimizer,
+    text = " ".join(plan_table(routes, specs, [forecast(specs, routes, run, 2)], run.optimizer,
                                    without_effect=["preset end"]).split())
     assert (told or "").replace(" preset end", " without effect here") in text
     assert ("preset" in text.replace("preset end", "")) is (told is not None)

@@ -19,8 +19,7 @@ from transformers import TrainingArguments
 
 from ds_layerwise import cli
 from ds_layerwise.config.run_config import DEFAULT_BUCKET_NUMEL, RunConfig
-from ds_layerwise.plan.forecast.cost import RankTraffic, traffic_bytes
-from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.optimizers.rules.muon_family import Muon
 from tests.support import model_specs
 from tests.support.cli import assert_refused, run
 from tests.support.model_specs import bare
@@ -58,12 +57,9 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     # Gradients accumulate in bf16 beside float32 copies of the rank's shards; Muon keeps one state, Adam two.
     held = {"params": 2 * 5120, "grads": 2 * 5120 + 4 * 2560, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
-    # Of two buckets of 2048, shards of 1024 each arrive in bf16: as sums, or from the other rank.
-    assert plan["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "exchanged": 0, "total": 4096}] * 2
-    ordered, = json.loads(run(*files(config(), "2", "--json", "--reduction", "ordered"))[1])
-    assert ordered["under_way_bytes"] == [{"sent": 0, "received": 2 * 1024 * 2, "exchanged": 0, "total": 4096}] * 2
-    # More is held afterwards than while a bucket of parameters is there twice.
-    assert plan["start_up_bytes"] == [sum(held.values())] * 2
+    # Of two buckets of 2048, sums of 1024 each arrive in bf16; at most two matrices are updated together.
+    update = Muon().workspace((2, 16, 64))
+    assert plan["working_bytes"] == {"update": update, "in_pass": 0, "transfers": 4096, "total": update + 4096}
     assert plan["dtypes"]["bfloat16"] == {
         "gradients_accumulate_in": "bfloat16", "gradients_travel_in": "bfloat16",
         "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2},
@@ -132,12 +128,12 @@ def test_the_plan_says_which_ranks_and_bucket_sizes_fit_into_a_device(files):
         return json.loads(out)
 
     (two, four), gib = plans("0.0001"), 2**30
-    # By hand as above: what is held between two steps, of which start-up needs no more, and what is under way.
+    # By hand as above: what is held between two steps, and what a rank works in.
     held = 2 * 5120 + 2 * 5120 + 4 * 2560 + 4 * 2560 + 4 * 2048 + 8 * 512
-    assert two["needed_bytes"] == [held + 4096 + works for works in two["step_bytes"]]
+    assert two["needed_bytes"] == held + two["working_bytes"]["total"]
     for plan in (two, four):
         assert plan["device_memory_bytes"] == int(gib / 10_000) == 107_374
-        assert (plan["left_bytes"], plan["fits"]) == (107_374 - max(plan["needed_bytes"]), True)
+        assert (plan["left_bytes"], plan["fits"]) == (107_374 - plan["needed_bytes"], True)
     # Another bucket size has what a plan with it has.
     for size in two["predicted"]["bucket_sizes"]:
         other, _ = plans("0.0001", reduce_bucket_size=size["elements"])
@@ -160,12 +156,11 @@ def test_the_plan_says_which_ranks_and_bucket_sizes_fit_into_a_device(files):
 
 def test_a_plan_that_does_not_fit_is_no_error(files):
     code, out, err = run(*files(config(), "2,4", "--memory", "1e-6"))
-    assert (code, err) == (0, "") and "\nnone of the numbers of ranks asked for fits: 2, 4\n" in out
+    assert (code, err) == (0, "") and "\ntoo much: more ranks" in out
     assert "\n2 ranks: none of the sizes fits, so none is best\n4 ranks: none of the sizes fits" in out
     code, out, err = run(*files(config(), "2,4", "--memory", "80"))
     assert (code, err) == (0, "") and "on a device with 80.0 GiB" in out
-    assert [row[0] for row in cells(out, 9)] == ["2", "4"] and "none of" not in out
-    assert all(row[-1] == "yes, 80.0 GiB left" for row in cells(out, 9))
+    assert ["fits", "yes, 80.0 GiB left", "yes, 80.0 GiB left"] in cells(out, 3) and "too much" not in out
     assert "fits" not in run(*files(config(), "2,4"))[1]
     assert_refused("--memory is for the tables and --json, and --list alone prints neither",
                    *files(config(), "2", "--memory", "80", "--list"))
@@ -180,29 +175,33 @@ def test_memory_is_a_positive_number_of_gib(memory, files, capsys):
             in capsys.readouterr().err)
 
 
-def test_several_numbers_of_ranks_are_rows_with_the_same_numbers(files):
+def test_several_numbers_of_ranks_are_columns_with_the_same_numbers(files):
     given = config(zero_optimization={"stage": 2, "reduce_bucket_size": 2048})
     code, out, _ = run(*files(given, "1,2,4", "--reduction", "ordered"))
     plans = json.loads(run(*files(given, "1,2,4", "--json", "--reduction", "ordered"))[1])
-    rows = cells(out, 16)
+    rows = {name: values for name, *values in cells(out, 4)}
 
     def short(num_bytes):
         return f"{num_bytes / 2**20:.1f} MiB"
 
-    assert code == 0 and [row[0] for row in rows] == ["1", "2", "4"]
-    for row, plan in zip(rows, plans, strict=True):
-        assert row[1:4] == [plan["digest"], str(plan["buckets"]), f"{plan['newton_schulz_max_over_mean']:.3f}"]
+    assert code == 0 and rows["ranks"] == ["1", "2", "4"]
+    for number, plan in enumerate(plans):
+        shown = {name: values[number] for name, values in rows.items()}
         held = plan["memory_bytes"][plan["fullest_rank"]]
+        assert shown["digest"] == plan["digest"] and shown["buckets"].startswith(f"{plan['buckets']}, ")
+        assert shown["matrix updates"].endswith(f", {plan['newton_schulz_max_over_mean']:.3f} x")
+        assert shown["held"].startswith(f"{short(held['total'])}, ")
+        for name, key in (("parameters", "params"), ("gradients", "grads"), ("masters", "masters"),
+                          ("states", "states"), ("on the host", "host")):
+            assert shown[name] == short(held[key])
+        assert shown["works in, at most"] == short(plan["working_bytes"]["total"])
         # Shards are even here, and no rank sends more than the mean one.
-        sent = sum(plan["dtypes"]["bfloat16"]["sent_bytes"].values())
-        assert sent == plan["sent_by_busiest_bytes"]
-        assert sent == sum(plan["dtypes"]["bfloat16"]["sent_by_busiest_bytes"].values())
-        assert row[4:] == [
-            *(short(held[key]) for key in ("total", "params", "grads", "masters", "states", "host")),
-            short(max(rank["total"] for rank in plan["under_way_bytes"])), short(max(plan["step_bytes"])),
-            short(max(plan["start_up_bytes"])), short(plan["checkpoint_bytes"]),
-            "0.000 %", short(sent)]
-    assert "gradients in one backward pass and parameters in a step" in out
+        sent = plan["dtypes"]["bfloat16"]["sent_bytes"]
+        assert sent == plan["dtypes"]["bfloat16"]["sent_by_busiest_bytes"]
+        assert sum(sent.values()) == plan["sent_by_busiest_bytes"]
+        assert (shown["sent, gradients"], shown["sent, parameters"]) == tuple(map(short, sent.values()))
+        assert shown["padding"] == "0, 0.000 %"
+    assert "gradients in a backward pass, parameters in a step" in " ".join(out.split())
 
 
 def test_overrides_move_parameters(files):
@@ -529,25 +528,3 @@ def test_a_plan_takes_the_defaults_of_deepspeed():
 def test_dtypes_are_spelled_as_in_deepspeed(spelling):
     parsed = RunConfig.from_ds_config(config(data_types={"grad_accum_dtype": spelling})).accumulation_dtype
     assert f"torch.{parsed}" == str(DtypeEnum(spelling).value)
-
-
-def test_bytes_under_way_are_the_worst_of_the_buckets_that_take_turns():
-    layout = Layout("balanced", 2, 1, (
-        Bucket(0, "bfloat16", True, 0, (8, 2), (Slot("a", 0, 8), Slot("b", 8, 2))),
-        Bucket(1, "bfloat16", True, 10, (0, 6), (Slot("c", 10, 6),)),
-        Bucket(2, "float32", False, 0, (5, 5), (Slot("d", 0, 10),)),
-    ))
-    own = {"bfloat16": "bfloat16", "float32": "float32"}
-    sent = [bucket.dtype for bucket in layout.buckets]
-    # One rank sends what a shard is made of, to the other; buckets 0 and 2 take turns.
-    assert traffic_bytes(layout, stage=1, stored_as=own, wires=sent) == (
-        RankTraffic(0, max(2 * 8, 4 * 5)), RankTraffic(0, max(2 * 2, 4 * 5) + 2 * 6))
-    # Other dtypes travel as copies.
-    wires = ["float32"] * 3
-    assert traffic_bytes(layout, stage=1, stored_as=own, wires=wires)[1] == RankTraffic(4 * 16, 4 * (5 + 6))
-    # Stage 2 sends copies in any case, and adds up what a second micro-batch sends.
-    assert traffic_bytes(layout, stage=2, stored_as=own, wires=sent)[0] == RankTraffic(
-        2 * 6 + 4 * 10, 4 * 8 + 4 * 5)
-    alone = Layout("balanced", 1, 1, (Bucket(0, "float32", False, 0, (10,), (Slot("d", 0, 10),)),))
-    assert traffic_bytes(alone, stage=1, stored_as=own, wires=wires[:1]) == (RankTraffic(0, 0),)
-    assert traffic_bytes(alone, stage=2, stored_as=own, wires=wires[:1]) == (RankTraffic(40, 40),)

@@ -8,11 +8,11 @@ from contextlib import redirect_stdout
 import pytest
 
 from ds_layerwise import cli
-from ds_layerwise.plan.forecast.quantities import GLUE, count_text, size_text, time_text, work_text
+from ds_layerwise.plan.forecast.text_tables import GLUE, count_text, size_text, time_text, work_text
 from tests.support.cli import run
 from tests.support.rooms import rooms
 
-pytestmark = rooms("text_tables", "quantities")
+pytestmark = rooms("text_tables")
 
 @pytest.fixture
 def command(tmp_path):
@@ -58,29 +58,27 @@ def test_80_columns_fold_and_break_no_number(more, tmp_path, monkeypatch):
     assert on_terminal(500, arguments, monkeypatch) == wide == run(*arguments)[1]
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
-def test_every_column_is_explained_once(columns, command, monkeypatch):
-    shown = on_terminal(columns, command("2,4", "--memory", "8"), monkeypatch)
-    wide = on_terminal(500, command("2,4", "--memory", "8"), monkeypatch)
-    headers = {header for line in wide.splitlines() if line[:1] == "┃" for header in rows_of(line)[0]} - {""}
+@pytest.mark.parametrize("columns", [60, 80, 100])
+def test_every_column_and_row_is_explained_once(columns, command, monkeypatch):
+    shown = on_terminal(columns, command("2,4", "--memory", "8"), monkeypatch).partition("\npredicted")[0]
+    wide = on_terminal(500, command("2,4", "--memory", "8"), monkeypatch).partition("\npredicted")[0]
+    of_recipes, of_ranks = wide.split("\nlayout ")
+    headers = {header for line in of_recipes.splitlines() if line[:1] == "┃" for header in rows_of(line)[0]}
+    names = {row[0].split(",")[0] for row in rows_of(of_ranks)} - {"parameters", "gradients", "masters", "states"}
+    names = {"of a dtype" if name.startswith("of ") else name for name in names}
+    assert (len(headers), len(names)) == (7, 13)
     prose = "\n".join(line for line in shown.splitlines() if line[:1] not in "┏┃┡│└").replace("\n  ", " ")
-    explained = re.findall(rf"(?m)(?:^|[;.,] )({'|'.join(map(re.escape, headers))})(?=(?:, [\w ]+)*: )", prose)
-    assert len(headers) == 35 and {header: explained.count(header) for header in headers} == dict.fromkeys(
-        headers, 1)
+    each = headers | names
+    explained = re.findall(rf"(?m)(?:^|[;.,] )({'|'.join(map(re.escape, each))})(?=(?:, [\w ]+)*: )", prose)
+    assert {name: explained.count(name) for name in each} == dict.fromkeys(each, 1)
 
 
 def test_every_piece_of_a_table_names_its_rows(command, monkeypatch):
-    narrow = on_terminal(60, command("2,4"), monkeypatch)
-    pieces = [[row for row in rows_of(part) if row[0]] for part in narrow.split("└")]
-    by_ranks = [piece for piece in pieces if piece and piece[0][0] == "ranks"]
-    rows = {}
-    for piece in by_ranks:
-        for row in piece[1:]:
-            rows.setdefault(tuple(row[:2]), []).append(row[2:])
-    wide = {tuple(row[:2]): row[2:] for row in rows_of(run(*command("2,4"))[1]) if row[0].isdigit()}
-    assert len(by_ranks) > 4 and rows.keys() == wide.keys()
-    joined = {key: [cell for piece in values for cell in piece] for key, values in rows.items()}
-    assert {key: cells for key, cells in joined.items()} == wide
+    narrow = on_terminal(60, command("1,2,3,4,5,6"), monkeypatch)
+    pieces = [rows_of(part) for part in narrow.partition("\npredicted")[0].partition("\nlayout ")[2].split("└")]
+    ranks = [piece[0][1:] for piece in pieces if piece]
+    assert len(ranks) > 1 and [cell for row in ranks for cell in row] == list("123456")
+    assert all([row[0] for row in piece] == [row[0] for row in pieces[0]] for piece in pieces if piece)
 
 
 def test_a_list_folds_too(command, monkeypatch):

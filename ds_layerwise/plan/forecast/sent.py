@@ -1,0 +1,107 @@
+"""The bytes that each rank sends in one optimizer step.
+
+Note: the elements on the wire, and how they are counted
+    A rank counts the elements that it sends. To reduce a bucket, it sends every other rank that
+    rank's shard: the bucket without its own shard. To gather the bucket, it sends its own shard to
+    each of the others. Of R ranks, each so sends (R - 1)/R of the buffer, twice, and receives as
+    much. For a bucket that travels in cuts, a rank also sends the elements of its cut that belong
+    to others, as sums, and the elements of its own shard in the cuts of others, as parameters.
+    Rings, trees and levels of nodes move the same number of elements per rank, on other paths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.shards import Ints
+from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
+from ds_layerwise.plan.network.transfer_plan import deal
+from ds_layerwise.plan.network.transport import itemsize
+
+
+class Sent(NamedTuple):
+    """The bytes that each rank sends, by rank."""
+
+    gradients: tuple[int, ...]
+    """The bytes in a step at stage 1, in a backward pass at stage 2; at stage 3 in a forward and a
+    backward pass, with the parameters that DeepSpeed gathers for them.
+    """
+    parameters: tuple[int, ...]
+    """The bytes in a step."""
+
+
+def sent_bytes(
+    layout: Layout, *, wires: Sequence[str], reduction: Reduction, stage: int
+) -> dict[str, Sent]:
+    """Count the bytes that each rank sends, by dtype of the parameters; see the note.
+
+    Args:
+        wires: the dtype in which gradients are sent, by bucket.
+        reduction: the method of sums; see :mod:`.plan.network.reduction`.
+        stage: the ZeRO stage.
+    """
+    sent = {}
+    for dtype in layout.dtypes:
+        gradients = np.zeros(layout.world_size, np.int64)
+        parameters = np.zeros(layout.world_size, np.int64)
+        for bucket, wire in zip(layout.buckets, wires, strict=True):
+            if bucket.dtype != dtype:
+                continue
+            if bucket.way == "ragged":
+                own = np.repeat(np.array(bucket.shard_numels, np.int64), bucket.ep_size)
+                gradients += (bucket.numel - own) * itemsize(wire)
+                parameters += (bucket.holders - 1) * own * itemsize(dtype)
+                continue
+            to_others = (bucket.holders - 1) * bucket.cut_numel
+            gradients += to_others * itemsize(wire)
+            parameters += to_others * itemsize(dtype)
+            if bucket.way == "cuts":
+                sums, back = _exchanged(bucket)
+                gradients += sums * itemsize(sum_dtype(wire, reduction, stage))
+                parameters += back * itemsize(dtype)
+        if stage == 3:
+            # Once in the forward pass, and once in the backward pass.
+            gradients += 2 * _fetched_numel(layout, dtype) * itemsize(dtype)
+            parameters = _returned_numel(layout, dtype) * itemsize(dtype)
+        sent[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
+    return sent
+
+
+def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
+    """Return the numbers of elements that go from each rank's cut of ``bucket`` to their owners,
+    and from each owner to the cuts of others.
+    """
+    sums = np.full(bucket.holders, bucket.cut_numel, np.int64)
+    back = np.zeros(bucket.holders, np.int64)
+    for owner, start, numel in zip(*bucket.shards[:3], strict=True):
+        cut = bucket.start + owner * bucket.cut_numel
+        stays = min(start + numel, cut + bucket.cut_numel) - max(start, cut)
+        sums[owner] -= max(stays, 0)
+        back[owner] += numel - max(stays, 0)
+    return np.repeat(sums, bucket.ep_size), np.repeat(back, bucket.ep_size)
+
+
+def _fetched_numel(layout: Layout, dtype: str) -> int:
+    """Return the number of elements of ``dtype`` that a rank sends when DeepSpeed gathers all
+    parameters once, at ZeRO stage 3: its cuts, to all other ranks.
+    """
+    cuts = 0
+    for bucket in layout.buckets:
+        if bucket.dtype == dtype:
+            cuts += sum(map(bucket.cut_of, bucket.slots))
+    return cuts * (layout.world_size - 1)
+
+
+def _returned_numel(layout: Layout, dtype: str) -> Ints:
+    """Return the number of elements of ``dtype`` that each rank sends after a step of ZeRO stage 3:
+    as their owner, to the cuts of all other ranks.
+    """
+    sent = np.zeros(layout.world_size, np.int64)
+    for dealt in deal(layout.buckets, by_param=True):
+        if dealt.dtype == dtype:
+            sent += dealt.row_sizes() * (layout.world_size - 1)
+    return sent

@@ -1,0 +1,166 @@
+"""What a rank holds and works in, against counts by hand."""
+
+from random import Random
+
+import pytest
+
+from ds_layerwise.errors import LayoutError
+from ds_layerwise.optimizers.rules.elementwise import AdamW
+from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
+from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.network.reduction import sum_dtype
+from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.routing.routes import Route
+from tests.support.costs import memory_bytes, pieces_on_host
+from tests.support.rooms import rooms
+
+pytestmark = rooms("memory")
+
+
+def layout():
+    return Layout("balanced", 3, 64, (
+        Bucket(0, "bfloat16", True, 0, (128, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64), Slot("c", 128, 10)),
+               way="cuts"),
+        Bucket(1, "float32", False, 0, (64, 64, 64), (Slot("d", 0, 70),)),
+    ))
+
+
+def test_memory_by_rank_in_bytes():
+    # bfloat16 buffer 192 elements, float32 buffer 192: parameters 2 * 192 + 4 * 192. The matrices travel in cuts of 64,
+    # whose sums are float32. Reduced shards and masters are float32 copies of the bfloat16 shards only.
+    params = 2 * 192 + 4 * 192
+    grads = params + 4 * 64
+    assert memory_bytes(layout()) == (
+        RankMemory(params, grads + 4 * 128, 4 * 128, 4 * 124 + 8 * 64),
+        RankMemory(params, grads, 0, 8 * 6),
+        RankMemory(params, grads + 4 * 64, 4 * 64, 4 * 10),
+    )
+    assert memory_bytes(layout())[2].total == params + grads + 4 * 64 + 4 * 64 + 4 * 10
+
+
+def test_gradients_that_accumulate_in_float32_need_no_copy_of_the_reduced_shard():
+    rank0 = memory_bytes(layout(), stored_as={"bfloat16": "float32"}, whole_state_bytes=2, split_state_bytes=4)[0]
+    assert rank0 == RankMemory(2 * 192 + 4 * 192, 4 * 192 + 4 * 192, 4 * 128, 2 * 124 + 4 * 64)
+
+
+def test_at_stage_2_a_rank_keeps_gradients_of_its_shards_alone():
+    # Shards of rank 0: 128 of the bfloat16 buffer, 64 of the float32 buffer, and a cut of 64; all are float32.
+    found = memory_bytes(layout(), stage=2)
+    assert [rank.grads for rank in found] == [4 * (64 + 128 + 64), 4 * (64 + 64), 4 * (64 + 64 + 64)]
+    for one, two in zip(memory_bytes(layout()), found, strict=True):
+        assert (two.params, two.masters, two.states) == (one.params, one.masters, one.states)
+
+
+def test_memory_of_a_dtype_without_a_known_size_is_refused():
+    with pytest.raises(LayoutError, match="the size of 'int3' is not known; known: float64"):
+        memory_bytes(layout(), stored_as={"bfloat16": "int3"})
+
+
+def test_on_the_host_go_whole_pieces_until_there_are_enough():
+    # Rank 0 has 60 and 64 elements of bfloat16 matrices, 8 bytes each, and 64 of a float32 vector, 8 bytes each, too:
+    # 480, 512, 512.
+    assert [pieces_on_host(layout(), 0, ratio) for ratio in (0, 0.01, 0.33, 0.5, 0.67, 1)] == [
+        frozenset(), {"a"}, {"a", "d"}, {"a", "b"}, {"a", "b", "d"}, {"a", "b", "d"}]
+    assert pieces_on_host(layout(), 1, 1.0) == {"d"}
+    halves = Layout("lpt", 1, 64, tuple(Bucket(i, "float16", True, 64 * i, (64,), (Slot(name, 64 * i, 64),))
+                                        for i, name in enumerate("abcd")))
+    assert [pieces_on_host(halves, 0, ratio) for ratio in (0.25, 0.5, 0.75)] == [{"a"}, {"a", "c"}, {"a", "b", "c"}]
+
+
+def test_memory_on_the_host_and_off_it():
+    plain, everything = memory_bytes(layout()), memory_bytes(layout(), host_ratio=1)
+    for without, moved in zip(plain, everything, strict=True):
+        assert (moved.params, moved.grads, moved.masters, moved.states) == (without.params, without.grads, 0, 0)
+    # Masters leave the padding of their shards behind. Two buckets are worked on at a time, each in 8 * 124 bytes.
+    assert [(rank.host, rank.staging) for rank in everything] == [
+        (8 * 124 + 8 * 64, 2 * 8 * 124), (8 * 6, 8 * 6), (8 * 10, 8 * 10)]
+    # Only the first matrix of rank 0; the master of the second, 64 elements, has memory of its own.
+    assert memory_bytes(layout(), host_ratio=0.01)[0] == RankMemory(
+        plain[0].params, plain[0].grads, 4 * 64, 4 * 64 + 8 * 64, host=8 * 60, staging=8 * 60)
+
+
+def test_the_host_takes_the_ratio_of_any_layout_and_less_than_a_piece_more():
+    random = Random(5)
+    for _ in range(60):
+        size, ratio = random.randint(1, 4), random.choice([0.0, 1.0, random.random(), random.random()])
+        specs = [ParamSpec(f"p{i}", (random.randint(1, 40), random.randint(1, 40)), random.choice(
+            ["float32", "bfloat16"]), whole := random.random() < 0.7, int(whole), random.choice([1, 1, size]))
+            for i in range(random.randint(1, 30))]
+        whole_bytes, split_bytes = random.choice([(4, 8), (4, 4), (4, 0)])
+        planned = plan_layout(specs, size, bucket_numel=random.choice([1, 1000, 10**9]), policy="balanced",
+                              alignment=random.choice([1, 64]))
+        memory = memory_bytes(planned, whole_state_bytes=whole_bytes, split_state_bytes=split_bytes, host_ratio=ratio)
+        for rank in range(size):
+            chosen = pieces_on_host(planned, rank, ratio, whole_state_bytes=whole_bytes, split_state_bytes=split_bytes)
+            sizes = {piece.name: piece.numel * (4 * (bucket.dtype != "float32")
+                                                + (whole_bytes if bucket.whole else split_bytes))
+                     for bucket in planned.buckets for piece in bucket.pieces(rank)}
+            asked, found = ratio * sum(sizes.values()), sum(sizes[name] for name in chosen)
+            assert found == memory[rank].host
+            assert asked <= found < asked + max([*sizes.values(), 1])
+            assert ratio not in (0, 1) or found == asked
+            # Halfway through the walk the same holds: they do not lie together at one end.
+            names = [piece.name for piece in planned.pieces(rank)]
+            first = names[:len(names) // 2]
+            half = sum(sizes[name] for name in first if name in chosen)
+            assert ratio * sum(sizes[name] for name in first) <= half
+
+
+def two_in_cuts(transport="cuts"):
+    """Two buckets of two ranks, of which the second owns all."""
+    return Layout("balanced", 2, 1, tuple(
+        Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), way=transport)
+        for i, name in enumerate("ab")))
+
+
+@pytest.mark.parametrize("stored_as, stage, reduction, cuts", [
+    # In the gradients' own memory, or apart; those of further micro-batches are added in float32.
+    ("bfloat16", 1, "native", 0), ("float32", 1, "native", 2 * 20), ("float32", 2, "native", 4 * 20),
+    ("bfloat16", 1, "ordered", 4 * 20), ("float32", 1, "ordered", 0)])
+def test_sums_of_cuts_stay_from_step_to_step(stored_as, stage, reduction, cuts):
+    wire = "bfloat16" if reduction == "native" else stored_as
+    held = memory_bytes(two_in_cuts(), stage=stage, reduction=reduction, wires=[wire] * 2,
+                        stored_as={"bfloat16": stored_as})
+    buffer = 0 if stage == 2 else {"bfloat16": 2, "float32": 4}[stored_as] * 80
+    owned = 0 if (stored_as, stage) == ("float32", 1) else 4 * 80
+    assert [rank.grads for rank in held] == [buffer + 2 * cuts, buffer + 2 * cuts + owned]
+
+
+def test_sums_are_in_the_dtype_that_travels_if_the_backend_makes_them_once():
+    assert [sum_dtype("bfloat16", *each) for each in (("native", 1), ("native", 2), ("ordered", 1))] == [
+        "bfloat16", "float32", "float32"]
+
+
+@pytest.mark.parametrize("settings, expected", [
+    # Two buckets of 40: the parts of both ranks arrive and are sorted, and 20 sums of each go on to who has 40.
+    ({"reduction": "ordered"}, 2 * (2 * 2 * 40) + 2 * 4 * (20 + 40)),
+    # Their copies, in what travels.
+    ({"reduction": "ordered", "wires": ["float32"] * 2}, 2 * (3 * 4 * 40) + 2 * 4 * (20 + 40)),
+    # The backend sends from where gradients are; what arrives is exchanged afterwards.
+    ({"reduction": "native"}, 2 * 4 * (20 + 40)),
+    # At stage 2 gradients are copied, and those of further micro-batches are added in float32; the exchange is more.
+    ({"reduction": "native", "stage": 2, "wires": ["float32"] * 2}, 2 * (4 * 40 + 4 * 20)),
+    ({"reduction": "native", "stage": 2}, 2 * 4 * (20 + 40)),
+])
+def test_transfers_are_those_of_two_buckets(settings, expected):
+    settings = {"stage": 1, "stored_as": {"bfloat16": "bfloat16"}, "wires": ["bfloat16"] * 2, **settings}
+    assert transfer_bytes(two_in_cuts(), **settings) == expected
+
+
+def test_an_update_works_in_a_batch_of_equal_matrices():
+    muon, adamw = Muon(), AdamW()
+    sizes = (128, 128, 64)
+    names = [["a", "b"], ["c", "d"], ["e"]]
+    buckets = tuple(Bucket(i, "bfloat16", i < 2, 128 * i, (size, 0), tuple(
+        Slot(name, 128 * i + 64 * j, 64) for j, name in enumerate(names[i])), way="cuts" if i < 2 else "by_param")
+        for i, size in enumerate(sizes[:2]))
+    planned = Layout("balanced", 2, 1, buckets)
+    routes = {name: Route(name=name, recipe=muon, reason="", group=0, matrix_shape=(8, 8)) for name in "abcd"}
+    # All four are one batch, though they are in two buckets.
+    assert update_bytes(planned, routes, "float32") == muon.workspace((4, 8, 8))
+    # Masters of the largest shard, opened to float32.
+    assert update_bytes(planned, routes, "bfloat16+remainder") == muon.workspace((4, 8, 8)) + 4 * 128
+    split = Layout("balanced", 2, 64, (Bucket(0, "float32", False, 0, (64, 64), (Slot("e", 0, 100),)),))
+    routes = {"e": Route(name="e", recipe=adamw, reason="", group=0)}
+    assert update_bytes(split, routes, "bfloat16+remainder") == adamw.workspace((64,))
