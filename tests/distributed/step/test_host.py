@@ -38,7 +38,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("host_memory", "owned", "cost")
+pytestmark = rooms("host_memory", "owned", "memory")
 
 PRECISIONS = {"fp32": {}, "bf16": BF16,
               "fp16": {"fp16": {"enabled": True, "initial_scale_power": 20, "hysteresis": 1}}}

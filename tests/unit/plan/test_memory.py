@@ -148,6 +148,17 @@ def test_transfers_are_those_of_two_buckets(settings, expected):
     assert transfer_bytes(two_in_cuts(), **settings) == expected
 
 
+@pytest.mark.parametrize("reduction", ["native", "ordered"])
+def test_transfers_of_a_bucket_do_not_grow_with_the_ranks(reduction):
+    """Whoever owns it."""
+    most = []
+    for ranks in (2, 4, 8, 64, 512):
+        bucket = Bucket(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),), way="cuts")
+        most.append(transfer_bytes(Layout("balanced", ranks, 1, (bucket,)), stage=1, wires=["bfloat16"],
+                                   stored_as={"bfloat16": "bfloat16"}, reduction=reduction))
+    assert most == sorted(most, reverse=True)
+
+
 def test_an_update_works_in_a_batch_of_equal_matrices():
     muon, adamw = Muon(), AdamW()
     sizes = (128, 128, 64)
