@@ -240,13 +240,11 @@ class TestMemory(DistributedTest):
         assert len(deal(layout.buckets)) > 2
 
     @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("reduction, sections", [
-        ("ordered", {}), ("native", BF16), pytest.param("ordered", BF16, marks=pytest.mark.thorough),
-        pytest.param("native", {}, marks=pytest.mark.thorough)])
-    def test_memory_of_buckets_in_two_levels(self, stage, sections, reduction, monkeypatch):
+    @pytest.mark.parametrize("sections", [{}, pytest.param(BF16, marks=pytest.mark.thorough)])
+    def test_memory_of_buckets_in_two_levels(self, stage, sections, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 2 == 0)
-        self.compare(stage, sections, reduction=reduction)
+        self.compare(stage, sections, reduction="ordered")
 
     def compare(self, stage, sections, bucket_numel=600, **layerwise):
         engine = start(Net(odd=True), ds_config(gas=2, stage=stage, bucket_numel=bucket_numel,
