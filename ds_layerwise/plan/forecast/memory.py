@@ -278,7 +278,8 @@ def update_bytes(
             # A parameter that is copied for its update is updated alone.
             alone = slot.name if route.copied else ""
             for shape in route.seen(slot.numel).values():
-                *batch, rows, cols = route.multiplied(shape, tp_size)
+                matrix = shape if len(shape) > 1 else (1, *shape)
+                *batch, rows, cols = route.multiplied(matrix, tp_size)
                 kind = route.recipe, rows, cols, route.copied, alone
                 counts = owned.setdefault(kind, Counter())
                 for owner in bucket.owners(slot):
