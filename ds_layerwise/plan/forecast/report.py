@@ -63,9 +63,11 @@ def plan_table(
     if without_effect:
         parts.append(f"without effect here: {', '.join(without_effect)}")
     columns = [_costs(each, memory_bytes) for each in forecasts]
-    table = table_of(f"layout {forecasts[0].layout.policy}", ("", *map(str, range(len(columns)))))
-    table.show_header = False
-    table.columns[0].justify = "left"
+    title = f"layout {forecasts[0].layout.policy}"
+    table = Table(title=title, title_justify="left", show_header=False)
+    table.add_column(no_wrap=True)
+    for _ in columns:
+        table.add_column(justify="right", no_wrap=True)
     for row in columns[0]:
         table.add_row(row, *(column[row] for column in columns))
     parts.append(table)
