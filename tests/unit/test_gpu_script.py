@@ -344,7 +344,7 @@ def test_a_race_compares_what_has_arrived(gpu, place):
 
 
 def test_all_that_overlaps_is_late(gpu, place):
-    wanted = {"Wire.reduce", "Wire.gather", "Exchange.to_owners", "Exchange.to_cuts", "Owned.update", "transfer",
+    wanted = {"Wire.reduce", "Wire.gather", "Transfer.all_to_owners", "Transfer.to_cuts", "Owned.update", "transfer",
               "LayerNorm.forward"}
     for counts in gpu.on_ranks(place, what_is_late, limit_s=120):
         assert counts.keys() == wanted, counts

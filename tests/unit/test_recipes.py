@@ -137,7 +137,7 @@ def test_a_run_that_is_resumed_and_ends_otherwise_is_an_error(tmp_path, monkeypa
     (tmp_path / "timm_muon" / "checkpoint-2").mkdir(parents=True)
     ends = {"adamw": [3.0, 1.0], "muon": [3.0, 1.0], "resumed": [3.0, 1.0]}
     monkeypatch.setattr(runner, "train", lambda name, kind, config, args, *more: ends[kind])
-    args = type("Args", (), {"out": tmp_path, "steps": 4})
+    args = type("Args", (), {"out": tmp_path, "steps": 4, "ours_alone": False})
     assert runner.measure("timm", args) == {"adamw": [3.0, 1.0], "muon": [3.0, 1.0]}
     ends["resumed"] = [3.0, 1.0001]
     with pytest.raises(RuntimeError, match="was resumed and ended at 1.0001, not 1.0"):
