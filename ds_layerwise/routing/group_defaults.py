@@ -1,22 +1,12 @@
-"""The defaults for kinds of parameters: vectors, element-wise recipes, embeddings, heads, and rates
-by width.
-
-The weight decay of a parameter is the first of these that exists: the value of an override; the
-value that its parameter group sets itself; none for vectors, unless ``decay_vectors``;
-``scalar_weight_decay`` for element-wise recipes; the value of the run.
-"""
+"""The kinds of parameters by their names, and the keys of a config that change nothing."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
-from ds_layerwise.config.targets.mup import is_hidden
-from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
-from ds_layerwise.routing.override_matching import Changes
 from ds_layerwise.routing.routes import Route
 
 #: The names that model families give a norm over queries or keys, and its content.
@@ -45,74 +35,6 @@ def is_vector(name: str) -> bool:
     """
     # Relative positions may be the weight of a layer that is named a bias.
     return bool(re.search(r"(\b|_)rel\w*bias\.weight$", name) or _VECTOR.fullmatch(own_name(name)))
-
-
-@dataclass(frozen=True)
-class ByKind:
-    """The keys of the two sections of a config for kinds of parameters."""
-
-    optimizer: OptimizerConfig = OptimizerConfig()
-    layerwise: LayerWiseConfig = LayerWiseConfig()
-
-    def change_table(self, changes: Changes) -> None:
-        """Add the values for embeddings and output heads to ``changes`` of one of them.
-
-        Raises:
-            RoutingError: an override sets a different value.
-        """
-        for key, sets in _OF_TABLES.items():
-            if (value := getattr(self.layerwise, key)) is not None:
-                changes.add(f"layerwise.{key}", {sets: value})
-
-    def by_width(self, route: Route, shape: Callable[[], tuple[int, ...]], *, table: bool) -> Route:
-        """Return ``route``, already changed by overrides, with its rates scaled by width.
-
-        A rate, or an eps, that an override sets is not scaled.
-
-        Args:
-            shape: returns the shape of the whole parameter; only called if it matters.
-            table: True for an embedding, an output head or a vector.
-
-        Raises:
-            RoutingError: its rate does not transfer from another width, or it is unknown how.
-        """
-        mup = self.layerwise.mup
-        if mup is None:
-            return route
-        try:
-            lr, eps = mup.multipliers(route.recipe, hidden=not table and is_hidden(shape()))
-        except ValueError as error:
-            raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
-        found = replace(
-            route,
-            lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
-            eps_scale=eps if route.eps is None else 1.0,
-        )
-        if found == route:
-            return found
-        return found.because(f"rate x {lr:g} by width" if route.lr is None else "eps by width")
-
-    def decayed(
-        self, route: Route, shape: tuple[int, ...], *, vector: bool, own_decay: bool = False
-    ) -> Route:
-        """Return ``route`` of a parameter of ``shape``, already changed by overrides, with its
-        weight decay.
-
-        Args:
-            vector: True if it is a vector although it has two axes or more; ignored if it is
-                orthogonalised.
-            own_decay: True if its parameter group sets a weight decay itself.
-        """
-        if route.weight_decay is not None or own_decay:
-            return route
-        is_vector_here = len(shape) < 2 or vector and not route.recipe.for_matrices
-        exempt = is_vector_here and not self.optimizer.decay_vectors
-        as_others = self.layerwise.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)
-        if exempt and not as_others:
-            return replace(route, weight_decay=0.0)
-        if route.recipe.for_matrices:
-            return route
-        return replace(route, weight_decay=self.optimizer.scalar_weight_decay)
 
 
 def idle_keys(
@@ -151,7 +73,7 @@ def _idle_in_layerwise(
         )
         if optimizer.decay_vectors or not has_qk_norm:
             idle.append("apply_wd_to_qk_layernorm")
-    for key, sets in _OF_TABLES.items():
+    for key, sets in OF_TABLES.items():
         if getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes)):
             idle.append(key)
     return idle
@@ -177,4 +99,4 @@ OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
 
 
 #: The keys for embeddings and output heads, each with the value that it sets for them.
-_OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}
+OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}

@@ -72,17 +72,17 @@ def _classes(holders: Iterable[tuple[str, nn.Module]]) -> tuple[str, ...]:
     return tuple(names)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Changes:
     """The changes to one parameter, by key. Their order does not matter."""
 
     name: str
-    values: dict[str, Any] = field(default_factory=dict)
-    by: dict[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+    by: Mapping[str, str] = field(default_factory=dict)
     """The override that sets each key, as errors name it."""
 
-    def add(self, label: str, values: Mapping[str, Any]) -> None:
-        """Add ``values``, set by ``label``.
+    def joined(self, label: str, values: Mapping[str, Any]) -> Changes:
+        """Return these changes with ``values``, set by ``label``.
 
         Raises:
             RoutingError: another source sets a different value, or two keys that exclude each other
@@ -94,14 +94,15 @@ class Changes:
                     f"{self.name}: {self.by[key]} sets {key} to {self.values[key]!r} and {label} "
                     f"to {value!r}; narrow one of the two"
                 )
-            self.values[key] = value
-            self.by.setdefault(key, label)
-        if all(key in self.values for key in _EXCLUSIVE):
-            said = (f"{self.by[key]} sets {key} to {self.values[key]:g}" for key in _EXCLUSIVE)
+        merged = {**self.values, **values}
+        by = {**dict.fromkeys(values, label), **self.by}
+        if all(key in merged for key in _EXCLUSIVE):
+            said = (f"{by[key]} sets {key} to {merged[key]:g}" for key in _EXCLUSIVE)
             raise RoutingError(
                 f"{self.name}: {' and '.join(said)}: the first is the learning rate itself, the "
                 "second multiplies another; narrow one of the two"
             )
+        return Changes(self.name, merged, by)
 
 
 def matched(params: Iterable[Facts], overrides: Sequence[Override]) -> frozenset[int]:
@@ -155,7 +156,7 @@ def overrides_by_name(
         for facts, matching in of_each:
             changes = Changes(facts.name)
             for i in matching:
-                changes.add(overrides[i].label(i), overrides[i].changes())
+                changes = changes.joined(overrides[i].label(i), overrides[i].changes())
             merged.append(changes)
         found[name] = _same_for_experts(name, merged)
     return found

@@ -315,8 +315,8 @@ def _check_rate(recipe: Recipe, recipes: Recipes, changes: Mapping[str, Any], wh
 
 
 def with_effect(
-    route: Route, changes: dict[str, Any], recipes: Recipes
-) -> tuple[Route, dict[str, Any]]:
+    route: Route, changes: Mapping[str, Any], recipes: Recipes
+) -> tuple[Route, Mapping[str, Any]]:
     """Return the route with those of ``changes`` that have an effect on it, and these changes. The
     route mentions the others.
 

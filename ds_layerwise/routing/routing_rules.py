@@ -37,26 +37,25 @@ If tensor parallelism has cut a parameter, the rules apply to the part that a ra
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config.sections import Recipes
-from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
 from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
-from ds_layerwise.routing.group_defaults import ByKind, is_vector, own_name
+from ds_layerwise.routing.group_defaults import OF_TABLES, QK_NORM, is_vector, own_name
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
 from ds_layerwise.routing.matrix_view import shape_in
 from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
 from ds_layerwise.routing.output_heads import Elsewhere, output_heads
-from ds_layerwise.routing.override_matching import facts_of, holders_of, overrides_by_name
+from ds_layerwise.routing.override_matching import Changes, facts_of, holders_of, overrides_by_name
 from ds_layerwise.routing.routes import (
     ParamGroups,
     Route,
@@ -104,36 +103,51 @@ class _Home:
         return self.modules[0][1]
 
 
+@dataclass(frozen=True, kw_only=True)
+class RouteSettings:
+    """Everything that decides routes beside the model and its parameter groups."""
+
+    optimizer: OptimizerConfig = OptimizerConfig()
+    layerwise: LayerWiseConfig = LayerWiseConfig()
+    own_decay: Collection[int] = ()
+    """The indices of the parameter groups that set a weight decay themselves."""
+    by_group: Sequence[Recipe] = ()
+    """The recipes of the groups of a client optimizer; empty without one."""
+    tp_size: int = 1
+    """The number of ranks that tensor parallelism has cut parameters for. Its marks count only if
+    it is at least 2.
+    """
+    experts: Mapping[str, Sequence[str]] | None = None
+    """See :func:`.routing.override_matching.facts_of`."""
+    elsewhere: Elsewhere | None = None
+    """The facts about other stages of a pipeline. The caller then calls
+    :func:`.routing.routes.require_a_matrix` with the routes of all stages.
+    """
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A parameter that gets its route. Steps read it, and none changes it."""
+
+    name: str
+    param: nn.Parameter
+    home: _Home
+    group: int
+    use_muon: bool | None
+    """The choice of its parameter group."""
+    changes: Mapping[str, Any]
+    """The changes of overrides and of the keys for tables, by key."""
+    settings: RouteSettings
+
+
 def route_parameters(
-    model: nn.Module,
-    param_groups: ParamGroups,
-    *,
-    overrides: Sequence[Override] = (),
-    per_head: bool = False,
-    auto_split: bool = True,
-    recipes: Recipes = Recipes(),
-    tp_size: int = 1,
-    elsewhere: Elsewhere | None = None,
-    experts: Mapping[str, Sequence[str]] | None = None,
-    by_kind: ByKind = ByKind(),
-    own_decay: Collection[int] = (),
-    by_group: Sequence[Recipe] = (),
+    model: nn.Module, param_groups: ParamGroups, settings: RouteSettings = RouteSettings()
 ) -> dict[str, Route]:
     """Return the routes of the trainable parameters of ``param_groups``, in the order of
     ``model.named_parameters()``.
 
     Frozen parameters, parameters without elements and parameters outside ``param_groups`` get no
-    route. With ``elsewhere``, ``model`` is one stage of a pipeline, and the caller calls
-    :func:`.routing.routes.require_a_matrix` with the routes of all stages.
-
-    Args:
-        auto_split: True to look for known fused matrices; see :mod:`.routing.find_fused_parts`.
-        recipes: the recipes of the run, for matrices and for the rest.
-        tp_size: the number of ranks that tensor parallelism has cut parameters for. Its marks count
-            only if it is at least 2.
-        experts: see :func:`.routing.override_matching.facts_of`.
-        own_decay: the indices of the parameter groups that set a weight decay themselves.
-        by_group: the recipes of the groups of a client optimizer, which sees parameters unchanged.
+    route.
 
     Raises:
         RoutingError: a parameter of a group is not in the model, has a dtype that cannot be
@@ -141,49 +155,221 @@ def route_parameters(
             no parameter goes to the matrix optimizer, although the user neither moved one away nor
             chose for all; or it is unclear how a matrix is cut.
     """
+    layerwise, elsewhere, tp_size = settings.layerwise, settings.elsewhere, settings.tp_size
+    per_head = settings.optimizer.per_head_muon
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
     homes = _homes(model, elsewhere)
     trained = _trained(names, group_of, is_part=elsewhere is not None)
     merged = overrides_by_name(
-        facts_of(model, trained, overrides, tp_size=tp_size, experts=experts),
-        overrides,
+        facts_of(model, trained, layerwise.overrides, tp_size=tp_size, experts=settings.experts),
+        layerwise.overrides,
         elsewhere=elsewhere.matched if elsewhere else (),
     )
     routes = {}
     for name, param in trained.items():
-        home = homes[name]
-        changes = merged[name].values
+        changes = merged[name]
+        if homes[name].table is not None:
+            changes = _of_table(changes, layerwise)
         group = group_of[name]
-        _check_trainable(name, param, home)
-        vector = home.vector is not None
-        table = home.table is not None
-        if table:
-            by_kind.change_table(merged[name])
-        if by_group:
-            recipe = by_group[group]
-            routes[name] = _of_client(name, param, group, recipe, changes, recipes, tp_size)
-            continue
-        wanted = _wanted(param, changes, group, param_groups[group].get("use_muon"), recipes)
-        route = _with_cut(_decide(name, param, home, wanted, recipes, group), param, tp_size)
-        route, changes = with_effect(route, changes, recipes)
-        route = with_changes(route, changes, recipes)
-        route = replace(route, transposed=is_transposed(home.module, param))
-        route = by_kind.decayed(
-            route, tuple(param.shape), vector=vector, own_decay=group in own_decay
-        )
-        dims = partial(_dims, route, param, tp_size)
-        route = by_kind.by_width(route, dims, table=table or vector)
-        route = cut_heads(route, changes.get("num_heads"), param, tp_size, explicit=True)
-        routes[name] = split_as_told(route, changes.get("split"), home.module, param, tp_size)
+        use_muon = param_groups[group].get("use_muon")
+        subject = Subject(name, param, homes[name], group, use_muon, changes.values, settings)
+        routes[name] = _route_of(subject)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
-    if auto_split:
+    if layerwise.auto_split:
         routes = split_known(model, routes, trained, tp_size, named=named, per_head=per_head)
     if per_head:
         routes = split_heads(model, routes, trained, tp_size, named=named)
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes
+
+
+def _of_table(changes: Changes, layerwise: LayerWiseConfig) -> Changes:
+    """Return ``changes`` of an embedding or an output head with the values that keys set for those.
+
+    Raises:
+        RoutingError: an override sets a different value.
+    """
+    for key, sets in OF_TABLES.items():
+        if (value := getattr(layerwise, key)) is not None:
+            changes = changes.joined(f"layerwise.{key}", {sets: value})
+    return changes
+
+
+def _route_of(subject: Subject) -> Route:
+    """Return the route of one parameter, by :data:`STEPS`."""
+    _check_trainable(subject)
+    recipes = subject.settings.optimizer.recipes
+    route, changes = with_effect(_chosen(subject), subject.changes, recipes)
+    acting = replace(subject, changes=changes)
+    for step in STEPS:
+        route = step(route, acting)
+    return route
+
+
+def _chosen(subject: Subject) -> Route:
+    """Return the route with the recipe that the user, or else a rule, has chosen."""
+    param, home, recipes = subject.param, subject.home, subject.settings.optimizer.recipes
+    wanted = _wanted(subject)
+    shape = None
+    if wanted is not None:
+        recipe, reason = wanted
+        has_axes = param.dim() > 1
+        if recipe.whole and not recipe.own_shapes:
+            shape = shape_in(home.module, param)[0]
+            shape = shape or forced_matrix_shape(subject.name, tuple(param.shape), reason)
+    else:
+        reason = home.vector or home.table or ""
+        if not reason:
+            shape, reason = shape_in(home.module, param)
+        has_axes = shape is not None
+        recipe = recipes.matrix if has_axes else recipes.scalar
+    if recipe.own_shapes:
+        shape = tuple(param.shape) or (1,)
+    return Route(
+        name=subject.name,
+        recipe=recipe,
+        reason=reason,
+        group=subject.group,
+        matrix_shape=shape if recipe.whole else None,
+        by_user=wanted is not None,
+        sent_away=has_axes and not recipe.for_matrices,
+        bare=wanted is None and param.dim() > 1 and is_bare(home.module),
+    )
+
+
+def _wanted(subject: Subject) -> tuple[Recipe, str] | None:
+    """Return the recipe that the user has chosen, and the source of the choice; None if there is
+    none.
+    """
+    settings, changes = subject.settings, subject.changes
+    recipes = settings.optimizer.recipes
+    group = f"param_groups[{subject.group}]"
+    if settings.by_group:
+        ClientTorch.check_override(subject.name, changes)
+        return settings.by_group[subject.group], f"{group} of the optimizer given"
+    if "optimizer" in changes:
+        return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
+    use_muon = subject.use_muon
+    by = group
+    if hasattr(subject.param, "use_muon"):
+        use_muon = subject.param.use_muon
+        by = "param"
+    if use_muon is None and by == group:
+        return None
+    return recipes.matrix if use_muon else recipes.scalar, f"{by}.use_muon = {use_muon}"
+
+
+def _check_trainable(subject: Subject) -> None:
+    name, param = subject.name, subject.param
+    if param.dtype not in _FLOATS:
+        raise RoutingError(
+            f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
+            "float16); freeze it or convert it"
+        )
+    for _, module in subject.home.modules:
+        if getattr(module, "sparse", False) is True:
+            raise RoutingError(
+                f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut "
+                "into shards; build it with sparse=False"
+            )
+
+
+def _with_cut(route: Route, subject: Subject) -> Route:
+    param, tp_size = subject.param, subject.settings.tp_size
+    if tp_size == 1 or not is_cut(param):
+        return route
+    axis = None
+    if route.whole and route.recipe.own_shapes:
+        raise RoutingError(
+            f"{route.name} {tuple(param.shape)} is cut by tensor parallelism, and "
+            f'{route.recipe.rule} knows nothing of the other parts; say "split": "element" of it '
+            "(beside its arguments, or in the group of an optimizer object) if it updates each "
+            "element alone, or use another optimizer"
+        )
+    if route.matrix_shape is not None:
+        axis = axis_of(route.name, param, route.matrix_shape, tp_size)
+    return with_cut(route, axis, tp_size)
+
+
+def _changed(route: Route, subject: Subject) -> Route:
+    return with_changes(route, subject.changes, subject.settings.optimizer.recipes)
+
+
+def _transposed(route: Route, subject: Subject) -> Route:
+    return replace(route, transposed=is_transposed(subject.home.module, subject.param))
+
+
+def _decayed(route: Route, subject: Subject) -> Route:
+    """Return ``route`` with its weight decay, unless an override or its group sets that."""
+    optimizer = subject.settings.optimizer
+    if route.weight_decay is not None or subject.group in subject.settings.own_decay:
+        return route
+    for_matrices = route.recipe.for_matrices
+    is_one = subject.param.dim() < 2 or subject.home.vector is not None and not for_matrices
+    layerwise = subject.settings.layerwise
+    as_others = layerwise.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)
+    if is_one and not optimizer.decay_vectors and not as_others:
+        return replace(route, weight_decay=0.0)
+    if for_matrices:
+        return route
+    return replace(route, weight_decay=optimizer.scalar_weight_decay)
+
+
+def _by_width(route: Route, subject: Subject) -> Route:
+    """Return ``route`` with its rates scaled by width, but for those that an override sets.
+
+    Raises:
+        RoutingError: its rate does not transfer from another width, or it is unknown how.
+    """
+    mup = subject.settings.layerwise.mup
+    if mup is None:
+        return route
+    shape = tuple(subject.param.shape)
+    home = subject.home
+    is_other = home.table is not None or home.vector is not None
+    if not is_other and route.is_cut:
+        shape = whole_dims(route.name, subject.param, subject.settings.tp_size)
+    try:
+        lr, eps = mup.multipliers(route.recipe, hidden=not is_other and is_hidden(shape))
+    except ValueError as error:
+        raise RoutingError(f"layerwise.mup: {route.name}: {error}") from None
+    found = replace(
+        route,
+        lr_scale=route.lr_scale * (lr if route.lr is None else 1.0),
+        eps_scale=eps if route.eps is None else 1.0,
+    )
+    if found == route:
+        return found
+    return found.because(f"rate x {lr:g} by width" if route.lr is None else "eps by width")
+
+
+def _in_heads(route: Route, subject: Subject) -> Route:
+    num_heads = subject.changes.get("num_heads")
+    return cut_heads(route, num_heads, subject.param, subject.settings.tp_size, explicit=True)
+
+
+def _in_parts(route: Route, subject: Subject) -> Route:
+    split = subject.changes.get("split")
+    return split_as_told(route, split, subject.home.module, subject.param, subject.settings.tp_size)
+
+
+#: The steps from a chosen recipe to a route, in their order.
+STEPS: tuple[Callable[[Route, Subject], Route], ...] = (
+    # The axis along which tensor parallelism cuts the matrix, which heads and parts ask for.
+    _with_cut,
+    # Settings, rates and weight decay of overrides, which the defaults below leave as they are.
+    _changed,
+    # The axis of outputs, along which heads lie.
+    _transposed,
+    _decayed,
+    # It scales the rate that overrides have set as a factor.
+    _by_width,
+    # Heads before parts: an override has one of the two.
+    _in_heads,
+    _in_parts,
+)
 
 
 def _groups_of(names: Mapping[nn.Parameter, str], param_groups: ParamGroups) -> dict[str, int]:
@@ -226,120 +412,6 @@ def _trained(
             )
         require_a_matrix((), why_none=why)
     return trained
-
-
-def _dims(route: Route, param: Tensor, tp_size: int) -> Shape:
-    if route.is_cut:
-        return whole_dims(route.name, param, tp_size)
-    return tuple(param.shape)
-
-
-def _check_trainable(name: str, param: Tensor, home: _Home) -> None:
-    if param.dtype not in _FLOATS:
-        raise RoutingError(
-            f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
-            "float16); freeze it or convert it"
-        )
-    for _, module in home.modules:
-        if getattr(module, "sparse", False) is True:
-            raise RoutingError(
-                f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut "
-                "into shards; build it with sparse=False"
-            )
-
-
-def _wanted(
-    param: Tensor, changes: Mapping[str, Any], group: int, of_group: bool | None, recipes: Recipes
-) -> tuple[Recipe, str] | None:
-    """Return the recipe that the user has chosen for ``param``, and the source of the choice; None
-    if there is none.
-    """
-    if "optimizer" in changes:
-        return recipe_named(changes["optimizer"], recipes, changes), "layerwise.overrides"
-    if hasattr(param, "use_muon"):
-        use_muon = param.use_muon
-        by = "param"
-    elif of_group is not None:
-        use_muon = of_group
-        by = f"param_groups[{group}]"
-    else:
-        return None
-    return recipes.matrix if use_muon else recipes.scalar, f"{by}.use_muon = {use_muon}"
-
-
-def _decide(
-    name: str,
-    param: Tensor,
-    home: _Home,
-    wanted: tuple[Recipe, str] | None,
-    recipes: Recipes,
-    group: int,
-) -> Route:
-    shape = None
-    if wanted is not None:
-        recipe, reason = wanted
-        has_axes = param.dim() > 1
-        if recipe.whole and not recipe.own_shapes:
-            shape = shape_in(home.module, param)[0]
-            shape = shape or forced_matrix_shape(name, tuple(param.shape), reason)
-    else:
-        reason = home.vector or home.table or ""
-        if not reason:
-            shape, reason = shape_in(home.module, param)
-        has_axes = shape is not None
-        recipe = recipes.matrix if has_axes else recipes.scalar
-    if recipe.own_shapes:
-        shape = tuple(param.shape) or (1,)
-    return Route(
-        name=name,
-        recipe=recipe,
-        reason=reason,
-        group=group,
-        matrix_shape=shape if recipe.whole else None,
-        by_user=wanted is not None,
-        sent_away=has_axes and not recipe.for_matrices,
-        bare=wanted is None and param.dim() > 1 and is_bare(home.module),
-    )
-
-
-def _of_client(
-    name: str,
-    param: Tensor,
-    group: int,
-    recipe: Recipe,
-    changes: Mapping[str, Any],
-    recipes: Recipes,
-    tp_size: int,
-) -> Route:
-    """Return the route of a parameter of a client optimizer: whole and unchanged, or cut by
-    element.
-    """
-    ClientTorch.check_override(name, changes)
-    route = Route(
-        name=name,
-        recipe=recipe,
-        reason=f"param_groups[{group}] of the optimizer given",
-        group=group,
-        matrix_shape=(tuple(param.shape) or (1,)) if recipe.whole else None,
-        by_user=True,
-    )
-    return with_changes(_with_cut(route, param, tp_size), changes, recipes)
-
-
-def _with_cut(route: Route, param: Tensor, tp_size: int) -> Route:
-    if tp_size == 1 or not is_cut(param):
-        return route
-    axis = None
-    if route.whole and route.recipe.own_shapes:
-        raise RoutingError(
-            f"{route.name} {tuple(param.shape)} is cut by tensor parallelism, and "
-            f'{route.recipe.rule} knows nothing of the other parts; say "split": "element" of it '
-            "(beside its arguments, or in the group of an optimizer object) if it updates each "
-            "element alone, or use another optimizer"
-        )
-    if route.matrix_shape is not None:
-        axis = axis_of(route.name, param, route.matrix_shape, tp_size)
-    return with_cut(route, axis, tp_size)
 
 
 def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:

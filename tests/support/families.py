@@ -16,7 +16,7 @@ from transformers.models.auto import modeling_auto
 
 from ds_layerwise.routing.module_of import kind_of
 from ds_layerwise.routing.override_matching import holders_of
-from ds_layerwise.routing.routing_rules import route_parameters
+from tests.support.routing import route_parameters
 
 #: The number of layers of a kind that a model keeps, enough to have those that differ from the first.
 LAYERS = 3

@@ -16,8 +16,8 @@ from ds_layerwise.orthogonalize.newton_schulz_cost import NsMethod
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.meta_model import MetaModel
+from tests.support.routing import route_parameters
 
 
 @cache

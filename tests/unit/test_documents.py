@@ -35,7 +35,6 @@ from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
 from ds_layerwise.plan.network.links import LINKS
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
@@ -55,6 +54,7 @@ from tests.support.documents import (
     tables_of,
 )
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("sections", "cli", "routing_rules")
 

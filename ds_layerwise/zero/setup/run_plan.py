@@ -26,11 +26,10 @@ from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
 from ds_layerwise.routing.routes import Route, Routes
-from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.low_bit_checks import check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
@@ -129,20 +128,16 @@ def route(
     config = run.layerwise
     ep_sizes = _ep_sizes(model, optimizer, ep_size)
     names = expert_names(ep_sizes)
-    routes = route_parameters(
-        model,
-        optimizer.param_groups,
-        overrides=config.overrides,
-        per_head=rules.per_head_muon,
-        auto_split=config.auto_split,
-        recipes=rules.recipes,
-        tp_size=tp_size,
-        elsewhere=elsewhere,
-        experts=names,
-        by_kind=ByKind(rules, config),
+    settings = RouteSettings(
+        optimizer=rules,
+        layerwise=config,
         own_decay=optimizer.own_decay,
         by_group=optimizer.recipes_by_group,
+        tp_size=tp_size,
+        experts=names,
+        elsewhere=elsewhere,
     )
+    routes = route_parameters(model, optimizer.param_groups, settings)
     optimizer.require_chosen_rates(routes)
     trained = {name: param for name, param in model.named_parameters() if name in routes}
     params = []

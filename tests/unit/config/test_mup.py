@@ -11,11 +11,10 @@ from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import scale_factor
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.routing.group_defaults import ByKind
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("mup", "group_defaults", "routes")
 
@@ -53,8 +52,7 @@ def hyper(scalar="adamw", overrides=(ROUTER,), layerwise=None, **params):
                                              "overrides": list(overrides)})
     model = Model()
     optimizer = LayerWiseOptimizer(model.parameters(), config)
-    routes = route_parameters(model, optimizer.param_groups, overrides=sections.overrides, recipes=config.recipes,
-                              by_kind=ByKind(config, sections))
+    routes = route_parameters(model, optimizer.param_groups, optimizer=config, layerwise=sections)
     group, = optimizer.groups_now()
     found = {name: route.hyper(group) for name, route in routes.items()}
     for name, route in routes.items():

@@ -15,8 +15,8 @@ from ds_layerwise.config.targets.conditions import Facts
 from ds_layerwise.config.targets.overrides import Override, overrides_of
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.routing.override_matching import facts_of, overrides_by_name
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "python_overrides")
 

@@ -31,12 +31,11 @@ from ds_layerwise.optimizers.base.one_step import Hyper, Site
 from ds_layerwise.optimizers.foreign.any_torch import MatrixTorch, ScalarTorch
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.muon_family import Orthogonalized, TpMode
-from ds_layerwise.routing.group_defaults import ByKind
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support import elementwise, family, preconditioned
 from tests.support.elementwise import values_of
 from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("registry", "recipe", "overrides", "routing_rules", "muon_family", "kronecker", "elementwise",
                    "update_hooks", "any_torch", "class_paths", "decay")
@@ -140,7 +139,7 @@ def routes_of(name, changes, lr_scale=0.5):
     model = Model()
     routes = route_parameters(model, [{"params": list(model.parameters())}], recipes=optimizer.recipes,
                               overrides=LayerWiseConfig.from_section(config["layerwise"]).overrides,
-                              by_kind=ByKind(OptimizerConfig(decay_vectors=True)))
+                              optimizer=OptimizerConfig(decay_vectors=True))
     other = routes[f"other_{named}"]
     assert other.recipe == built(name, {}) and other.lr_scale == 1
     return routes[named]

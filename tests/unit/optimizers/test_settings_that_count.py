@@ -17,10 +17,10 @@ from ds_layerwise.optimizers.base.fields import merged_keys
 from ds_layerwise.optimizers.registry import names
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.routing.group_defaults import ByKind, idle_keys
-from ds_layerwise.routing.routing_rules import route_parameters
+from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("group_defaults", "rate_checks", "routing_rules", "param_groups", "sections")
 
@@ -56,9 +56,8 @@ def outcome(params=None, layerwise=None, groups=None, model=None):
     config, section = parsed(params, layerwise)
     everything = [p for p in model.parameters()]
     optimizer = LayerWiseOptimizer([{"params": everything, **groups}] if groups else everything, config)
-    routes = route_parameters(model, optimizer.param_groups, overrides=section.overrides, recipes=config.recipes,
-                              per_head=config.per_head_muon, auto_split=section.auto_split,
-                              by_kind=ByKind(config, section), own_decay=optimizer.own_decay)
+    routes = route_parameters(model, optimizer.param_groups, optimizer=config, layerwise=section,
+                              own_decay=optimizer.own_decay)
     optimizer.require_chosen_rates(routes)
     now = optimizer.groups_now()
     return ({name: (route.recipe, route.matrix_shape, route.parts, route.hyper(now[0]), route.min_lr)

@@ -18,10 +18,10 @@ from ds_layerwise.plan.forecast.memory import state_bytes_of, update_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.part_views import first_state, seen_parts
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.fused import by_index
 from tests.support.model_specs import routes_of, shipped
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "routes")
 

@@ -16,9 +16,9 @@ from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("layout", "buffers")
 

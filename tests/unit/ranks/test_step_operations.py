@@ -23,11 +23,11 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 from tests.support.training import Net
 
 pytestmark = rooms("owned")

@@ -11,11 +11,10 @@ from torch import nn
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.group_defaults import ByKind
 from ds_layerwise.routing.heads import number_of
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = [*rooms("routing_rules", "output_heads", "module_of", "group_defaults", "matrix_view"),
               pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
@@ -199,7 +198,7 @@ def test_overrides_of_a_vector_win():
     assert routes["bare.a_bias"].whole and not routes["bare.b_bias"].whole
     assert [routes[f"bare.{name}"].weight_decay for name in ("a_bias", "b_bias", "c_bias")] == [None, 0.5, None]
     decaying = OptimizerConfig(decay_vectors=True, scalar_weight_decay=0.25)
-    routes = route_parameters(model, groups, by_kind=ByKind(decaying))
+    routes = route_parameters(model, groups, optimizer=decaying)
     assert routes["bare.a_bias"].weight_decay == 0.25
 
 

@@ -15,8 +15,8 @@ from transformers.models.step3p7.modeling_step3p7 import Step3p7Experts
 
 from ds_layerwise.config.sections import Override
 from ds_layerwise.routing.part_views import view_of
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("model_names", "find_fused_parts", "fused_parts", "part_views", "heads", "routing_rules")
 

@@ -14,12 +14,11 @@ from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.routing.group_defaults import ByKind
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("group_defaults", "presets", "rate_checks", "param_groups")
 
@@ -53,8 +52,8 @@ def decays(params, layerwise=None, groups=None, model=None):
     config = OptimizerConfig.from_section({"type": "LayerWiseMuon", "params": params})
     sections = LayerWiseConfig.from_section(layerwise or {})
     optimizer = LayerWiseOptimizer(groups(model) if groups else model.parameters(), config)
-    routes = route_parameters(model, optimizer.param_groups, overrides=sections.overrides,
-                              by_kind=ByKind(config, sections), own_decay=optimizer.own_decay)
+    routes = route_parameters(model, optimizer.param_groups, optimizer=config, layerwise=sections,
+                              own_decay=optimizer.own_decay)
     now = optimizer.groups_now()
     return {name: route.hyper(now[route.group])["weight_decay"] for name, route in routes.items()}
 
@@ -125,8 +124,7 @@ def test_norms_over_queries_and_keys_by_name(name, is_one):
 def route(layerwise, model=None, **kwargs):
     sections = LayerWiseConfig.from_section(layerwise)
     model = model or Model()
-    return route_parameters(model, [{"params": list(model.parameters())}], overrides=sections.overrides,
-                            by_kind=ByKind(OptimizerConfig(), sections), **kwargs)
+    return route_parameters(model, [{"params": list(model.parameters())}], layerwise=sections, **kwargs)
 
 
 def test_embeddings_and_heads_have_a_rate_of_their_own():

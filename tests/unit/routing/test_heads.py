@@ -10,8 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("heads")
 

@@ -10,8 +10,8 @@ from torch import nn
 from transformers import AutoConfig
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
 pytestmark = [*rooms("routing_rules"),

@@ -13,8 +13,8 @@ from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.foreign.any_torch import ClientTorch, subclass
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import require_a_matrix
-from ds_layerwise.routing.routing_rules import route_parameters
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("routing_rules", "routes", "module_of", "matrix_view")
 

@@ -7,9 +7,9 @@ from torch import nn
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.routing.tensor_marks import AUTOTP_META
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("tensor_marks")
 

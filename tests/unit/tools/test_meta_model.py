@@ -24,12 +24,12 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table
-from ds_layerwise.routing.routing_rules import route_parameters
 from ds_layerwise.tools import meta_model
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.cli import assert_refused, run
 from tests.support.model_specs import shipped
 from tests.support.rooms import rooms
+from tests.support.routing import route_parameters
 
 pytestmark = rooms("meta_model", "model_names")
 
