@@ -74,7 +74,7 @@ BOTH, BF16, FP16 = {torch.float16, torch.bfloat16}, {torch.bfloat16}, {torch.flo
     (Traits("cuda", (9, 5), "gfx950"), BOTH), (Traits("cuda", (11, 0), "gfx1100"), BOTH),
     (Traits("cuda", (12, 0), "gfx1201"), BOTH), (Traits("cuda", (9, 0), "gfx906"), set()),
     (Traits("cuda", (10, 3), "gfx1030"), set()), (Traits("xpu", has_bf16=True), BF16), (Traits("hpu"), set())], ids=str)
-def test_what_is_fast_on_each_kind_of_device(traits, fast):
+def test_each_kind_of_device_is_fast_in_its_dtypes(traits, fast):
     assert devices.fast_by_traits(traits) == fast
 
 
