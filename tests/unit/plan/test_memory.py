@@ -1,4 +1,4 @@
-"""What a rank holds and works in, against counts by hand."""
+"""The bytes that a rank holds and works in, against counts by hand."""
 
 from random import Random
 
