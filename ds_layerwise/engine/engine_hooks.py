@@ -22,6 +22,7 @@ import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import deepspeed.comm as dist
 import torch
@@ -71,6 +72,10 @@ from ds_layerwise.zero.setup.param_cuts import make_fetcher, whole_shapes
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.unused_calls import warn_once
 
+#: The configs of engines. Several hooks need one before the engine has an optimizer, which has it
+#: from then on.
+_runs: WeakKeyDictionary[DeepSpeedEngine, RunConfig] = WeakKeyDictionary()
+
 
 def _is_for_us(engine: DeepSpeedEngine) -> bool:
     # If a client optimizer is given, the engine's own optimizer_name() is its class.
@@ -79,14 +84,12 @@ def _is_for_us(engine: DeepSpeedEngine) -> bool:
 
 def _run(engine: DeepSpeedEngine) -> RunConfig:
     """Return the engine's config as this backend reads it. It is read once."""
-    config = engine._config
-    if not hasattr(config, "_layerwise_run"):
-        run = config_hook.run_of(config, engine.client_optimizer)
+    if engine not in _runs:
+        run = config_hook.run_of(engine._config, engine.client_optimizer)
         overrides = (*run.layerwise.overrides, *python_overrides.now())
         layerwise = run.layerwise.model_copy(update={"overrides": overrides})
-        config._layerwise_run = replace(run, layerwise=layerwise)
-    known: RunConfig = config._layerwise_run
-    return known
+        _runs[engine] = replace(run, layerwise=layerwise)
+    return _runs[engine]
 
 
 def _configure_with_arguments(

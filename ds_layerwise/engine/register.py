@@ -11,7 +11,7 @@ from ds_layerwise.config.targets.overrides import overrides_of
 from ds_layerwise.config.targets.param_keys import ParamKey
 from ds_layerwise.engine import final_error, python_overrides
 from ds_layerwise.engine.contract import contract, patches
-from ds_layerwise.zero.qk_clip import attention_hook
+from ds_layerwise.zero.qk_clip.attention_hook import MEASURED
 
 
 def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:
@@ -63,7 +63,7 @@ def unregister() -> None:
     """
     with patches.changing():
         patches.unwrap()
-        attention_hook.forget_asked()
+        MEASURED.forget_asked()
         final_error.end()
         python_overrides.keep(())
 

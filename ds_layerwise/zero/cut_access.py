@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.state_access import StateAccess
 
 
 def attach_all(
-    accesses: Iterable[StateAccess], params: Iterable[nn.Parameter], run: RunState
+    accesses: Iterable[StateAccess], params: Iterable[nn.Parameter], cuts: ParamCuts
 ) -> None:
     """Let DeepSpeed's functions find ``accesses`` on all ``params`` of a model."""
-    found = CutAccess(accesses, run)
+    found = CutAccess(accesses, cuts)
     for param in params:
         param._z3_optimizer = found  # type: ignore[attr-defined]
 
@@ -35,8 +35,8 @@ class CutAccess:
     as at stages 1 and 2: getters return None, and setters do nothing.
     """
 
-    def __init__(self, accesses: Iterable[StateAccess], run: RunState) -> None:
-        self._run = run
+    def __init__(self, accesses: Iterable[StateAccess], cuts: ParamCuts) -> None:
+        self._cuts = cuts
         self.by_param = {access.param: access for access in accesses}
 
     def __deepcopy__(self, memo: object) -> None:
@@ -119,10 +119,7 @@ class CutAccess:
             access.set_full_hp_grad(self._whole_of_cuts(access, value))
 
     def _cut_of(self, param: nn.Parameter, whole: Tensor) -> Tensor:
-        cut = whole.new_zeros(param.ds_tensor.numel())  # type: ignore[attr-defined]
-        own = whole.reshape(-1)[self._run.rank * cut.numel() :][: cut.numel()]
-        cut[: own.numel()] = own
-        return cut
+        return self._cuts.part(param, whole.reshape(-1))
 
     def _whole_of_cuts(self, access: StateAccess, cut: Tensor) -> Tensor:
         expected = access.param.ds_tensor.numel()  # type: ignore[attr-defined]
@@ -132,4 +129,4 @@ class CutAccess:
                     f"{access.name}: this rank's cut has {expected} elements, got a value of "
                     f"{cut.numel()}; pass a tensor of the size that safe_get_local_* returns"
                 )
-        return self._run.whole_of_cuts(access.name, cut.detach().float())
+        return self._cuts.together(access.name, cut.detach().float())

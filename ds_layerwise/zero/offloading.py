@@ -51,7 +51,7 @@ class Offloading:
             room = self.parking.find_room(wanted, pin_memory=pin_memory)
         if OffloadStateTypeEnum.lp_params.value in room:
             # Before their memory moves, of which an error may leave a part.
-            self._run.take_away()
+            self._run.places.take_away()
             if not self._hooks:
                 for module in self._holders:
                     register: Any = module.register_state_dict_pre_hook
@@ -68,7 +68,7 @@ class Offloading:
         """
         with comm.errors_on_all_ranks():
             self.parking.unpark()
-        self._run.put_back()
+        self._run.places.put_back()
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -94,7 +94,7 @@ class Offloading:
         for state in owned.states.values():
             states += filter(Tensor.dim, state.values())
         tensors = {
-            kind.lp_params: run.param_tensors,
+            kind.lp_params: run.places.tensors,
             kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
             kind.lp_grads: (*owned.reduced.tensors, *run.grad_sync.cuts),
             kind.hp_params: owned.masters,

@@ -35,6 +35,7 @@ from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
+from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
@@ -120,8 +121,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
         param_owner.take(run.params.values(), self)
         self._access = [StateAccess(name, run, self.offloading) for name in run.params]
-        if settings.stage == 3:
-            attach_all(self._access, model.parameters(), run)
+        if isinstance(run.places, ParamCuts):
+            attach_all(self._access, model.parameters(), run.places)
         else:
             for access in self._access:
                 access.attach()
@@ -376,7 +377,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def empty_partition_cache(self) -> None:
         """Let no parameter be whole at ZeRO stage 3; what was written into it stays."""
-        self._run.release_params()
+        self._run.places.follow_persistent()
+        self._run.places.release()
 
     def checkpoint_event_prologue(self) -> None:
         """Bring everything back, and wait for parameters, before a save or a load. A collective."""
@@ -387,7 +389,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
 
     def checkpoint_event_epilogue(self) -> None:
         """Make persistent parameters of ZeRO stage 3 whole again after a save. A collective."""
-        self._run.fetch_again()
+        self._run.places.fetch_persistent()
 
     @contextmanager
     def checkpoint_event(self) -> Iterator[None]:
@@ -434,7 +436,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.wait_for_params()
         with comm.errors_on_all_ranks():
             self.offloading.check_not_offloaded()
-        self._before_update.weight_writes.take_over()
+        self._before_update.weights.reload()
         for bucket in self.layout.buckets:
             self._run.owned.follow_values(bucket.index)
 

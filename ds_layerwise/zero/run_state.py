@@ -16,7 +16,7 @@ from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
-from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards, ParamViews
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
@@ -45,6 +45,8 @@ class RunState:
     """
 
     products: Products
+    places: ParamViews | ParamCuts
+    """The trained parameters, where they live."""
     values: FlatBuffer | OwnShards
     """The memory of the parameters; at ZeRO stage 3, of this rank's shards."""
     grads: FlatBuffer | None
@@ -87,8 +89,6 @@ class RunState:
         """The trained parameters by name."""
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         """The shapes of whole parameters by name."""
-        self._places: dict[str, Tensor] = {}
-        self._cuts: ParamCuts | None = None
         self.device = next(iter(self.params.values())).device
         self.tied: list[tuple[str, comm.Group]] = []
         """The parameters that other pipeline stages hold as well, each with the group of the ranks
@@ -106,11 +106,8 @@ class RunState:
         """
         recipes = self.planned.recipes
         self.products = Products.agree(recipes, self.device)
-        if self.settings.stage == 3:
-            self._move_in_cuts()
+        self._move_in()
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
-            if self.settings.stage < 3:
-                self.values = FlatBuffer(self.planned.layout, self.device, fill=self._move_in)
             self.grads = self._make_grads()
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
@@ -119,24 +116,27 @@ class RunState:
                 for name, piece in self.pieces.items()
             )
 
-    def _move_in_cuts(self) -> None:
-        """Allocate this rank's shards, and copy the values that it owns into them."""
+    def _move_in(self) -> None:
+        """Move the parameters into the buffer, or at ZeRO stage 3 their cuts and what this rank
+        owns into its shards.
+        """
         layout = self.planned.layout
+        settings = self.settings
+        if settings.stage < 3:
+            with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
+                views = ParamViews(self.params, layout, self.device)
+            self.places = views
+            self.values = views.values
+            return
         with comm.errors_on_all_ranks():
-            values = OwnShards(layout, self.rank, self.device)
-            fetcher = self.settings.fetcher
-            self._cuts = ParamCuts(self.params, layout, self.rank, values, fetcher)
-        self.values = values
-        self.param_sync = CutSync(layout, self.rank, values, self._cuts, group=self.settings.group)
+            shards = OwnShards(layout, self.rank, self.device)
+            cuts = ParamCuts(
+                self.params, layout, self.rank, shards, settings.fetcher, settings.group
+            )
+        self.places = cuts
+        self.values = shards
+        self.param_sync = CutSync(layout, self.rank, shards, cuts, group=settings.group)
         self.param_sync.fetch()
-
-    @property
-    def param_tensors(self) -> list[Tensor]:
-        """The memory of trained parameters; at ZeRO stage 3 of what is owned, and of cuts."""
-        tensors = list(self.values.tensors)
-        if self._cuts is not None:
-            tensors += self._cuts.tensors
-        return tensors
 
     def follow_cuts(self, name: str | None = None) -> None:
         """Let owners have what was written into the cuts of ``name``, None for all, of ZeRO stage 3
@@ -145,55 +145,6 @@ class RunState:
         if isinstance(self.param_sync, CutSync):
             index = None if name is None else [self.planned.layout.bucket_of(name).index]
             self.param_sync.follow_writes(index)
-
-    def release_params(self) -> None:
-        """Let no parameter be whole at ZeRO stage 3; cuts have what was written into it."""
-        if self._cuts is not None:
-            self._cuts.follow_persistent()
-            self._cuts.release()
-
-    def fetch_again(self) -> None:
-        """Make persistent parameters whole that :meth:`release_params` has found so. A
-        collective.
-        """
-        if self._cuts is not None:
-            self._cuts.fetch_persistent()
-
-    def _move_in(self, name: str, place: Tensor) -> None:
-        """Move a parameter to ``place`` and free the memory that it had."""
-        param = self.params[name]
-        self._places[name] = place.view(param.shape).copy_(param.data)
-        param.data = self._places[name]
-
-    def misplaced(self) -> str | None:
-        """Return the name of the first parameter that is no longer in its place; None if
-        all are.
-        """
-        if self._cuts is not None:
-            return self._cuts.misplaced()
-        for name, param in self.params.items():
-            place = self._places[name]
-            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
-                return name
-        return None
-
-    def take_away(self) -> None:
-        """Let no parameter have its memory: whoever uses one meets an error of its shape, and at
-        ZeRO stage 3 of what fetches it.
-        """
-        if self._cuts is not None:
-            self._cuts.take_away()
-            return
-        for param in self.params.values():
-            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
-
-    def put_back(self) -> None:
-        """Undo :meth:`take_away`. A collective at ZeRO stage 3."""
-        if self._cuts is not None:
-            self._cuts.put_back()
-        for name, place in self._places.items():
-            if not self.params[name].numel():
-                self.params[name].data = place
 
     def _make_grads(self) -> FlatBuffer | None:
         layout = self.planned.layout
@@ -278,11 +229,8 @@ class RunState:
         """Set a parameter, or this rank's part of it if the rank has no more. Every rank must pass
         the same ``value``.
         """
-        if self._cuts is None:
-            self.params[name].data.copy_(value.reshape(self.shapes[name]))
-            return
         flat = value.reshape(-1)
-        self._cuts.write(name, flat)
+        self.places.write(name, flat)
         piece = self.pieces.get(name)
         if piece is not None:
             self.owned.set_weight(name, flat.narrow(0, piece.param_start, piece.numel))
@@ -303,24 +251,6 @@ class RunState:
         if piece is not None:
             whole[piece.param_start : piece.param_start + piece.numel].copy_(own(name))
         return comm.sum_over_ranks(whole, group=self.group_of(name))
-
-    def weights_of(self, name: str) -> Tensor:
-        """Return the values of the parameter ``name``, 1-D. At ZeRO stage 3 they are a copy, put
-        together of the cuts of all ranks, which must all call this.
-        """
-        param = self.params[name]
-        if self._cuts is None:
-            return param.detach().reshape(-1)
-        return self.whole_of_cuts(name, self._cuts.of(name))
-
-    def whole_of_cuts(self, name: str, cut: Tensor) -> Tensor:
-        """Put the parameter ``name`` together of the cuts of all ranks, which must all call this.
-        Return it 1-D, in the dtype of the cuts.
-        """
-        cut = cut.to(self.device).reshape(-1)
-        whole = cut.new_empty(comm.size_of(self.settings.group) * cut.numel())
-        comm.all_gather(whole, cut, group=self.settings.group).wait()
-        return whole[: math.prod(self.shapes[name])]
 
     def release(self) -> None:
         """Release the process groups of this run."""

@@ -16,7 +16,6 @@ OURS = frozenset("""
 #: A name in braces is computed.
 LISTED = {
     # DeepSpeed: values that its own code sets on these objects, too.
-    "config._layerwise_run": "goes with the config from the hook that reads it to the engine",
     "config._param_dict": "the config without this package's sections, or without those of training",
     "config.global_rank": "as its own constructor sets it for the check of batch sizes",
     "config.world_size": "the same",
@@ -46,12 +45,12 @@ LISTED = {
     # torch: attributes that are there to be set.
     "param.data": "the memory of a parameter",
     "self._cut(slot.name).data": "the same",
-    "self.params[name].data": "the same",
+    "self._params[name].data": "the same",
     "param.grad": "a gradient",
     "self._params[name].grad": "the same",
     "matmul.{name}": "precision of products, put back after a step",
     "weakref.finalize(engine, _put_back_soon).atexit": "Python's",
-    "weakref.finalize(self, attention_hook.forget).atexit": "Python's",
+    "weakref.finalize(self, MEASURED.forget).atexit": "Python's",
     "optimizer.defaults": "an optimizer without parameters, on which a schedule is tried",
     "optimizer.param_groups": "the same",
     # A script's optimizer, as torch's schedulers mark and read it.

@@ -42,7 +42,7 @@ def bytes_of_states(engine: Any) -> int:
 
 def master(engine: Any, name: str) -> torch.Tensor:
     """Return this rank's piece of the master of a parameter, 1-D and live."""
-    return owned(engine)._masters.piece(name)
+    return owned(engine).value(name)
 
 
 def reduced(engine: Any, name: str) -> torch.Tensor:
@@ -51,8 +51,8 @@ def reduced(engine: Any, name: str) -> torch.Tensor:
 
 
 def shards(engine: Any) -> list[Any]:
-    """Return the buffers with an element for each that this rank owns: masters and reduced gradients."""
-    return [owned(engine)._masters, owned(engine).reduced]
+    """Return the shards with an element for each that this rank owns: masters and reduced gradients, by bucket."""
+    return [[forms[0].memory for forms in owned(engine)._masters], list(owned(engine).reduced.tensors)]
 
 
 def update_sets(engine: Any) -> list[Any]:
@@ -152,9 +152,9 @@ def cuts(engine: Any) -> list[torch.Tensor]:
     return list(grad_sync(engine).cuts)
 
 
-def weight_writes(engine: Any) -> Any:
-    """Return the check that compares weights that were written between steps."""
-    return engine.optimizer._before_update.weight_writes
+def before_update(engine: Any) -> Any:
+    """Return the object that checks a step and lets the ranks agree on it."""
+    return engine.optimizer._before_update
 
 
 def access(engine: Any) -> list[Any]:
@@ -198,7 +198,7 @@ def is_first_step_due(engine: Any) -> bool:
 
 def param_cuts(engine: Any) -> list[torch.Tensor]:
     """Return the memory of this rank's cuts of whole parameters at ZeRO stage 3."""
-    return list(param_sync(engine)._all_cuts.tensors)
+    return list(param_sync(engine)._all_cuts.apart)
 
 
 def memory_by_kind(engine: Any) -> dict[Any, int]:

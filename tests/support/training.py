@@ -204,7 +204,7 @@ def poison(engine):
             buffer.bucket(bucket)[~used] = float("nan")
             hit += int((~used).sum())
         for shards in internals.shards(engine):
-            shards.bucket(bucket.index)[own] = float("nan")
+            shards[bucket.index][own] = float("nan")
             hit += int(own.sum())
     return hit
 

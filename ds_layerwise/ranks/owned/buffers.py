@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout
 
@@ -71,6 +71,61 @@ class FlatBuffer:
         return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
 
+class ParamViews:
+    """The trained parameters, which move into a buffer. At ZeRO
+    stage 3, ``ParamCuts`` takes its place.
+    """
+
+    def __init__(
+        self, params: Mapping[str, nn.Parameter], layout: Layout, device: torch.device
+    ) -> None:
+        self._params = params
+        self._places: dict[str, Tensor] = {}
+        self.values = FlatBuffer(layout, device, fill=self._move_in)
+        self.tensors = self.values.tensors
+        """The memory, one tensor per bucket."""
+
+    def _move_in(self, name: str, place: Tensor) -> None:
+        """Move a parameter to ``place`` and free the memory that it had."""
+        param = self._params[name]
+        self._places[name] = place.view(param.shape).copy_(param.data)
+        param.data = self._places[name]
+
+    def misplaced(self) -> str | None:
+        """Return the name of the first parameter that is no longer in its place; None if
+        all are.
+        """
+        for name, param in self._params.items():
+            place = self._places[name]
+            if param.data_ptr() != place.data_ptr() or param.dtype != place.dtype:
+                return name
+        return None
+
+    def take_away(self) -> None:
+        """Let no parameter have its memory: whoever uses one meets an error of its shape."""
+        for param in self._params.values():
+            param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+
+    def put_back(self) -> None:
+        """Undo :meth:`take_away`."""
+        for name, place in self._places.items():
+            if not self._params[name].numel():
+                self._params[name].data = place
+
+    def write(self, name: str, value: Tensor) -> None:
+        """Set a whole parameter."""
+        self._params[name].data.copy_(value.view(self._places[name].shape))
+
+    def whole(self, name: str) -> Tensor:
+        """Return the values of a parameter, 1-D."""
+        return self._params[name].detach().reshape(-1)
+
+    def follow_persistent(self) -> None:
+        """Do nothing: all parameters stay whole."""
+
+    release = fetch_persistent = follow_persistent
+
+
 class OwnShards:
     """The shards of one rank, for runs in which no rank has the memory of a whole bucket."""
 
@@ -119,47 +174,24 @@ class ShardBuffer:
 
     Args:
         shards: the memory, one tensor per bucket in index order, which may be views into a
-            :class:`FlatBuffer`. None for a bucket whose pieces are in ``apart`` or have another
-            form.
-        apart: pieces with memory of their own, by parameter name.
+            :class:`FlatBuffer`.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        shards: Sequence[Tensor | None],
-        apart: Mapping[str, Tensor] | None = None,
-    ) -> None:
+    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor]) -> None:
         self.layout = layout
         self.rank = rank
         self.pieces = tuple(bucket.pieces(rank) for bucket in layout.buckets)
-        self._shards = {index: shard for index, shard in enumerate(shards) if shard is not None}
-        self._views = dict(apart or {})
-        self.tensors = (*self._shards.values(), *self._views.values())
-        """The memory: one tensor per bucket, and the separate pieces."""
-        for index, shard in self._shards.items():
-            self._views.update(self.pieces_of(index, shard))
-
-    def pieces_of(self, index: int, shard: Tensor) -> dict[str, Tensor]:
-        """Return the pieces of bucket ``index`` by name, as views of 1-D ``shard``."""
-        origin = self.layout.buckets[index].shard(self.rank)[0]
-        found = {}
-        for piece in self.pieces[index]:
-            found[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
-        return found
-
-    def has(self, index: int) -> bool:
-        """Tell whether bucket ``index`` is one tensor."""
-        return index in self._shards
+        self.tensors = tuple(shards)
+        """The memory, one tensor per bucket, with padding."""
+        self._views: dict[str, Tensor] = {}
+        for bucket, shard in zip(layout.buckets, shards, strict=True):
+            origin = bucket.shard(rank)[0]
+            for piece in self.pieces[bucket.index]:
+                self._views[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
 
     def bucket(self, index: int) -> Tensor:
-        """Return this rank's shard of bucket ``index``, with padding.
-
-        Raises:
-            KeyError: its pieces are separate or have another form.
-        """
-        return self._shards[index]
+        """Return this rank's shard of bucket ``index``, with padding."""
+        return self.tensors[index]
 
     def piece(self, name: str) -> Tensor:
         """Return this rank's piece of the parameter ``name`` as a 1-D view.

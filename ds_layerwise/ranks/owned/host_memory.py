@@ -6,9 +6,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -17,6 +17,9 @@ from torch import Tensor
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.memory import STAGING_SLOTS
 from ds_layerwise.ranks.comm.streams import Moment, SideStream
+
+#: An identifier of a tensor.
+Key = TypeVar("Key", bound=Hashable)
 
 #: Storages and the host memory for their contents, by kind.
 Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
@@ -160,9 +163,7 @@ class HostMemory:
         self._coming: dict[int, _Slot] = {}
         self._here: dict[int, _Slot] = {}
 
-    def put(
-        self, index: int, tensors: Mapping[tuple[str, str], Tensor]
-    ) -> dict[tuple[str, str], Tensor]:
+    def put(self, index: int, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Copy ``tensors`` of bucket ``index`` to the host, and return the copies under the same
         keys. The copies are permanent and have the same shapes and dtypes.
 
@@ -204,7 +205,7 @@ class HostMemory:
             self._outgoing.synchronize()
             self._reset()
 
-    def bring(self, index: int) -> dict[tuple[str, str], Tensor]:
+    def bring(self, index: int) -> dict[Any, Tensor]:
         """Return the tensors of bucket ``index`` on the device, and start to copy the next
         bucket.
         """
@@ -244,9 +245,9 @@ class HostMemory:
 @dataclass(frozen=True)
 class _HostBucket:
     memory: Tensor
-    kinds: Mapping[tuple[str, str], tuple[torch.Size, torch.dtype]]
+    kinds: Mapping[Any, tuple[torch.Size, torch.dtype]]
 
-    def views(self, memory: Tensor) -> dict[tuple[str, str], Tensor]:
+    def views(self, memory: Tensor) -> dict[Any, Tensor]:
         """Cut ``memory``, which may be longer, into the tensors of this bucket.
 
         Tensors are in descending order of :func:`_steps`, so each starts at a multiple of its step,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,25 +20,17 @@ from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
+from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
-from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
+from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
-from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.owned.split_master_store import SplitMasters
-from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
-from ds_layerwise.ranks.owned.update_stats import UpdateStats
+from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.routing.part_views import Seen, first_state, seen_parts
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The key of a master among the keys of states.
 MASTER = "fp32"
-
-#: Masters and states by parameter and name, used instead of those stored in place.
-Opened = Mapping[tuple[str, str], Tensor]
-
-#: The empty mapping, as a default value.
-NONE: Mapping[Any, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -74,6 +65,32 @@ class OwnedSettings:
         return Site(self.fast_dtypes, (route.tp_axis, self.peers))
 
 
+def unwatched(
+    rule: str, names: Sequence[str], params: Sequence[Tensor], states: Sequence[State]
+) -> AbstractContextManager[None]:
+    """Enclose a call of a rule in nothing."""
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class OneUpdate:
+    """The settings of one update of all buckets, as all ranks have decided them."""
+
+    groups: ParamGroups
+    step: int
+    """The number of this update in the run."""
+    rescale_: Callable[[Mapping[str, Tensor]], None]
+    """Rescales gradients in place, by parameter."""
+    after: Callable[[Sequence[Piece], Callable[[str], Tensor]], None]
+    """Called after the update of each bucket, with its pieces and a function that returns the
+    master of each by name, which it may change.
+    """
+    leave_out: Collection[str] = ()
+    """The parameters that do not change."""
+    around: Callable[..., AbstractContextManager[None]] = unwatched
+    """Encloses each call of a rule; see :func:`unwatched`."""
+
+
 class Owned:
     """The shards of ``rank`` in every bucket, which rules update in float32.
 
@@ -95,9 +112,8 @@ class Owned:
     ) -> None:
         self.layout = layout = values.layout
         self.rank = rank
-        self._site_of = settings.site
         self._routes = routes
-        self._names = settings.names
+        self._settings = settings
         self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
         """The checkpoint name of this rank's piece of a parameter, by parameter."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
@@ -109,31 +125,32 @@ class Owned:
             if grads is None:
                 reduced.append(torch.zeros_like(shard, dtype=torch.float32))
             else:
-                reduced.append(_float32(grads.shard(bucket, rank)))
+                reduced.append(grads.shard(bucket, rank).detach().float())
         self.reduced = ReducedGradients(layout, rank, reduced)
         self.device = self._values.bucket(0).device
         """The device that runs the updates."""
         self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
-        self.states: dict[str, State] = {}
-        """The states by parameter, in the shape that the parameter's rule sees; if it sees parts,
-        in the shape of the whole.
-        """
-        self._low_bit = LowBitStates(settings.rounding_seed)
-        has_split_masters = settings.master_dtype == "bfloat16+remainder"
-        self._split = SplitMasters(
-            self._values,
-            [b.index for b in layout.buckets if has_split_masters and b.dtype == "bfloat16"],
-        )
-        self._init_masters(settings.on_host)
         self.written = torch.zeros((), dtype=torch.bool, device=self.device)
-        """True after masters have followed the values, until a reader sets it to False."""
-        self._views_once = {
-            name: self._make_views(name, {})
-            for name in self.states
-            if name not in settings.on_host
-            and not self._split.has(name)
-            and not self._low_bit.of(name)
-        }
+        """True after masters have followed written weights."""
+        self._masters: list[list[Masters]] = []
+        """The masters of this rank, by bucket."""
+        self._master_of: dict[str, tuple[Masters, slice]] = {}
+        """The masters of each parameter, and their place among those."""
+        self._forms: dict[str, dict[str, Form]] = {}
+        """The states by parameter and name, in the shape that the parameter's rule sees; if it sees
+        parts, in the shape of the whole.
+        """
+        self._opening: list[list[Form]] = []
+        """The forms to open and close in an update, by bucket."""
+        for index in range(len(self.pieces)):
+            self._make_bucket(index)
+        self.states: dict[str, State] = {}
+        """The stored states by parameter and name."""
+        self._views_once: dict[str, list[Seen]] = {}
+        for name, forms in self._forms.items():
+            self.states[name] = {key: form.memory for key, form in forms.items()}
+            if all(form.fixed for form in (self._master_of[name][0], *forms.values())):
+                self._views_once[name] = self._make_views(name)
         self._updates = update_sets(
             self.pieces,
             routes,
@@ -142,56 +159,78 @@ class Owned:
             tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
-        self._begun: set[int] = set()
+        self._begin_at = first_turns(self._updates)
 
-    def _init_masters(self, on_host: Collection[str]) -> None:
-        """Create masters and initial states, bucket by bucket. Those ``on_host`` move there at
+    # --- the initial masters and states
+
+    def _make_bucket(self, index: int) -> None:
+        """Create the masters and initial states of a bucket. Those ``on_host`` move there at
         once.
         """
-        shards: list[Tensor | None] = []
-        apart: dict[str, Tensor] = {}
-        for index, pieces in enumerate(self.pieces):
-            shard = self._values.bucket(index)
-            hosted = [piece.name for piece in pieces if piece.name in on_host]
-            if hosted and shard.dtype != torch.float32:
-                masters = {piece.name: _float32(self._values.piece(piece.name)) for piece in pieces}
-                apart.update(masters)
-                shards.append(None)
-            else:
-                shard = _float32(shard)
-                masters = self._values.pieces_of(index, shard)
-                shards.append(None if index in self._split else shard)
-            for piece in pieces:
-                self._init_states(piece, masters[piece.name])
-            del masters
-            self._move_to_host(index, hosted, apart)
-        self._masters = ShardBuffer(self.layout, self.rank, shards, apart)
-
-    def _move_to_host(self, index: int, names: Sequence[str], apart: dict[str, Tensor]) -> None:
-        """Move the states of bucket ``index``, and the masters in ``apart``, to the host."""
-        moving = {(name, MASTER): apart[name] for name in names if name in apart}
-        for name in names:
+        pieces = self.pieces[index]
+        hosted = [piece.name for piece in pieces if piece.name in self._settings.on_host]
+        masters = self._make_masters(index, apart=bool(hosted))
+        self._masters.append(masters)
+        for piece in pieces:
+            self._init_states(piece)
+        moving: list[Form] = []
+        for name in hosted:
+            own, _ = self._master_of[name]
+            if isinstance(own, OwnMasters):
+                moving.append(own)
             for key, spec in self._state_specs(name).items():
                 if not spec.on_host:
-                    moving[name, key] = self.states[name][key]
+                    moving.append(self._forms[name][key])
         if moving:
-            for (name, key), tensor in self.host.put(index, moving).items():
-                if key == MASTER:
-                    apart[name] = tensor
-                else:
-                    self.states[name][key] = tensor
+            places = self.host.put(index, {form: form.memory for form in moving})
+            for form, memory in places.items():
+                form.move(memory)
+        opening: list[Form] = list(masters)
+        for piece in pieces:
+            opening += [form for form in self._forms[piece.name].values() if not form.fixed]
+        self._opening.append(opening)
 
-    def _init_states(self, piece: Piece, master: Tensor) -> None:
+    def _make_masters(self, index: int, *, apart: bool) -> list[Masters]:
+        """Return the masters of a bucket: those of the whole shard, or, if they are ``apart``, of
+        each piece by itself.
+        """
+        shard = self._values.bucket(index)
+        pieces = self.pieces[index]
+        if apart and shard.dtype != torch.float32:
+            found: list[Masters] = []
+            for piece in pieces:
+                own = OwnMasters(self._values.piece(piece.name), self.written)
+                self._master_of[piece.name] = (own, slice(0, piece.numel))
+                found.append(own)
+            return found
+        masters = self._masters_of(shard)
+        origin = self.layout.buckets[index].shard(self.rank)[0]
+        for piece in pieces:
+            start = piece.start - origin
+            self._master_of[piece.name] = (masters, slice(start, start + piece.numel))
+        return [masters]
+
+    def _masters_of(self, shard: Tensor) -> Masters:
+        if shard.dtype == torch.float32:
+            return Masters(shard)
+        if shard.dtype == torch.bfloat16 and self._settings.master_dtype == "bfloat16+remainder":
+            return SplitMasters(shard, self.written)
+        return OwnMasters(shard, self.written)
+
+    def _init_states(self, piece: Piece) -> None:
         """Create the initial states of a piece."""
         name = piece.name
         route = self._routes[name]
-        seed = (self.saved_as[name], piece.param_start) if route.recipe.rounds_by_chance else None
-        specs = self._state_specs(name)
+        master = self.value(name)
         first = self._first_state(name, master.view(route.stored_shape or master.shape))
-        self.states[name] = {
-            key: self._low_bit.keep(name, key, specs[key], value, by_chance=seed)
-            for key, value in first.items()
-        }
+        specs = self._state_specs(name)
+        self._forms[name] = {}
+        for key, value in first.items():
+            chance = None
+            if route.recipe.rounds_by_chance:
+                seed = self._settings.rounding_seed
+                chance = Chance(seed, self.saved_as[name], key, piece.param_start)
+            self._forms[name][key] = form_of(specs[key], value, chance)
 
     def _state_specs(self, name: str) -> Mapping[str, StateSpec]:
         """Return the specs of the states that the recipe of ``name`` has for this rank's piece."""
@@ -211,13 +250,91 @@ class Owned:
                 state[key] = value.transpose(0, 1).contiguous()
         return state
 
-    def _as_seen(self, name: str, value: Tensor) -> Tensor:
-        """Return ``value`` in the shape that the rule of ``name`` sees; blocks of columns become a
-        batch, too.
+    # --- the update
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Enter this context to update all buckets, once each."""
+        try:
+            with self.host:
+                yield
+        finally:
+            # An interrupted update may have opened some.
+            for form in chain(*self._opening):
+                form.forget()
+
+    def update(self, index: int, turn: OneUpdate) -> None:
+        """Update the masters and states of bucket ``index``, and write the values.
+
+        Call it inside ``with owned.updating():``, last bucket first. It also updates some
+        parameters of other buckets, batched with those of this one.
+
+        Raises:
+            StepError: a rule cannot update a parameter; names the parameter. Others are updated.
         """
-        if self._routes[name].by_columns and value.dim() == 3:
-            return value.transpose(0, 1)
-        return value
+        brought = self.host.bring(index)
+        for begun in self._begin_at[index]:
+            self._open(begun, brought, turn)
+        for update in self._updates[index]:
+            self._run(update, turn)
+        turn.after(self.pieces[index], self._opened_master)
+        for form in self._opening[index]:
+            form.close(turn.step)
+        self.host.send_back(index)
+
+    def _open(self, index: int, brought: Mapping[Form, Tensor], turn: OneUpdate) -> None:
+        """Average and rescale the gradients of bucket ``index``, and open its masters and
+        states.
+        """
+        self.reduced.average_(index)
+        turn.rescale_({piece.name: self.reduced.piece(piece.name) for piece in self.pieces[index]})
+        for form in self._opening[index]:
+            form.open(brought.get(form, form.memory))
+
+    def _run(self, update: UpdateSet, turn: OneUpdate) -> None:
+        """Run a rule on those of its parameters that are not left out."""
+        names: list[str] = []
+        views: list[Seen] = []
+        for name in update.names:
+            if name not in turn.leave_out:
+                # Views that never change are made once.
+                own = self._views_once.get(name) or self._make_views(name)
+                views += own
+                names += [name] * len(own)
+        if not views:
+            return
+        copies = [view.copy() for view in views]
+        params, grads, states, *_ = zip(*copies, strict=True)
+        route = update.route
+        hyper = Hyper(**route.hyper(turn.groups[route.group]))
+        with turn.around(route.recipe.rule, names, params, states):
+            try:
+                route.recipe.update_(params, grads, states, hyper, self._settings.site(route))
+            except UpdateError as error:
+                raise StepError(f"{names[error.index]}: {error}") from error
+        for view, copy in zip(views, copies, strict=True):
+            view.take_back(copy)
+
+    def _make_views(self, name: str) -> list[Seen]:
+        """Return the master, gradient and state of ``name``, or of each of its parts, in the shapes
+        that its rule sees.
+        """
+        route = self._routes[name]
+        grad = self._gradient(name)
+        master = self._opened_master(name).view_as(grad)
+        state = {key: form.opened for key, form in self._forms[name].items()}
+        if route.parts is not None:
+            places = route.parts.places(tuple(grad.shape))
+            return seen_parts(master, grad, state, places, whole_states(route.recipe))
+        for key, value in state.items():
+            if value.shape == route.stored_shape:
+                state[key] = self._as_seen(name, value)
+        return [Seen(self._as_seen(name, master), self._as_seen(name, grad), state)]
+
+    def _opened_master(self, name: str) -> Tensor:
+        """Return the master of ``name`` that rules update, 1-D."""
+        masters, place = self._master_of[name]
+        return masters.opened[place]
 
     def _gradient(self, name: str) -> Tensor:
         """Return the gradient of ``name`` in its stored shape: a matrix, a batch of matrices, or
@@ -229,195 +346,38 @@ class Owned:
             return gradient
         return gradient.view(shape)
 
-    def _at(self, name: str, key: str, opened: Opened) -> Tensor:
-        """Return a state or a master: the one in ``opened``, else the stored one."""
-        if (name, key) in opened:
-            return opened[name, key]
-        if key == MASTER:
-            return self._masters.piece(name)
-        return self.states[name][key]
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Enter this context to update all buckets, once each."""
-        # An interrupted update may have begun some buckets.
-        self._begun.clear()
-        with self.host:
-            yield
-
-    def update(
-        self,
-        index: int,
-        param_groups: ParamGroups,
-        rescale_: Callable[[Mapping[str, Tensor]], None],
-        *,
-        step: int,
-        leave_out: Collection[str] = (),
-        scaled: Mapping[str, Factors] = NONE,
-        watch: UpdateStats | None = None,
-    ) -> None:
-        """Rescale the gradients of bucket ``index``, update its masters and states, and write the
-        values.
-
-        Parameters in ``leave_out`` do not change. Call it inside ``with owned.updating():``, last
-        bucket first. It also updates some parameters of other buckets, batched with those of this
-        one.
-
-        Args:
-            rescale_: rescales gradients in place, by parameter, as all ranks have decided.
-            step: the number of this update in the run.
-            scaled: the factors for masters after their update, by parameter.
-            watch: the statistics to add to.
-
-        Raises:
-            StepError: a rule cannot update a parameter; names the parameter. Others are updated.
+    def _as_seen(self, name: str, value: Tensor) -> Tensor:
+        """Return ``value`` in the shape that the rule of ``name`` sees; blocks of columns become a
+        batch, too.
         """
-        brought = self.host.bring(index)
-        self._begin(index, brought, rescale_)
-        masters, opened = self._open(index, brought, leave_out)
-        for update in self._updates[index]:
-            for ahead in update.buckets:
-                self._begin(ahead, NONE, rescale_)
-            self._run(update, param_groups, opened, leave_out, watch)
-        for piece in self.pieces[index]:
-            if piece.name in scaled:
-                master = self._at(piece.name, MASTER, opened)
-                scaled[piece.name].scale_(master, piece.param_start)
-        for (name, key), value in opened.items():
-            # A parameter in ``leave_out`` was brought in its stored form.
-            if (name, key) in self._low_bit and name not in leave_out:
-                self._low_bit.write(name, key, self._at(name, key, brought), value, step)
-        if masters is None:
-            self.masters_to_values(index, brought)
-        else:
-            self._split.close(index, masters)
-        self.host.send_back(index)
+        if self._routes[name].by_columns and value.dim() == 3:
+            return value.transpose(0, 1)
+        return value
 
-    def _run(
-        self,
-        update: UpdateSet,
-        param_groups: ParamGroups,
-        opened: Opened,
-        leave_out: Collection[str],
-        watch: UpdateStats | None,
-    ) -> None:
-        """Run a rule on those of its parameters that are not in ``leave_out``."""
-        names: list[str] = []
-        views: list[Seen] = []
-        for name in update.names:
-            if name not in leave_out:
-                # Views that never change are made once.
-                own = self._views_once.get(name) or self._make_views(name, opened)
-                views += own
-                names += [name] * len(own)
-        if not views:
-            return
-        copies = [view.copy() for view in views]
-        params, grads, states, *_ = zip(*copies, strict=True)
-        before = [] if watch is None else watch.before(names, params)
-        route = update.route
-        hyper = Hyper(**route.hyper(param_groups[route.group]))
-        try:
-            route.recipe.update_(params, grads, states, hyper, self._site_of(route))
-        except UpdateError as error:
-            raise StepError(f"{names[error.index]}: {error}") from error
-        if watch is not None:
-            watch.after(route.recipe.rule, names, before, params, states)
-        for view, copy in zip(views, copies, strict=True):
-            view.take_back(copy)
-
-    def _begin(
-        self, index: int, brought: Opened, rescale_: Callable[[Mapping[str, Tensor]], None]
-    ) -> None:
-        """Average and rescale the gradients of bucket ``index`` and let its masters follow written
-        weights, unless that was done ahead.
-        """
-        if index not in self._begun:
-            self._begun.add(index)
-            if self.reduced.divide_by != 1:
-                self.reduced.bucket(index).div_(self.reduced.divide_by)
-            rescale_({piece.name: self.reduced.piece(piece.name) for piece in self.pieces[index]})
-            self.follow_values(index, brought)
-
-    def _open(
-        self, index: int, brought: Opened, leave_out: Collection[str]
-    ) -> tuple[Tensor | None, Opened]:
-        """Return the tensors of bucket ``index`` that rules update in temporary memory: everything
-        in ``brought``, and the float32 form of states that are stored in fewer bits.
-
-        If masters are split, the first element is one tensor for the whole shard, else None.
-        """
-        opened = dict(brought)
-        masters = None
-        if index in self._split:
-            masters, written = self._split.open(index)
-            self.written |= written
-            for name, master in self._values.pieces_of(index, masters).items():
-                opened[name, MASTER] = master
-        for piece in self.pieces[index]:
-            if piece.name not in leave_out:
-                for key in self._low_bit.of(piece.name):
-                    kept = self._at(piece.name, key, brought)
-                    opened[piece.name, key] = self._low_bit.read(piece.name, key, kept)
-        return masters, opened
-
-    def _make_views(self, name: str, opened: Opened) -> list[Seen]:
-        """Return the master, gradient and state of ``name``, or of each of its parts, in the shapes
-        that its rule sees.
-        """
-        route = self._routes[name]
-        grad = self._gradient(name)
-        master = self._at(name, MASTER, opened).view_as(grad)
-        state = {key: self._at(name, key, opened) for key in self.states[name]}
-        if route.parts is not None:
-            places = route.parts.places(tuple(grad.shape))
-            return seen_parts(master, grad, state, places, whole_states(route.recipe))
-        for key, value in state.items():
-            if value.shape == route.stored_shape:
-                state[key] = self._as_seen(name, value)
-        return [Seen(self._as_seen(name, master), self._as_seen(name, grad), state)]
+    # --- masters and weights
 
     def values(self, index: int) -> Tensor:
         """Return this rank's shard of the parameter buffer."""
         return self._values.bucket(index)
 
-    def masters_to_values(self, index: int, brought: Opened = NONE) -> None:
+    def masters_to_values(self, index: int) -> None:
         """Write this rank's shard of the parameter buffer from its masters."""
-        for name, values, masters in self._homes(index):
-            values.copy_(brought.get((name, MASTER), masters))
+        for masters in self._masters[index]:
+            masters.to_values()
 
-    def follow_values(self, index: int, brought: Opened = NONE) -> None:
+    def follow_values(self, index: int) -> None:
         """Update masters from weights that something other than :meth:`update` has written into
         this rank's shard of the parameter buffer; see :mod:`.ranks.owned.weight_writes`.
 
         States do not change. Split masters follow whenever they are read.
         """
-        for name, values, masters in self._homes(index):
-            followed = follow_(brought.get((name, MASTER), masters), values)
-            self.written |= followed.to(self.device)
+        for masters in self._masters[index]:
+            masters.follow()
 
     def values_to_masters(self, index: int) -> None:
         """Set the masters from this rank's shard of the parameter buffer."""
-        if index in self._split:
-            self._split.follow(index)
-        for _, values, masters in self._homes(index):
-            masters.copy_(values)
-
-    def _homes(self, index: int) -> list[tuple[str, Tensor, Tensor]]:
-        """List the values of bucket ``index`` with the masters that have memory of their own: by
-        name, or as one entry without a name if none is separate.
-        """
-        values = self._values.bucket(index)
-        if values.dtype == torch.float32 or index in self._split:
-            return []
-        if self._masters.has(index):
-            return [("", values, self._masters.bucket(index))]
-        found = []
-        for piece in self.pieces[index]:
-            found.append(
-                (piece.name, self._values.piece(piece.name), self._masters.piece(piece.name))
-            )
-        return found
+        for masters in self._masters[index]:
+            masters.take_values()
 
     def followed(self, name: str) -> Tensor:
         """Return the master that the next update of a parameter starts from.
@@ -462,18 +422,17 @@ class Owned:
 
     def _recorded(self, name: str, key: str) -> Tensor:
         """Return a master or a state in the form of :meth:`record`."""
-        if self._is_live(name, key):
-            value = self._at(name, key, NONE)
-        else:
-            value = self.value(name, key).cpu()
+        value = self.value(name, key)
+        if not self._is_live(name, key):
+            value = value.cpu()
         if value.shape == self._gradient(name).shape:
             return value.view(-1)
         return value
 
     def _is_live(self, name: str, key: str) -> bool:
         if key == MASTER:
-            return not self._split.has(name)
-        return not self._low_bit.is_codes(name, key)
+            return self._master_of[name][0].is_live
+        return self._forms[name][key].is_live
 
     def take_back(
         self, record: Sequence[PieceRecord], written: Callable[[Tensor], bool], *, masters_win: bool
@@ -497,23 +456,20 @@ class Owned:
         """Return this rank's piece of the master of a parameter, or of one of its states. It is
         live memory, or a float32 copy if the stored form means nothing by itself.
         """
-        if self._is_live(name, key):
-            return self._at(name, key, NONE)
         if key == MASTER:
-            return self._split.piece(name)
-        return self._low_bit.read(name, key, self.states[name][key])
+            masters, place = self._master_of[name]
+            return masters.piece(place)
+        return self._forms[name][key].read()
 
     def set_value(self, name: str, key: str, value: Tensor) -> None:
         """Set the piece that :meth:`value` returns. For a split master, this also sets the weights
         it rounds to.
         """
-        if key != MASTER:
-            state = self.states[name][key]
-            self._low_bit.write(name, key, state, value.view_as(state))
-        elif self._split.has(name):
-            self._split.set_piece(name, value)
+        if key == MASTER:
+            masters, place = self._master_of[name]
+            masters.set_piece(place, value)
         else:
-            self._masters.piece(name).copy_(value)
+            self._forms[name][key].write(value)
 
     def set_weight(self, name: str, value: Tensor) -> None:
         """Write this rank's piece of a parameter. Its master does not follow yet."""
@@ -522,12 +478,19 @@ class Owned:
     @property
     def masters(self) -> tuple[Tensor, ...]:
         """The memory of masters, including memory that they share with parameters."""
-        return (*self._masters.tensors, *self._split.tensors)
+        found: list[Tensor] = []
+        for masters in chain(*self._masters):
+            found += [masters.memory, *masters.beside]
+        return tuple(found)
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
         """The memory of scales, which are stored beside their states."""
-        return self._low_bit.tensors
+        found: list[Tensor] = []
+        for forms in self._forms.values():
+            for form in forms.values():
+                found += form.beside
+        return tuple(found)
 
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
         """Reset states of a parameter, given by its name in a checkpoint, to their initial
@@ -546,8 +509,3 @@ class Owned:
         values = self._values.piece(name)
         if values.dtype != torch.float32:
             self.set_value(name, MASTER, values)
-
-
-def _float32(shard: Tensor) -> Tensor:
-    """Return ``shard`` itself if it is float32, else a float32 copy."""
-    return shard.detach().float()

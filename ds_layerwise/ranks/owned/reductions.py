@@ -46,6 +46,11 @@ class ReducedGradients(ShardBuffer):
     divide_by = 1.0
     """The gradients divided by this are the averages over ranks."""
 
+    def average_(self, index: int) -> None:
+        """Divide bucket ``index`` in place, to the averages over ranks."""
+        if self.divide_by != 1:
+            self.bucket(index).div_(self.divide_by)
+
     def average(self, name: str) -> Tensor:
         """Return a copy of :meth:`piece`, averaged."""
         return self.piece(name) / self.divide_by

@@ -4,10 +4,27 @@ anywhere.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import Tensor
+
+from ds_layerwise.plan.layout.layout import Piece
+
+
+def scale_(
+    scaled: Mapping[str, Factors], pieces: Sequence[Piece], master: Callable[[str], Tensor]
+) -> None:
+    """Multiply in place the masters of those ``pieces`` of which ``scaled`` has factors.
+
+    Args:
+        scaled: the factors by parameter.
+        master: returns the master of a piece, 1-D, by the name of its parameter.
+    """
+    for piece in pieces:
+        if piece.name in scaled:
+            scaled[piece.name].scale_(master(piece.name), piece.param_start)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import product
 
 import torch
@@ -54,27 +55,18 @@ class UpdateStats:
         self._squares: dict[tuple[str, str], list[Tensor]] = {}
         self._numels: Counter[tuple[str, str]] = Counter()
 
-    def before(self, names: Sequence[str], params: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the masters of the next update, for :meth:`after`."""
-        found = []
-        for name, param in zip(names, params, strict=True):
-            if self._update_rms and name not in self._elsewhere:
-                found.append(param.clone())
-        return found
-
-    def after(
-        self,
-        rule: str,
-        names: Sequence[str],
-        before: list[Tensor],
-        params: Sequence[Tensor],
-        states: Sequence[State],
-    ) -> None:
-        """Add an update by the rule of that name to the sums. ``before`` is overwritten."""
+    @contextmanager
+    def around(
+        self, rule: str, names: Sequence[str], params: Sequence[Tensor], states: Sequence[State]
+    ) -> Iterator[None]:
+        """Enclose an update by the rule of that name, and add it to the sums."""
         counted = [i for i, name in enumerate(names) if name not in self._elsewhere]
-        if before:
-            torch._foreach_sub_(before, [params[i] for i in counted])
-            self._add("update", rule, before)
+        masters = [params[i] for i in counted]
+        changes = [master.clone() for master in masters] if self._update_rms else []
+        yield
+        if changes:
+            torch._foreach_sub_(changes, masters)
+            self._add("update", rule, changes)
         if self._momentum_norm:
             momenta = []
             for i in counted:

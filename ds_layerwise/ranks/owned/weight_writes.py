@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 
 #: The number of elements per comparison, which takes a few bytes of memory for each.
@@ -78,9 +77,9 @@ def _bits(values: Tensor) -> Tensor:
     return values.view(torch.int32 if values.element_size() == 4 else torch.int16)
 
 
-class WeightWrites:
-    """The writes of scripts into weights between two steps. Each rank steps from its own part of
-    the weights, so they must be equal.
+class WholeWeights:
+    """Weights that every rank has whole, and scripts may write between two steps. Each rank steps
+    from its own part of them, so they must be equal.
 
     Note: which writes are noticed
         A parameter counts writes through itself (``load_state_dict``, any in-place operation), but
@@ -101,54 +100,35 @@ class WeightWrites:
         self._params = params
         self._group = group
         self._ep_size = ep_size
-        self._seen = {name: param._version for name, param in params.items()}
-        self._said = False
+        self._device = next(iter(params.values())).device
+        self._take_note()
 
-    def noticed(self, followed: Tensor) -> Tensor:
-        """Return flags, each 0 or 1, to be summed over all ranks for :meth:`settle`.
+    def _take_note(self) -> None:
+        self._seen = {name: param._version for name, param in self._params.items()}
 
-        Args:
-            followed: 0-d bool, True if masters have followed written weights on this rank.
-        """
-        return torch.stack([followed, torch.full_like(followed, bool(self.written()))]).float()
-
-    def settle(self, followed: bool, written: bool) -> None:
-        """Announce once that masters have followed written weights, and compare the weights if any
-        rank has written some.
-
-        Raises:
-            StepError: see :meth:`check`.
-        """
-        if followed and not self._said:
-            self._said = True
-            if comm.rank_of(None) == 0:
-                # Printed, because DeepSpeed's logger shows only warnings by default.
-                announce(
-                    "ds_layerwise: weights were written between two steps; their float32 masters "
-                    "were set to them, optimizer states were not changed"
-                )
-        if written:
-            self.check()
-
-    def written(self) -> list[str]:
-        """List the parameters written on this rank since the last :meth:`check`."""
+    def _changed(self) -> list[str]:
+        """List the parameters written on this rank since :meth:`_take_note`."""
         found = []
         for name, param in self._params.items():
             if param._version != self._seen[name]:
                 found.append(name)
         return found
 
-    def check(self) -> None:
-        """Compare the weights that any rank has written. Every rank of every group must call this
-        at the same point.
+    def written(self) -> Tensor:
+        """Tell whether this rank has seen a write since the last :meth:`take_over`: 0-d bool."""
+        return torch.full((), bool(self._changed()), device=self._device)
+
+    def take_over(self) -> None:
+        """Compare the weights that any rank has seen written. Every rank of every group must call
+        this at the same point.
 
         Raises:
             StepError: ranks have different values. Most of them would be lost.
         """
-        everywhere = comm.gather_objects(self.written(), group=self._group)
+        everywhere = comm.gather_objects(self._changed(), group=self._group)
         anywhere = dict.fromkeys(chain(*everywhere))
         check_same({name: self._params[name] for name in anywhere}, self._ep_size, self._group)
-        self._seen = {name: param._version for name, param in self._params.items()}
+        self._take_note()
 
     def search(self) -> None:
         """Compare all weights by value. Every rank must call this at the same point.
@@ -158,14 +138,8 @@ class WeightWrites:
         """
         check_same(self._params, self._ep_size, self._group)
 
-    def take_over(self) -> None:
-        """Prepare for masters to follow all weights, written in whatever way. Every rank must call
-        this at the same point.
-
-        Raises:
-            StepError: on every rank, if ranks have different values.
-        """
-        self.search()
+    #: Masters are compared with weights in every update.
+    reload = search
 
 
 def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: comm.Group) -> None:

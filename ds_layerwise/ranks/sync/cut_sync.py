@@ -19,7 +19,7 @@ from ds_layerwise.plan.network.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, out_of_rows
-from ds_layerwise.ranks.owned.weight_writes import WeightWrites, check_same, differs
+from ds_layerwise.ranks.owned.weight_writes import check_same, differs
 from ds_layerwise.ranks.sync.transfer import Transfer
 
 
@@ -179,6 +179,8 @@ class CutSync:
         self._all_cuts.follow_persistent()
         self.fetch()
 
+    reload = take_over
+
     def search(self) -> None:
         """Compare all cuts with the values that their owners have. Every rank must call this at the
         same point.
@@ -207,31 +209,3 @@ class CutSync:
                 "after such a write, or write under deepspeed.zero.GatheredParameters with a "
                 "modifier_rank"
             )
-
-
-class CutWrites(WeightWrites):
-    """The writes of scripts into cuts between two steps, which owners must follow."""
-
-    def __init__(self, cut_sync: CutSync, *, group: comm.Group) -> None:
-        super().__init__({}, {}, group=group)
-        self._cut_sync = cut_sync
-
-    def noticed(self, followed: Tensor) -> Tensor:
-        """Return flags to be summed over all ranks, as :meth:`.WeightWrites.noticed` does."""
-        return torch.stack([followed, self._cut_sync.written()]).float()
-
-    def check(self) -> None:
-        """Let owners have what was written; their masters follow in the update.
-
-        Raises:
-            StepError: see :meth:`CutSync.take_over`.
-        """
-        self._cut_sync.take_over()
-
-    def search(self) -> None:
-        """See :meth:`CutSync.search`."""
-        self._cut_sync.search()
-
-    def take_over(self) -> None:
-        """See :meth:`CutSync.take_over`."""
-        self._cut_sync.take_over()

@@ -32,14 +32,6 @@ from ds_layerwise.zero.qk_clip.max_logits import counts_for, is_measured, larges
 #: A method that records the largest logits of a module by head.
 Note = Callable[[nn.Module, Tensor], None]
 
-_watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
-    weakref.WeakKeyDictionary()
-)
-#: The implementations that are measured, as they are without.
-_cores: dict[str, Any] = {}
-#: Those that a script has asked for, which stay when engines go.
-_asked: set[str] = set()
-
 
 def measure_attention(*implementations: str) -> None:
     """Let engines measure logits in attention of transformers ("sdpa", or with "flash" in its name)
@@ -51,55 +43,81 @@ def measure_attention(*implementations: str) -> None:
     """
     import_module("transformers.modeling_utils")
     for name in implementations:
-        if not _register(name):
+        if not MEASURED.ask(name):
             raise ConfigError(
                 f"measure_attention got {name!r}; it measures 'sdpa' and what has 'flash' in its "
                 "name, of those in transformers' AttentionInterface: load the model with one of "
                 "these, or give logits to engine.optimizer.note_attention_logits"
             )
-        _asked.add(name)
 
 
-def watch(modules: Collection[nn.Module], note: Note) -> None:
-    """Call ``note`` for every attention of ``modules`` in training. ``note`` is a bound method and
-    is not kept alive.
-    """
-    for module in modules:
-        _watched[module] = weakref.WeakMethod(note)
-    for name in set(map(implementation_of, modules)):
-        _register(name)
+class MeasuredAttention:
+    """The modules and the implementations of attention that are measured."""
+
+    def __init__(self) -> None:
+        self._watched: weakref.WeakKeyDictionary[nn.Module, weakref.WeakMethod[Note]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._cores: dict[str, Any] = {}
+        """The implementations that are measured, as they are without."""
+        self._asked: set[str] = set()
+        """Those that a script has asked for, which stay when engines go."""
+
+    def watch(self, modules: Collection[nn.Module], note: Note) -> None:
+        """Call ``note`` for every attention of ``modules`` in training. ``note`` is a bound method
+        and is not kept alive.
+        """
+        for module in modules:
+            self._watched[module] = weakref.WeakMethod(note)
+        for name in set(map(implementation_of, modules)):
+            self._register(name)
+
+    def forget(self, note: Note | None = None) -> None:
+        """Undo :meth:`watch` for ``note``, and for watchers that no longer exist."""
+        for module, known in list(self._watched.items()):
+            if known() in (None, note):
+                del self._watched[module]
+        self._put_back()
+
+    def ask(self, name: str) -> bool:
+        """Measure an implementation whether or not an engine needs it now; return False if it
+        cannot be measured.
+        """
+        if not self._register(name):
+            return False
+        self._asked.add(name)
+        return True
+
+    def forget_asked(self) -> None:
+        """Undo :meth:`ask`, as soon as no engine needs it."""
+        self._asked.clear()
+        self._put_back()
+
+    def note_of(self, module: nn.Module) -> Note | None:
+        """Return the method that records the logits of ``module``; None if it is not watched."""
+        return self._watched.get(module, lambda: None)()
+
+    def _register(self, name: Any) -> bool:
+        """Measure an implementation; return False if it cannot be measured, or is in no
+        registry.
+        """
+        interface = _interface()
+        core = interface.get(name)
+        if core is None or not is_measured(name):
+            return False
+        if name not in self._cores:
+            self._cores[name] = core
+            interface.register(name, partial(_attend, name, core))
+        return True
+
+    def _put_back(self) -> None:
+        if not self._watched:
+            for name in self._cores.keys() - self._asked:
+                _interface().register(name, self._cores.pop(name))
 
 
-def forget(note: Note | None = None) -> None:
-    """Undo :func:`watch` for ``note``, and for watchers that no longer exist."""
-    for module, known in list(_watched.items()):
-        if known() in (None, note):
-            del _watched[module]
-    _put_back()
-
-
-def forget_asked() -> None:
-    """Undo :func:`measure_attention`, as soon as no engine needs it."""
-    _asked.clear()
-    _put_back()
-
-
-def _register(name: Any) -> bool:
-    """Measure an implementation; return False if it cannot be measured, or is in no registry."""
-    interface = _interface()
-    core = interface.get(name)
-    if core is None or not is_measured(name):
-        return False
-    if name not in _cores:
-        _cores[name] = core
-        interface.register(name, partial(_attend, name, core))
-    return True
-
-
-def _put_back() -> None:
-    if not _watched:
-        for name in _cores.keys() - _asked:
-            _interface().register(name, _cores.pop(name))
+#: One for the process, as transformers' registry is.
+MEASURED = MeasuredAttention()
 
 
 def _interface() -> Any:
@@ -134,7 +152,7 @@ def _note(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> None:
-    note = _watched.get(module, lambda: None)()
+    note = MEASURED.note_of(module)
     if note is None or not module.training:
         return
     scaling = kwargs.get("scaling")

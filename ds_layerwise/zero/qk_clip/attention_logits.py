@@ -30,7 +30,7 @@ from ds_layerwise.routing.attention import (
     implementation_of,
 )
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.qk_clip import attention_hook
+from ds_layerwise.zero.qk_clip.attention_hook import MEASURED
 from ds_layerwise.zero.qk_clip.max_logits import is_measured
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
@@ -82,8 +82,8 @@ class AttentionLogits(StepObserver):
         self._by_path = dict(run.model.named_modules())
         # Also attention that needs no entry counts where nothing is clipped.
         self._watches = list(self._places if self.clip else self._by_path.values())
-        attention_hook.watch(self._watches, self._note_measured)
-        weakref.finalize(self, attention_hook.forget).atexit = False
+        MEASURED.watch(self._watches, self._note_measured)
+        weakref.finalize(self, MEASURED.forget).atexit = False
 
     def _compare(self) -> None:
         """Gather the attention modules of all parts of the model.
@@ -111,7 +111,7 @@ class AttentionLogits(StepObserver):
 
     def destroy(self) -> None:
         """Stop watching modules."""
-        attention_hook.forget(self._note_measured)
+        MEASURED.forget(self._note_measured)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()

@@ -138,10 +138,12 @@ class ParamCuts:
         rank: int,
         values: OwnShards,
         fetcher: DeepSpeedZeRoOffload,
+        group: comm.Group,
     ) -> None:
         self._params = params
         self._rank = rank
         self._fetcher = fetcher
+        self._group = group
         self._device = values.tensors[0].device
         self._places: dict[str, Tensor] = {}
         self._fetched: list[Tensor] | None = None
@@ -158,8 +160,10 @@ class ParamCuts:
                 apart.setdefault(bucket.dtype, []).extend(slots)
             else:
                 self._move_in(bucket, values.shard(bucket, rank))
-        self.tensors = [self._move_apart(slots) for slots in apart.values()]
+        self.apart = [self._move_apart(slots) for slots in apart.values()]
         """The memory of cuts that are no shards, one tensor per dtype."""
+        self.tensors = (*values.tensors, *self.apart)
+        """The memory of what this rank owns, and of cuts."""
         self.take_note()
 
     def take_note(self) -> None:
@@ -292,6 +296,27 @@ class ParamCuts:
         write_cut(param, self._rank, value)
         if param.numel() == value.numel():
             param.data.view(-1).copy_(value)
+
+    def whole(self, name: str) -> Tensor:
+        """Return a copy of a parameter, 1-D, put together of the cuts of all ranks, which must all
+        call this.
+        """
+        return self.together(name, self.of(name))
+
+    def part(self, param: nn.Parameter, whole: Tensor) -> Tensor:
+        """Return a copy of this rank's cut of ``whole``, 1-D, with zeros for padding."""
+        _, part = own_part(param, self._rank, whole)
+        padding = param.ds_tensor.numel() - part.numel()  # type: ignore[attr-defined]
+        return nn.functional.pad(part, (0, padding)).clone()
+
+    def together(self, name: str, cut: Tensor) -> Tensor:
+        """Put values of the parameter ``name`` together of the ``cut`` of each rank. All ranks must
+        call this. Return them 1-D, in the dtype of the cuts.
+        """
+        cut = cut.to(self._device).reshape(-1)
+        whole = cut.new_empty(comm.size_of(self._group) * cut.numel())
+        comm.all_gather(whole, cut, group=self._group).wait()
+        return whole[: self._params[name].ds_numel]  # type: ignore[attr-defined]
 
     def take_away(self) -> None:
         """Let whoever makes a parameter whole meet an error, while the memory of cuts is away.

@@ -34,16 +34,15 @@ class Reports(StepObserver):
             rules.add(route.recipe.rule)
             key = route.recipe.lr_ratio
             self._groups[key] = min(route.group, self._groups.get(key, route.group))
-        self._watch: UpdateStats | None = None
-        if monitor.asks:
-            self._watch = UpdateStats(
-                rules,
-                update_rms=monitor.update_rms,
-                momentum_norm=monitor.momentum_norm,
-                counted_elsewhere=run.planned.counted_elsewhere,
-                sum_over_ranks=agreement.sum_over_everyone,
-                device=run.device,
-            )
+        self._asks = monitor.asks
+        self._watch = UpdateStats(
+            rules,
+            update_rms=monitor.update_rms,
+            momentum_norm=monitor.momentum_norm,
+            counted_elsewhere=run.planned.counted_elsewhere,
+            sum_over_ranks=agreement.sum_over_everyone,
+            device=run.device,
+        )
         self._earlier: dict[str, float] = {}
         self._fresh: dict[str, float] = {}
 
@@ -58,15 +57,18 @@ class Reports(StepObserver):
             step.values[f"grad_norm_{key}"] = norm
         if decision.zeros is not None:
             step.values["num_zeros_in_grad"] = decision.zeros
-        if self._watch is not None and step.number % self._every == 0:
+        if self._watches(step):
             # Restart: an update that failed half-way may have left values.
             self._watch.restart()
-            step.watch = self._watch
+            step.around = self._watch.around
 
     def after_update(self, step: Step) -> None:
         """Add the statistics of the update."""
-        if step.watch is not None:
-            step.values.update(step.watch.settle(failed=step.failed))
+        if self._watches(step):
+            step.values.update(self._watch.settle(failed=step.failed))
+
+    def _watches(self, step: Step) -> bool:
+        return self._asks and step.number % self._every == 0
 
     def last(self, engine: Any) -> dict[str, float]:
         """Return the last value of everything that is reported, by name. Learning rates are those

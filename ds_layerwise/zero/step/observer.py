@@ -5,12 +5,14 @@ The path of a gradient and the update have a list of observers, and know none of
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ds_layerwise.ranks.owned.owned import unwatched
 from ds_layerwise.ranks.owned.row_scaling import Factors
-from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.zero.step.clip import Decision
 
 
@@ -25,8 +27,8 @@ class Step:
     """The factors by which parameters are multiplied after their update, by name."""
     values: dict[str, float] = field(default_factory=dict)
     """The values reported for this step, the same on every rank."""
-    watch: UpdateStats | None = None
-    """The statistics of the update; None if no setting needs them."""
+    around: Callable[..., AbstractContextManager[None]] = unwatched
+    """Encloses each call of a rule in the update; see :func:`.owned.unwatched`."""
     failed: bool = False
     """True if an exception has ended the update on this rank."""
 

@@ -91,7 +91,7 @@ class Guard:
         Raises:
             StepError: the memory of a parameter was replaced.
         """
-        name = self._run.misplaced()
+        name = self._run.places.misplaced()
         if name is not None:
             raise _replaced(name)
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 import torch
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.output import announce
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.step_agreement import Agreement
-from ds_layerwise.ranks.owned.weight_writes import WeightWrites
-from ds_layerwise.ranks.sync.cut_sync import CutSync, CutWrites
+from ds_layerwise.ranks.owned.weight_writes import WholeWeights
+from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.step_state import half_a_pass, nothing_reduced
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
@@ -34,9 +36,10 @@ class BeforeUpdate:
             tied=run.tied,
         )
         if isinstance(run.param_sync, CutSync):
-            self.weight_writes: WeightWrites = CutWrites(run.param_sync, group=settings.group)
+            self.weights: WholeWeights | CutSync = run.param_sync
         else:
-            self.weight_writes = WeightWrites(run.params, run.ep_sizes, group=settings.group)
+            self.weights = WholeWeights(run.params, run.ep_sizes, group=settings.group)
+        self._has_announced = False
 
     def decide(self, *, clip_grad: float, loss_scale: float) -> Decision:
         """Decide on the gradients of this step. Every rank must call this at the same point.
@@ -62,7 +65,7 @@ class BeforeUpdate:
             # The other ranks wait in the sum, so this rank must join them, also if its device has
             # no memory left to compute its own sums.
             error = caught
-        noticed = self.weight_writes.noticed(self._run.owned.written)
+        noticed = torch.stack([self._run.owned.written, self.weights.written()]).float()
         # A script that handles accumulation itself may step at any time. A rank may have no pass of
         # its own.
         begun = bool(self._run.progress.passes or grad_sync.got or grad_sync.by_hand)
@@ -75,11 +78,29 @@ class BeforeUpdate:
             grad_sync.reset()
             self._run.progress.forget_reductions()
             raise nothing_reduced()
-        self.weight_writes.settle(bool(followed), bool(written))
+        self._settle_writes(bool(followed), bool(written))
+        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+
+    def _settle_writes(self, followed: bool, written: bool) -> None:
+        """Announce once that masters have followed written weights, and let owners have what any
+        rank has seen written. Search for other writes if it is time to.
+
+        Raises:
+            StepError: on every rank, if ranks have different weights.
+        """
+        if followed and not self._has_announced:
+            self._has_announced = True
+            if comm.rank_of(None) == 0:
+                # Printed, because DeepSpeed's logger shows only warnings by default.
+                announce(
+                    "ds_layerwise: weights were written between two steps; their float32 masters "
+                    "were set to them, optimizer states were not changed"
+                )
+        if written:
+            self.weights.take_over()
         every = self._run.config.check_writes
         if every and (self._run.progress.state.updates + 1) % every == 0:
-            self.weight_writes.search()
-        return clip.decide(self._run, summed, frozen, clip_grad=clip_grad, loss_scale=loss_scale)
+            self.weights.search()
 
     def _reduce(self) -> Exception | None:
         """Finish the reductions of the step, and return the error of this rank, if there is one. It

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
+from ds_layerwise.ranks.owned.owned import OneUpdate
+from ds_layerwise.ranks.owned.row_scaling import scale_
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.observer import Step, StepObserver
 
@@ -36,21 +39,20 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
             everything that they wait for.
     """
     timers = run.settings.timers
-    groups = run.optimizer.groups_now()
+    turn = OneUpdate(
+        run.optimizer.groups_now(),
+        step.number,
+        step.decision.rescale_,
+        partial(scale_, step.scaled),
+        step.decision.frozen,
+        step.around,
+    )
     left = list(range(len(run.owned.pieces)))
     with timed(timers, "optimizer_step"), run.interrupted.at(step.number), run.owned.updating():
         # Start with the last bucket, whose parameters the forward pass needs first.
         while left:
             with profiled("update"):
-                run.owned.update(
-                    left[-1],
-                    groups,
-                    step.decision.rescale_,
-                    step=step.number,
-                    leave_out=step.decision.frozen,
-                    scaled=step.scaled,
-                    watch=step.watch,
-                )
+                run.owned.update(left[-1], turn)
             run.param_sync.launch(left[-1])
             left.pop()
         run.optimizer.mark_step()

@@ -231,7 +231,7 @@ class FirstStep(StepObserver):
             # Every rank of the group has the whole gradient.
             squares[keys.index(key)] += norm.square() / comm.size_of(group)
             held = self._gathered(name)
-            weights = self._run.weights_of(name)
+            weights = self._run.places.whole(name)
             bucket = layout.bucket_of(name)
             owner = index
             if bucket.whole:
@@ -317,7 +317,7 @@ class FirstStep(StepObserver):
 
     def _difference(self, name: str) -> str | None:
         held = self._gathered(name)
-        weights = self._run.weights_of(name)
+        weights = self._run.places.whole(name)
         if text := _first_difference(weights, held[MASTER].to(weights.dtype), None):
             return f"weights: {text}, according to the float32 master of its owner"
         for key, (value, bound) in self._expected.pop(name, {}).items():

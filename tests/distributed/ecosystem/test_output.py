@@ -70,7 +70,7 @@ class TestWhatIsSaidLater(DistributedTest):
                 m.setattr(sys, "stderr", stderr)
                 resumed.load_checkpoint(tmp_path / "снимок")
                 train_engine(resumed, 1)
-                internals.weight_writes(resumed)._said = False
+                internals.before_update(resumed)._has_announced = False
                 resumed.module.square.weight.data.fill_(0.5)
                 train_engine(resumed, 2, first=1)
             if engine.global_rank == 0:

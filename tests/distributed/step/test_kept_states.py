@@ -31,7 +31,7 @@ from tests.support.training import (
 from tests.support.universal import convert
 from tests.unit.optimizers.test_low_bit import by_chance
 
-pytestmark = rooms("low_bit_states", "low_bit", "low_bit_checks", "dtypes", "owned", "memory", "checkpointing")
+pytestmark = rooms("forms", "low_bit", "low_bit_checks", "dtypes", "owned", "memory", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}

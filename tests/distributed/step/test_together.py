@@ -17,7 +17,7 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
 
-pytestmark = rooms("owned", "update", "first_step", "attention_logits", "split_master_store", "low_bit_states", "dcp",
+pytestmark = rooms("owned", "update", "first_step", "attention_logits", "masters", "forms", "dcp",
                    "whole_states", "client_groups")
 
 REMAINDERS = {"master_dtype": "bfloat16+remainder"}

@@ -18,12 +18,12 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.ranks.owned.low_bit_states import LowBitStates
+from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("split_masters", "low_bit", "low_bit_states", "low_bit_checks", "dtypes")
+pytestmark = rooms("split_masters", "low_bit", "forms", "low_bit_checks", "dtypes")
 
 
 def split(masters):
@@ -251,23 +251,21 @@ def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
     runs = []
     for narrow in (True, False):
         g = torch.Generator().manual_seed(12)
-        kept = LowBitStates(0)
         param = torch.zeros(shape)
-        specs, state = recipe.states(shape), rule.init_state(param)
-        if narrow:
-            by = ("p", 0) if recipe.rounds_by_chance else None
-            state = {key: kept.keep("p", key, specs[key], value, by_chance=by)
-                     for key, value in state.items()}
+        specs, forms = recipe.states(shape), {}
+        for key, value in rule.init_state(param).items():
+            chance = Chance(0, "p", key, 0) if recipe.rounds_by_chance else None
+            forms[key] = form_of(specs[key], value, chance) if narrow else Form(value)
         for step in range(1, steps + 1):
             grad = (sizes * (0.5 + torch.randn(1, numel, generator=g))).view(shape)
             if fades_at and step >= fades_at:
                 grad.view(-1)[::2] *= 0.1
-            mine = {key: kept.read("p", key, value) if ("p", key) in kept else value for key, value in state.items()}
-            rule.update_([param], [grad], [mine], hyper)
-            for key in kept.of("p"):
-                kept.write("p", key, state[key], mine[key], step)
-        runs.append({"param": param, **{key: kept.read("p", key, value) if ("p", key) in kept else value.clone()
-                                        for key, value in state.items()}})
+            for form in forms.values():
+                form.open(form.memory)
+            rule.update_([param], [grad], [{key: form.opened for key, form in forms.items()}], hyper)
+            for form in forms.values():
+                form.close(step)
+        runs.append({"param": param, **{key: form.read().float() for key, form in forms.items()}})
     narrow, wide = runs
     every = 2 if fades_at else 1
     return {key: float((narrow[key] - wide[key]).view(-1)[::every].norm() / wide[key].view(-1)[::every].norm())

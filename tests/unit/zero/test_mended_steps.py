@@ -53,7 +53,7 @@ class Updating:
         return call
 
     def step(self):
-        step = SimpleNamespace(number=3, watch=None, scaled={}, failed=False, decision=SimpleNamespace(
+        step = SimpleNamespace(number=3, around=None, scaled={}, failed=False, decision=SimpleNamespace(
             rescale_=None, frozen=()))
         with pytest.raises(MemoryError) as error:
             update(self, step, self.observers)

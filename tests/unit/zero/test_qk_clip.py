@@ -365,26 +365,26 @@ def is_plain():
 
 def test_attention_is_measured_while_somebody_watches_and_only_in_training():
     notes, model, other = Notes(), model_of("separate"), model_of("separate")
-    attention_hook.watch(list(model.modules()), notes.note)
+    attention_hook.MEASURED.watch(list(model.modules()), notes.note)
     with torch.no_grad():
         plain = other.train()(input_ids=tokens_of((0, 0, 0))).logits
         watched = model.train()(input_ids=tokens_of((0, 0, 0))).logits
         model.eval()(input_ids=tokens_of((0, 0, 0)))
     assert torch.equal(plain, watched)
     assert [module for module, _ in notes.found] == list(attention_modules(model).values())
-    attention_hook.forget(Notes().note)  # another's
+    attention_hook.MEASURED.forget(Notes().note)  # another's
     assert not is_plain()
-    attention_hook.forget(notes.note)
+    attention_hook.MEASURED.forget(notes.note)
     assert is_plain()
 
 
 def test_an_observer_may_go():
     notes, model = Notes(), model_of("separate")
-    attention_hook.watch(list(model.modules()), notes.note)
+    attention_hook.MEASURED.watch(list(model.modules()), notes.note)
     del notes
     gc.collect()
     model.train()(input_ids=tokens_of((0, 0, 0)))
-    attention_hook.forget()
+    attention_hook.MEASURED.forget()
     assert is_plain()
 
 
@@ -392,8 +392,8 @@ def test_implementations_that_a_script_asks_for_stay_when_engines_go_and_have_to
     notes = Notes()
     ds_layerwise.measure_attention("sdpa", "flash_attention_2")
     ours = AttentionInterface()["sdpa"]
-    attention_hook.watch(list(model_of("separate").modules()), notes.note)
-    attention_hook.forget(notes.note)
+    attention_hook.MEASURED.watch(list(model_of("separate").modules()), notes.note)
+    attention_hook.MEASURED.forget(notes.note)
     # Asked for again, it does not measure twice.
     ds_layerwise.measure_attention("sdpa")
     assert AttentionInterface()["sdpa"] is ours
