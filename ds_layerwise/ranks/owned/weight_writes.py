@@ -116,7 +116,7 @@ class WholeWeights:
 
     def written(self) -> Tensor:
         """Tell whether this rank has seen a write since the last :meth:`take_over`: 0-d bool."""
-        return torch.full((), bool(self._changed()), device=self._device)
+        return torch.full((), bool(self._changed()), dtype=torch.bool, device=self._device)
 
     def take_over(self) -> None:
         """Compare the weights that any rank has seen written. Every rank of every group must call

@@ -61,7 +61,7 @@ class MeasuredAttention:
         self._cores: dict[str, Any] = {}
         """The implementations that are measured, as they are without."""
         self._asked: set[str] = set()
-        """Those that a script has asked for, which stay when engines go."""
+        """The implementations that a script has asked for. They stay when engines go."""
 
     def watch(self, modules: Collection[nn.Module], note: Note) -> None:
         """Call ``note`` for every attention of ``modules`` in training. ``note`` is a bound method
