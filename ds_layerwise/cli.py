@@ -1,7 +1,5 @@
 """``ds-layerwise``: plans of runs and work on checkpoints, without an engine.
 
-A launcher starts ``links`` on every rank: ``deepspeed --module ds_layerwise.cli links OUT.json``.
-
 Exit codes: 0 for success; 1 if ``verify`` finds problems; 2 for a refusal, with one line on stderr.
 """
 
@@ -34,6 +32,8 @@ _GONE = {
     "--ep_size": "plan a module:function with experts of deepspeed.moe.layer.MoE, which know it",
     "--tp_size": "plan a module:function that builds the layers in the sizes that one rank has",
     "--html": "take the table, or the numbers of --json",
+    "--ranks_per_node": "a plan counts what each rank sends, wherever its peers are",
+    "--links": "plans count bytes, and --gb_s shows how long they take",
 }
 
 
@@ -51,10 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code.
     """
     options = _parser().parse_args(argv)
-    if options.command != "links":
-        # All other commands work on the host. Without this, DeepSpeed prints on stdout that it
-        # looks for a device.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # All commands work on the host. Without this, DeepSpeed prints on stdout that it looks for a
+    # device.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     try:
         code: int = options.run(options)
     except (LayerWiseError, OSError) as e:
@@ -72,8 +71,6 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "ds-layerwise", description="Plans and checkpoints of ds_layerwise, without an engine."
     )
-    # DeepSpeed's launcher adds it before all other arguments.
-    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     every = argparse.ArgumentParser(add_help=False)
     every.add_argument(
@@ -108,20 +105,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices"))
 
-    add = command(
-        "links",
-        _links,
-        "measure the links between the ranks that a launcher has started",
-        overwrite,
-    )
-    add("out", metavar="OUT", type=Path, help="the file for plan --links and layerwise.links")
-    add(
-        "--like",
-        metavar="NAME|FILE",
-        help="the links for values that cannot be measured here, such as those between nodes on "
-        "a single node: nvlink-ib, pcie-ethernet, tcp, or a file",
-    )
-
+    links = commands.add_parser("links")
+    links.add_argument("rest", nargs=argparse.REMAINDER)
+    links.set_defaults(run=_links)
     command("schema", _schema, "a JSON schema of this backend's part of a config, for editors")
 
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
@@ -192,29 +178,23 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         help="data-parallel ranks; several numbers give one row each",
     )
     add(
-        "--links",
-        metavar="NAME|FILE",
-        help="the links to predict times for: nvlink-ib, pcie-ethernet, tcp, or a JSON file with "
-        'bandwidths and latencies; by default layerwise.links, and nvlink-ib for "auto"',
-    )
-    add(
-        "--ranks_per_node",
-        type=_positive,
-        metavar="N",
-        help="ranks per node; by default that of the links, which is 8 for those with a name",
+        "--gb_s",
+        type=_rate,
+        metavar="GB/S",
+        help="the bandwidth of one rank in 10^9 bytes a second: shows how long the bytes take",
     )
     add(
         "--reduction",
         choices=("ordered", "native"),
         help="method of sums: in float32 and rank order, or the backend's own; by default "
-        'layerwise.reduction, and for "auto" the backend\'s own except on tcp',
+        'layerwise.reduction, and for "auto" the backend\'s own',
     )
     add(
         "--memory",
         type=_gib,
         metavar="GIB",
-        help="memory of one device in GiB (2^30 bytes): shows which numbers of ranks and bucket "
-        "sizes fit; activations are not counted",
+        help="memory of one device in GiB (2^30 bytes): shows which numbers of ranks fit; "
+        "activations are not counted",
     )
     add(
         "--fit",
@@ -260,6 +240,16 @@ def _gib(text: str) -> int:
             f"must be a number of GiB above 0 and up to {_MOST_GIB:,}, got {text!r}"
         )
     return int(size * 2**30)
+
+
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of GB/s above 0, got {text!r}")
+    return rate
 
 
 def _num_bytes(text: str) -> int:
@@ -309,21 +299,18 @@ def _print_plan(options: argparse.Namespace) -> int:
             "the two out, or add --json"
         )
     given = {
-        "links": options.links,
         "reduction": options.reduction,
-        "ranks_per_node": options.ranks_per_node,
     }
     if options.fit is not None:
         return _plan_that_fits(options, given)
-    plan = DryRun.of(
-        options.model, options.config, options.ranks, memory_bytes=options.memory, **given
-    )
+    plan = DryRun.of(options.model, options.config, options.ranks, **given)
+    known = {"memory_bytes": options.memory, "gb_s": options.gb_s}
     if options.json:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
         numbers_of_plans = []
-        for forecast, prediction in zip(plan.forecasts, plan.predictions, strict=True):
-            numbers = as_json(forecast, prediction)
+        for forecast in plan.forecasts:
+            numbers = as_json(forecast, **known)
             if options.list:
                 numbers["parameters"] = plan.listed(forecast)
             numbers_of_plans.append(numbers)
@@ -345,7 +332,7 @@ def _print_plan(options: argparse.Namespace) -> int:
             plan.forecasts,
             plan.run.optimizer,
             without_effect=plan.run.without_effect,
-            predictions=plan.predictions,
+            **known,
         )
         say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
     return 0
@@ -366,30 +353,11 @@ def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> in
     return 0
 
 
-def _links(options: argparse.Namespace) -> int:
-    from ds_layerwise.process_exit import leave
-    from ds_layerwise.ranks.comm import comm
-    from ds_layerwise.tools.links import measure_links
-
-    joined = measure_links.join()
-    try:
-        text = measure_links.write_links(
-            options.out, like=options.like, overwrite=options.overwrite
-        )
-    except LayerWiseError as e:
-        # All ranks raise the same error, and rank 0 prints it. A launcher ends all ranks as soon as
-        # one ends.
-        if comm.rank_of(None) == 0:
-            _refuse(e)
-        comm.gather_objects(None, group=None)
-        code = 2
-    else:
-        code = 0
-        if comm.rank_of(None) == 0:
-            say_last(text)
-    if joined:
-        leave(code)
-    return code
+def _links(_: argparse.Namespace) -> int:
+    raise LayerWiseError(
+        "links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows "
+        "how long a step's bytes take"
+    )
 
 
 def _schema(_: argparse.Namespace) -> int:

@@ -209,9 +209,6 @@ _SAME_ON_ALL_RANKS = """
 def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
     """Return a line for each key that must be equal on all ranks, nested ones with dots, sorted by
     name.
-
-    ``layerwise.links`` is not one of them: the file of the links may have another path on each
-    node.
     """
     lines = []
 
@@ -219,7 +216,7 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             for key in sorted(value):
                 add(f"{path}.{key}", value[key])
-        elif path != "layerwise.links":
+        else:
             lines.append(f"{path} = {value!r}")
 
     for key in _SAME_ON_ALL_RANKS:

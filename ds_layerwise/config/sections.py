@@ -123,11 +123,19 @@ def belongs_in(
     return None
 
 
+#: The keys of our sections that are no longer there, each with what to do instead.
+GONE = {
+    "layerwise.links": "transports are chosen by counting bytes; leave it out",
+}
+
+
 def _only_ours(where: str, section: Mapping[str, Any], known: Collection[str]) -> None:
     """Refuse unknown keys. For a key of our other section, the error names that section."""
     for key in section:
         if key in known:
             continue
+        if f"{where}.{key}" in GONE:
+            raise ConfigError(f"{where}.{key} is no longer an option: {GONE[f'{where}.{key}']}")
         home = belongs_in(str(key), shared=())
         if str(key).lower().replace("_", "") == "layerwise":
             home = "layerwise at the top level"
@@ -396,10 +404,6 @@ class LayerWiseConfig(Section):
     reduction: Reduction = "auto"
     """The method to sum gradients over ranks; see :mod:`ds_layerwise.ranks.sync.bucket_transfers`.
     "auto" is "ordered" on a CPU.
-    """
-    links: str = "auto"
-    """The links for which the transports of buckets are chosen: the name of a set in
-    :mod:`.plan.network.links`, or a file; "auto" chooses by the device.
     """
     alignment: Count = 64
     """Every parameter starts at a multiple of this many elements."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +16,8 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
 from ds_layerwise.plan.forecast.param_tables import listed
-from ds_layerwise.plan.forecast.prediction import Prediction, predict
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.links import Links, links_of_run
-from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
+from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
 from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes
@@ -43,8 +41,8 @@ class DryRun:
     forecasts: Sequence[Forecast]
     assumed: Sequence[str]
     """Lines with the assumptions."""
-    predictions: Sequence[Prediction]
-    """A prediction for each of the forecasts."""
+    costs_of: Callable[..., Forecast]
+    """Returns the forecast for a number of ranks, and optionally another ``bucket_numel``."""
 
     @classmethod
     def of(
@@ -53,21 +51,14 @@ class DryRun:
         config: Path | Mapping[str, Any],
         ranks: Sequence[int],
         *,
-        links: str | None = None,
         reduction: Reduction | None = None,
-        ranks_per_node: int | None = None,
-        memory_bytes: int | None = None,
     ) -> DryRun:
         """Plan ``model`` for training with a DeepSpeed config, or the file with it, on each number
         of ``ranks``.
 
         Args:
             model: a model, or the text that names one, see :meth:`.MetaModel.build`.
-            links: a name or a file, see :func:`.plan.network.links.find_links`; None for the value
-                of the config, where "auto" assumes that devices communicate.
-            reduction: None for the value of the config.
-            ranks_per_node: None for the value of the links.
-            memory_bytes: the memory of one device; None to not check whether it suffices.
+            reduction: None for the value of the config, where "auto" assumes devices.
 
         Raises:
             ConfigError: a file cannot be read, the model cannot be built, or the config has
@@ -82,10 +73,7 @@ class DryRun:
         filled, by_trainer = fill_in(given, hidden_size=model.hidden_size)
         run = RunConfig.from_ds_config(filled)
         _refuse_unknown(filled, run)
-        links_by_ranks, of_nodes = _links(links, run, ranks, ranks_per_node)
-        sums = reduction_of_run(
-            reduction or run.layerwise.reduction, on_host=links_by_ranks[0].on_host
-        )
+        sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=False)
         module = model.module
         model.cast(run.param_dtype)
         check_recipes(run.optimizer.recipes)
@@ -98,16 +86,10 @@ class DryRun:
         routes, specs = routed.routes, routed.specs
         idle = idle_keys(run.optimizer, run.layerwise, routes.values())
         run = replace(run, without_effect=(*run.without_effect, *idle))
-        forecasts = []
-        predictions = []
-        for num_ranks, on in zip(ranks, links_by_ranks, strict=True):
-            where: dict[str, Any] = {"links": on, "reduction": sums}
-            plan = forecast(specs, routes, run, num_ranks, **where)
-            forecasts.append(plan)
-            prediction = predict(plan, specs, routes, run, memory_bytes=memory_bytes, **where)
-            predictions.append(prediction)
-        assumed = [*_for_auto(by_trainer, filled, zero), *of_nodes]
-        return cls(run, routes, specs, forecasts, assumed, predictions)
+        costs_of = partial(forecast, specs, routes, run, reduction=sums)
+        forecasts = list(map(costs_of, ranks))
+        assumed = _for_auto(by_trainer, filled, zero)
+        return cls(run, routes, specs, forecasts, assumed, costs_of)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Return every route of ``plan``; see :func:`.plan.forecast.param_tables.listed`."""
@@ -165,33 +147,3 @@ def _for_auto(
             f"{path} = {json.dumps(at(zero, path))}"
         )
     return lines
-
-
-def _links(
-    links: str | None,
-    run: RunConfig,
-    ranks: Sequence[int],
-    ranks_per_node: int | None,
-) -> tuple[list[Links], list[str]]:
-    """Return the links for each of ``ranks``, as a run would use them, and lines about nodes.
-
-    Raises:
-        ConfigError: as in :func:`.plan.network.links.find_links`.
-    """
-    where = "links" if links else "layerwise.links"
-    links_with = partial(links_of_run, links or run.layerwise.links, on_host=None, where=where)
-    full = links_with(ranks_per_node=ranks_per_node)
-    uneven = []
-    for num_ranks in ranks:
-        if not full.are_full(num_ranks):
-            uneven.append(str(num_ranks))
-    lines = []
-    if uneven:
-        lines.append(
-            f"assumed for {', '.join(uneven)} ranks, of which nodes of {full.ranks_per_node} would "
-            "have different numbers: sums are not made inside nodes first, and transports are "
-            "chosen as for one rank per node, as in a run there; start the same number on each "
-            "node, and set it with --ranks_per_node"
-        )
-    lonely = links_with(ranks_per_node=1, places=full.ranks_per_node)
-    return [full if full.are_full(num_ranks) else lonely for num_ranks in ranks], lines

@@ -12,7 +12,7 @@ from typing import Any
 from ds_layerwise.config.config_file import at
 from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of, time_text
+from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 
@@ -43,9 +43,8 @@ _BOUNDS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _STAGES = (1, 2, 3)
-#: The config's own bucket size stays if messages take at most this many times as long as with the
-#: best one.
-_AS_FAST = 1.05
+#: The bucket sizes, in elements, that are tried where the config's own is too large.
+_SMALLER = (500_000_000, 250_000_000, 100_000_000)
 #: The width of a terminal.
 _NARROW = 80
 
@@ -85,8 +84,8 @@ class Fit:
     change: Change
     left: int
     """The bytes of a device that are left on the rank that needs most."""
-    nanoseconds: float
-    """The predicted time of the collectives and updates of a step."""
+    sent: int
+    """The bytes that the busiest rank sends in a step of one micro-batch."""
 
 
 def find_fits(
@@ -101,7 +100,7 @@ def find_fits(
     the assumptions about the config.
 
     What changes more, or costs more than time, is only tried where nothing cheaper fits. Among
-    changes of one kind the one with the shortest predicted step is the first.
+    changes of one kind the one that sends least is the first.
 
     Args:
         memory_bytes: the memory of one device.
@@ -124,7 +123,7 @@ def find_fits(
                     fits.append(fit)
             if fits:
                 break
-        found.append(sorted(fits, key=lambda fit: fit.nanoseconds))
+        found.append(sorted(fits, key=lambda fit: fit.sent))
     return found, as_it_is.assumed
 
 
@@ -144,32 +143,32 @@ def _tried(
     memory_bytes: int,
     options: Mapping[str, Any],
 ) -> Fit | None:
-    """Return the fit of ``change`` with its best bucket size; None if there is none, or a run would
-    refuse the config.
+    """Return the fit of ``change`` with the config's bucket size, or the largest smaller one; None
+    if there is none, or a run would refuse the config.
     """
     tried = change.applied_to(given)
     # Batches change no plan, and would have to be others on other numbers of ranks.
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         tried.pop(key, None)
     try:
-        plan = DryRun.of(model, tried, [num_devices], memory_bytes=memory_bytes, **options)
+        plan = DryRun.of(model, tried, [num_devices], **options)
     except LayerWiseError:
         return None
-    prediction = plan.predictions[0]
-    size = prediction.best
-    own = prediction.own
-    if size is None:
-        return None
     values = dict(change.values)
-    if own.fits and own.wire.total <= _AS_FAST * size.wire.total:
-        size = own
-    else:
-        values["zero_optimization.reduce_bucket_size"] = size.bucket_numel
+    costs = plan.forecasts[0]
+    left = memory_bytes - costs.needed
+    for bucket_numel in _SMALLER:
+        if left < 0 and bucket_numel < plan.run.bucket_numel:
+            values["zero_optimization.reduce_bucket_size"] = bucket_numel
+            costs = plan.costs_of(costs.layout.world_size, bucket_numel=bucket_numel)
+            left = memory_bytes - costs.needed
+    if left < 0:
+        return None
     for path, value in change.values.items():
         if at(given, path) == value:
             del values[path]
-    time = size.wire.total + prediction.update
-    return Fit(replace(change, values=values), size.left or 0, time)
+    sent = sum(map(sum, costs.sent_by_busiest().values()))
+    return Fit(replace(change, values=values), left, sent)
 
 
 def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:
@@ -177,12 +176,12 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
     change of each as a part of a config.
     """
     title = f"what fits on devices with {size_text(memory_bytes)}, cheapest first"
-    table = table_of(title, ("devices", "change", "left", "a step"), ("change",))
+    table = table_of(title, ("devices", "change", "left", "sent"), ("change",))
     prices: dict[str, None] = {}
     below = []
     for num_devices, fits in zip(devices, found, strict=True):
         for fit in fits:
-            costs = size_text(fit.left), time_text(fit.nanoseconds)
+            costs = size_text(fit.left), size_text(fit.sent)
             table.add_row(str(num_devices), str(fit.change), *costs)
             prices[fit.change.price] = None
         if not fits:
@@ -192,8 +191,8 @@ def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes
             below.append(f"devices: {num_devices}; the first, to merge into the config: {part}")
     about = (
         "change: of the config; left: for what the forward and the backward pass keep, activations "
-        "above all, and what drivers and libraries take; a step: predicted, one micro-batch, "
-        "without the passes; devices: --ranks."
+        "above all, and what drivers and libraries take; sent: by the busiest rank in a step of "
+        "one micro-batch; devices: --ranks."
     )
     lines = rendered([*filter(None, prices), *below])
     return f"{rendered([table, about], _NARROW)}\n{lines}".rstrip()

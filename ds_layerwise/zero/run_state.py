@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
 from ds_layerwise.plan.layout.layout import Bucket
-from ds_layerwise.plan.network.transport import in_levels
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards, ParamViews
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
@@ -190,12 +188,6 @@ class RunState:
             planned.where,
             device=self.device,
             native=planned.reduction == "native",
-            rings=in_levels(
-                planned.layout.buckets,
-                wires_of(planned.layout, planned.specs),
-                planned.links,
-                planned.reduction,
-            ),
         )
         dtypes = {spec.name: DTYPES[spec.wire] for spec in planned.specs}
 

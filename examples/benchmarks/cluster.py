@@ -26,7 +26,6 @@ from cluster_ranks import (
     OPTIMIZERS,
     OURS,
     STOCK,
-    SYNCS,
     GPTConfig,
     Wire,
     on_the_wire,
@@ -35,8 +34,6 @@ from cluster_ranks import (
 )
 from conditions import commit, options, processor
 from namespaces import Cluster, be_the_switch, run
-
-from ds_layerwise.plan.network.links import Links
 
 MB = 1e6
 
@@ -55,7 +52,7 @@ class Bar(NamedTuple):
 
 
 class Report:
-    """The measurements so far: bars, rows of seconds, and predictions."""
+    """The measurements so far: bars, and rows of seconds."""
 
     def __init__(self) -> None:
         self.bars: list[Bar] = []
@@ -63,13 +60,6 @@ class Report:
             "| nodes | side | reduce, s | gather, s | both | MB out of a node: reduce | gather |",
             "|---|---|---|---|---|---|---|",
         ]
-        self._foretold = [
-            "| nodes | layout | reduce: predicted, s | measured | gather: predicted, s | measured "
-            "|",
-            "|---|---|---|---|---|---|",
-        ]
-        self._links: dict[str, str] = {}
-        self._furthest = 0.0
 
     def add(self, cluster: Cluster, name: str, wire: Wire) -> None:
         """Add a row of seconds and bytes."""
@@ -78,40 +68,18 @@ class Report:
             f"{wire.seconds:.2f} | {wire.reduce.sent / MB:.2f} | {wire.gather.sent / MB:.2f} |"
         )
 
-    def compare(
-        self, cluster: Cluster, name: str, wire: Wire, foretold: tuple[float, float], links: Links
-    ) -> None:
-        """Add a row of predictions."""
-        cells = []
-        for one, other in zip(foretold, wire, strict=True):
-            self._furthest = max(self._furthest, abs(one / other.seconds - 1))
-            cells.append(f"{one:.2f} | {other.seconds:.2f} ({one / other.seconds - 1:+.0%})")
-        self._foretold.append(f"| {cluster} | {name} | {' | '.join(cells)} |")
-        self._links.setdefault(
-            str(cluster), ", ".join(f"{key} {value:.3g}" for key, value in links if key != "tflops")
-        )
-
     def print(self) -> None:
         """Print everything."""
-        bars = [
-            *self.bars,
-            Bar("predicted against measured, the furthest off", self._furthest, 0.2),
-        ]
         print("| what | found | at most | reached |\n|---|---|---|---|")
-        print("\n".join(bar.row() for bar in bars), end="\n\n")
+        print("\n".join(bar.row() for bar in self.bars), end="\n\n")
         print("\n".join(self._seconds), end="\n\n")
-        print("\n".join(self._foretold), end="\n\n")
-        print("Links that predictions are made with:\n")
-        for cluster, links in self._links.items():
-            print(f"    {cluster}: {links}")
-        print()
 
 
 def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
     """Compare the bytes of a step at the interface with the model's."""
     for num_nodes in (2, 4):
         cluster = Cluster(num_nodes, 1, 1000)
-        taken, *_, model_bytes, _, _ = run(
+        taken, model_bytes, _ = run(
             cluster,
             partial(
                 on_the_wire,
@@ -137,7 +105,7 @@ def bytes_of_steps(report: Report, config: GPTConfig, rounds: int) -> None:
 def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) -> None:
     """Compare the bytes and seconds of several ranks behind a link with stock's."""
     cluster = Cluster(2, 4, 200)
-    taken, foretold, model_bytes, _, links = run(
+    taken, model_bytes, _ = run(
         cluster,
         partial(
             on_the_wire,
@@ -149,7 +117,6 @@ def several_ranks_behind_a_link(report: Report, config: GPTConfig, rounds: int) 
     )
     for name, wire in taken.items():
         report.add(cluster, name, wire)
-    report.compare(cluster, "the engine's", taken[SYNCS], foretold, links)
     report.bars += [
         Bar(
             f"{cluster}: bytes of the reduction across a link over half of the model's",
@@ -187,10 +154,9 @@ def steps_of_two_nodes(report: Report, config: GPTConfig, tokens: int, rounds: i
 def one_matrix_over_even(report: Report, numel: int, rounds: int) -> None:
     """Compare one matrix a bucket with even shards of the same bytes."""
     cluster = Cluster(8, 1, 200)
-    taken, foretold, links = run(cluster, partial(one_matrix_a_bucket, numel=numel, rounds=rounds))
+    taken = run(cluster, partial(one_matrix_a_bucket, numel=numel, rounds=rounds))
     for name, wire in taken.items():
         report.add(cluster, name, wire)
-        report.compare(cluster, name, wire, foretold[name], links)
     for dtype in ("float32", "bfloat16"):
         ours, even = taken[f"matrices {dtype}"], taken[f"even {dtype}"]
         report.bars += [

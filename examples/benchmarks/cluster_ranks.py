@@ -20,12 +20,10 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.network.links import Links
-from ds_layerwise.plan.network.transport import Load, wire_time
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
-from ds_layerwise.ranks.sync.bucket_transfers import Wires, average, make_wires
+from ds_layerwise.ranks.sync.bucket_transfers import Wires, make_wires
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 
@@ -253,67 +251,6 @@ def wires_here() -> Wires:
     )
 
 
-def median_of(operation: Callable[[], object], times: int) -> float:
-    """Return the median of seconds over all ranks, which begin each time together."""
-    taken = []
-    for _ in range(times):
-        dist.barrier()
-        start = time.monotonic()
-        operation()
-        taken.append(time.monotonic() - start)
-    return statistics.median(sum(comm.gather_objects(taken, group=None), []))
-
-
-def latency_us(other: int) -> float:
-    """Return the latency from rank 0 to ``other``: half of the way there and back."""
-    taken, note = [], torch.zeros(16)
-    for _ in range(40):
-        start = time.monotonic()
-        if dist.get_rank() == 0:
-            dist.send(note, other)
-            dist.recv(note, other)
-        elif dist.get_rank() == other:
-            dist.recv(note, 0)
-            dist.send(note, 0)
-        taken.append(time.monotonic() - start)
-    return 1e6 * float(comm.gather_objects(statistics.median(taken), group=None)[0]) / 2
-
-
-def measure_links(cluster: Cluster, wires: Wires) -> Links:
-    """Return the measured latencies, and the measured rates inside a node; the links' own rate is
-    the one that was set."""
-    wire, note = wires[1], torch.zeros(cluster.ranks)
-    between_us = latency_us(cluster.ranks_per_node)
-    # With as many processes as ranks, not all of them are on a core when a message comes for them.
-    everyone_us = 1e6 * median_of(
-        lambda: comm.all_to_all(torch.empty_like(note), note, group=None).wait(), 15
-    )
-    inside_us, inside_gb_s = between_us, 1.0
-    if wire.inside is not None:
-        inside_us = latency_us(1)
-        sent = torch.zeros(2_000_000)
-        received, others = torch.empty_like(sent), 1 - 1 / cluster.ranks_per_node
-        inside_gb_s = (
-            sent.nbytes
-            * others
-            / 1e9
-            / median_of(lambda: comm.all_to_all(received, sent, group=wire.inside).wait(), 9)
-        )
-    rows, total = torch.zeros(4, 1_000_000), torch.zeros(1_000_000)
-    memory_gb_s = (rows.nbytes + total.nbytes) / 1e9 / median_of(lambda: average(rows, total, 1), 9)
-    return Links(
-        inside_gb_s=inside_gb_s,
-        between_gb_s=cluster.link_gb_s,
-        inside_us=inside_us,
-        between_us=between_us,
-        ranks_per_node=cluster.ranks_per_node,
-        rails=1,
-        memory_gb_s=memory_gb_s,
-        on_host=True,
-        peer_us=max(0.0, everyone_us - between_us) / (cluster.ranks - 1),
-    )
-
-
 class Wire(NamedTuple):
     """The cost of reductions and gathers of one layout, or of one side."""
 
@@ -326,20 +263,11 @@ class Wire(NamedTuple):
         return self.reduce.seconds + self.gather.seconds
 
 
-def predicted(layout: Layout, links: Links, wire: str) -> tuple[float, float]:
-    """Return the seconds to reduce and to gather."""
-    loads = [Load.of_bucket(bucket, wire) for bucket in layout.buckets]
-    time_of = wire_time(loads, [bucket.way for bucket in layout.buckets], links, "ordered")
-    return (time_of.reduce + time_of.sums) / 1e9, (time_of.params + time_of.gather) / 1e9
-
-
 def on_the_wire(
     cluster: Cluster, *, config: GPTConfig, bucket_numel: int, rounds: int, names: Sequence[str]
 ) -> Any:
-    """Return the cost by side, and the prediction, for engines without computation and our
-    synchronisations alone.
-
-    The result also has the bytes of the model, and the ways of its buckets.
+    """Return the cost by side, for engines without computation and our synchronisations alone; the
+    bytes of the model; and the transports of its buckets.
     """
     leave_out_newton_schulz()
     numel = sum(param.numel() for param in GPT(config).parameters())
@@ -350,16 +278,9 @@ def on_the_wire(
         sides[name] = Side((lambda engine=engine: engine.backward(engine()), engine.step))
     assert layout is not None
     wires = wires_here()
-    links = measure_links(cluster, wires)
     sides[SYNCS] = Syncs(layout, wires, torch.float32).side
     taken = {name: Wire(*costs) for name, costs in take_turns(sides, cluster, rounds).items()}
-    return (
-        taken,
-        predicted(layout, links, "float32"),
-        4 * numel,
-        [bucket.way for bucket in layout.buckets],
-        links,
-    )
+    return taken, 4 * numel, [bucket.transport for bucket in layout.buckets]
 
 
 def whole_steps(
@@ -417,7 +338,7 @@ def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
     """Measure as many matrices as ranks, no two of the same shape, so that nothing goes in rows: in
     cuts, and the same bytes evenly."""
     wires, size = wires_here(), cluster.ranks
-    links, sides, foretold = measure_links(cluster, wires), {}, {}
+    sides = {}
     # Each is a little larger than the one before. Together they are size x numel elements.
     rows = [numel // 1024 + 8 * (2 * index - size + 1) for index in range(size)]
     for dtype in (torch.float32, torch.bfloat16):
@@ -437,17 +358,11 @@ def one_matrix_a_bucket(cluster: Cluster, *, numel: int, rounds: int) -> Any:
                 ],
                 size,
                 bucket_numel=1,
-                links=links,
             )
-            ways = {bucket.way for bucket in layout.buckets}
-            if ways != {"cuts" if whole else "even"} or len(layout.buckets) != size:
+            transports = {bucket.transport for bucket in layout.buckets}
+            if transports != {"cuts" if whole else "even"} or len(layout.buckets) != size:
                 raise ValueError(
-                    f"{name} was meant to be {size} buckets in one way, and is {layout.buckets}"
+                    f"{name} was meant to be {size} buckets alike, and is {layout.buckets}"
                 )
             sides[name] = Syncs(layout, wires, dtype).side
-            foretold[name] = predicted(layout, links, wire)
-    return (
-        {name: Wire(*costs) for name, costs in take_turns(sides, cluster, rounds).items()},
-        foretold,
-        links,
-    )
+    return {name: Wire(*costs) for name, costs in take_turns(sides, cluster, rounds).items()}

@@ -484,28 +484,6 @@ def rank_of_many(place: Place, limit_s: float) -> Found:
     return Found(lines)
 
 
-def links(place: Place, limit_s: float) -> Found:
-    """Measure collectives, beside plans."""
-    from gpu_steps import link_times
-
-    measured = on_ranks(place, link_times, limit_s=limit_s)[0]
-    if not measured["rows"]:
-        return Found(["One rank has no links."])
-    lines = [
-        "fitted: by the links that `ds-layerwise links` finds here. assumed: by those that plans "
-        "take without a file.",
-        "",
-        "| what | bytes | ms | over fitted | over assumed |",
-        "|---|---:|---:|---:|---:|",
-    ]
-    for row in [*measured["rows"], *measured["steps"]]:
-        ratios = [f"{row['ms'] / row[by]:.2f}" if row[by] else "" for by in ("fitted", "assumed")]
-        lines.append(
-            f"| {row['what']} | {row.get('nbytes', '')} | {row['ms']:.3f} | {' | '.join(ratios)} |"
-        )
-    return Found(lines, [measured["problem"]] if measured["problem"] else [])
-
-
 #: Sections by title: the function, and the seconds after which it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Tests": (tests, 180),
@@ -517,10 +495,9 @@ SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Memory": (memory, 60),
     "Whole steps": (whole_steps, 120),
     "Rank of many": (rank_of_many, 120),
-    "Links": (links, 90),
 }
 #: Sections in which ranks of several nodes take part.
-BETWEEN_NODES = ("Step", "Streams", "Whole steps", "Links")
+BETWEEN_NODES = ("Step", "Streams", "Whole steps")
 
 
 def main() -> None:

@@ -33,21 +33,19 @@ import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
 from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
-from ds_layerwise.plan.network.transport import InLevels
 from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
 from ds_layerwise.ranks.owned.owned import Owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.transfer import Transfer
-from ds_layerwise.zero import run_state
 from ds_layerwise.zero.setup import run_plan
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from model import GPT, VOCABULARY, GPTConfig
 
-from tests.support.ways import in_cuts
+from tests.support.transports import in_cuts
 
 OURS, STOCK, FUSED = "LayerWiseMuon", "stock Muon", "torch AdamW, fused"
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -479,16 +477,9 @@ def every_other_in_cuts() -> AbstractContextManager[object]:
 
 
 def two_nodes() -> AbstractContextManager[object]:
-    """Let engines that are made inside take the ranks for those of two nodes, and send every bucket
-    in two levels."""
-    half, stack = dist.get_world_size() // 2, contextlib.ExitStack()
-    every = InLevels(frozenset(range(10**4)), frozenset(range(10**4)))
-    for owner, name, value in (
-        (nodes, "node_of_each_rank", lambda: [0] * half + [1] * half),
-        (run_state, "in_levels", lambda *args: every),
-    ):
-        stack.enter_context(unittest.mock.patch.object(owner, name, value))
-    return stack
+    """Let engines that are made inside take the ranks for those of two nodes."""
+    half = dist.get_world_size() // 2
+    return unittest.mock.patch.object(nodes, "node_of_each_rank", lambda: [0] * half + [1] * half)
 
 
 def compiled(place: Place, engine: Any) -> None:

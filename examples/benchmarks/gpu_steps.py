@@ -1,5 +1,5 @@
 """The ranks of gpu.py for whole training steps beside stock ZeRO and torch's Muon, for the same
-steps as rank 0 of many on a network of sleeps, and for links beside their plans."""
+steps as rank 0 of many on a network of sleeps."""
 
 from __future__ import annotations
 
@@ -23,15 +23,9 @@ from gpu_ranks import (
     gpt_on,
     windows,
 )
-from links import predicted
 from measuring import in_turns
 from torch import Tensor, distributed, nn
 
-from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.plan.network.link_fit import measured_links, missing_keys
-from ds_layerwise.plan.network.links import NVLINK_IB, TCP, Links, group_of
-from ds_layerwise.ranks.comm import nodes
-from ds_layerwise.tools.links import link_timing
 from tests.support.rank_of_many import Network, rank_of_many
 
 TORCH = "torch.optim.Muon, AdamW"
@@ -151,12 +145,16 @@ class OnStream:
         self._tensors = ()
 
 
-class Sleeping(Network):
-    """A network that sleeps as long as plans say that a collective takes on ``links``."""
+#: Bandwidths of one rank, 10^9 bytes a second: NVLink 4, and a card of 400 Gbit/s.
+INSIDE_GB_S, BETWEEN_GB_S = 450.0, 50.0
 
-    def __init__(self, place: Place, links: Links) -> None:
+
+class Sleeping(Network):
+    """A network that sleeps as long as a collective's bytes take at the bandwidth of one rank."""
+
+    def __init__(self, place: Place) -> None:
         super().__init__()
-        self._links, self._is_cuda = links, place.device == "cuda"
+        self.takes_time, self._is_cuda = True, place.device == "cuda"
         self._streams: dict[Any, Any] = {}
         self._free_at: dict[Any, float] = {}
         self.busy_s = 0.0
@@ -167,8 +165,8 @@ class Sleeping(Network):
         """Sleep after all earlier work of its stream, and of the current one."""
         super().begin(kind, nbytes, group, tensors)
         ranks = distributed.get_process_group_ranks(group or distributed.group.WORLD)
-        on = group_of(len(ranks), self._links, ranks[1] - ranks[0] if len(ranks) > 1 else 1)
-        seconds = (on.all_to_all(nbytes) if kind == "all_to_all" else on.ring(nbytes)) / 1e9
+        rate = INSIDE_GB_S if ranks[-1] < PER_NODE else BETWEEN_GB_S
+        seconds = self.takes_time * nbytes * (len(ranks) - 1) / len(ranks) / rate / 1e9
         self.busy_s += seconds
         key = tuple(ranks[:2]), len(ranks)
         if not self._is_cuda:
@@ -201,7 +199,7 @@ def rank_times(place: Place) -> list[dict[str, Any]]:
     config, rows = place.gpt(min(1e9, place.memory_bytes / 32)), []
     for size in SIZES[-1:] if place.tiny else SIZES:
         for name, (layerwise, zero) in AS_ONE_OF_MANY.items():
-            network = Sleeping(place, NVLINK_IB)
+            network = Sleeping(place)
             with rank_of_many(size, PER_NODE, network):
                 rows.append(
                     {
@@ -236,7 +234,7 @@ def _of_one_rank(
     engine = engine_of(
         OURS,
         gpt_on(place, config),
-        {"reduction": "native", "links": "nvlink-ib", **layerwise},
+        {"reduction": "native", **layerwise},
         **zero,
     )
     whole = step_of(engine, config)
@@ -251,9 +249,9 @@ def _of_one_rank(
     ms = in_turns({"": whole}, place.repetitions, finish=place.finish)[""]
     if place.device == "cuda":
         peak = torch.cuda.max_memory_allocated() - before
-    links, network._links = network._links, at_no_cost(network._links)
+    network.takes_time = False
     computing = in_turns({"": whole}, place.repetitions, finish=place.finish)[""]
-    network._links = links
+    network.takes_time = True
     engine.destroy()
     return {
         "ms": ms,
@@ -263,98 +261,3 @@ def _of_one_rank(
         "held": held,
         "peak": peak,
     }
-
-
-def at_no_cost(links: Links) -> Links:
-    """Return the same links, so fast that nothing takes any time."""
-    fast = {name: 1e9 for name in type(links).model_fields if name.endswith("gb_s")}
-    none = {name: 0.0 for name in type(links).model_fields if name.endswith("_us")}
-    return links.model_copy(update={**fast, **none})
-
-
-# --- links
-
-
-def link_times(place: Place) -> dict[str, Any]:
-    """Return the times of collectives, beside links that were fitted to them and links that plans
-    assume; and the reduction and the gather of a step, beside the plans of both."""
-    if dist.get_world_size() == 1:
-        return {"rows": [], "steps": []}
-    device = torch.device(get_accelerator().current_device_name())
-    where = nodes.node_of_each_rank()
-    shape = link_timing.shape_of(where)
-    assumed = (TCP if place.device == "cpu" else NVLINK_IB).model_copy(
-        update={"ranks_per_node": shape.ranks_per_node}
-    )
-    if place.tiny:
-        link_timing._LONGEST_ON_HOST, link_timing._PATIENCE_S = 2**20, 2.0
-        link_timing._REPETITIONS = 2
-    times = link_timing.measure(where, device)
-    missing = missing_keys(shape.ranks_per_node, shape.num_nodes)
-    fitted, problem = assumed, None
-    try:
-        fitted = measured_links(
-            times.timings,
-            ranks_per_node=shape.ranks_per_node,
-            num_nodes=shape.num_nodes,
-            memory_gb_s=times.memory_gb_s,
-            tflops=times.tflops,
-            on_host=place.device == "cpu",
-            like=assumed if missing else None,
-            like_name="plans' own",
-        ).links
-    except LayerWiseError as error:
-        problem = str(error)
-    rows = []
-    for timing in times.timings:
-        stride = 1 if timing.where in ("inside", "everywhere") else shape.ranks_per_node
-
-        def ms_by(links: Links, timing: Any = timing, stride: int = stride) -> float:
-            group = group_of(timing.size, links, stride)
-            ask = group.ring if timing.kind == "ring" else group.all_to_all
-            return ask(timing.nbytes) / 1e6
-
-        rows.append(
-            {
-                "what": f"{timing.kind} {timing.where}, {timing.size} ranks",
-                "nbytes": timing.nbytes,
-                "ms": 1000 * timing.seconds,
-                "fitted": ms_by(fitted),
-                "assumed": ms_by(assumed),
-            }
-        )
-    return {"rows": rows, "problem": problem, "steps": _step_on(place, fitted, assumed)}
-
-
-def _step_on(place: Place, found: Links, assumed: Links) -> list[dict[str, Any]]:
-    """Return the reduction and the gather of a model in bf16, one after another, beside
-    predictions."""
-    config = place.gpt(1e9)
-    engine = engine_of(OURS, gpt_on(place, config))
-    run, layout = engine.optimizer._run, engine.optimizer.layout
-
-    def reduce() -> None:
-        for name, param in run.params.items():
-            param.grad = torch.zeros_like(param)
-            run.grad_sync.accumulate(name, launch=False)
-        run.grad_sync.reduce()
-        run.grad_sync.finish()
-        run.grad_sync.reset()
-
-    def gather() -> None:
-        run.param_sync.send(range(len(layout.buckets) - 1, -1, -1))
-
-    ms = in_turns({"reduce": reduce, "gather": gather}, place.repetitions, finish=place.finish)
-
-    def said(links: Links) -> dict[str, float]:
-        wire = predicted(layout, "bfloat16", links, run.planned.reduction)
-        return {
-            "reduce": (wire.reduce + wire.sums) / 1e6,
-            "gather": (wire.params + wire.gather) / 1e6,
-        }
-
-    fitted, by_default = said(found), said(assumed)
-    return [
-        {"what": name, "ms": milliseconds, "fitted": fitted[name], "assumed": by_default[name]}
-        for name, milliseconds in ms.items()
-    ]

@@ -28,11 +28,8 @@ import torch
 from conditions import conditions
 from torch import nn
 
-from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.network.links import NVLINK_IB
-from ds_layerwise.plan.network.reduction import Reduction
-from ds_layerwise.plan.network.transport import in_levels
+from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
@@ -183,19 +180,19 @@ class Step:
     def __init__(
         self, specs: Sequence[ParamSpec], layout: Layout, reduction: Reduction, stage: int
     ) -> None:
-        rank, size, per_node = layout.world_size // 2, layout.world_size, NVLINK_IB.ranks_per_node
-        rings = in_levels(layout.buckets, wires_of(layout, specs), NVLINK_IB, reduction)
+        rank, size, per_node = layout.world_size // 2, layout.world_size, 8
+        levels = {}
+        if reduction == "ordered":
+            levels["inside"] = Ranks(per_node, rank % per_node)
+            levels["across"] = Ranks(size // per_node, rank // per_node)
         wires = {
             1: Wire(
                 Ranks(size, rank),
                 native=reduction == "native",
                 on_host=False,
-                inside=Ranks(per_node, rank % per_node),
-                across=Ranks(size // per_node, rank // per_node),
-                rings=rings,
+                **levels,
             )
         }
-        self.in_levels = len(rings.reduce), len(rings.gather)
         self._params = {
             slot.name: nn.Parameter(torch.empty(slot.numel, dtype=torch.bfloat16, device=META))
             for bucket in layout.buckets
@@ -268,14 +265,13 @@ def row(stubs: Stubs, times: int, case: Case) -> str:
         specs,
         case.ranks,
         bucket_numel=case.bucket_numel,
-        reduction=case.reduction,
         stage=case.stage,
     )
     step = Step(specs, layout, case.reduction, case.stage)
     reduce, gather = medians_ms(step, times)
     stubs.calls = 0
     step.begin(), step.reduce(), step.gather()
-    ways = Counter(bucket.way for bucket in layout.buckets)
+    transports = Counter(bucket.transport for bucket in layout.buckets)
     cells = (
         case.model,
         case.ranks,
@@ -283,8 +279,7 @@ def row(stubs: Stubs, times: int, case: Case) -> str:
         f"{case.bucket_numel:.0e}",
         case.reduction,
         f"{len(layout.buckets)}: "
-        + ", ".join(str(ways[way]) for way in ("even", "ragged", "cuts", "by_param")),
-        "{}, {}".format(*step.in_levels),
+        + ", ".join(str(transports[each]) for each in ("even", "cuts", "by_param")),
         stubs.calls,
         f"{reduce:.1f}",
         f"{gather:.1f}",
@@ -302,13 +297,13 @@ def main() -> None:
     stubs = Stubs()
     print(
         "Python of a step between gradients and collectives. python "
-        f"examples/benchmarks/step_overhead.py\n{conditions()}\nBuckets on NVLink and InfiniBand; "
+        f"examples/benchmarks/step_overhead.py\n{conditions()}\n"
         f"CPU time of one thread, medians of {args.times}.\n"
     )
     print(
-        "| model | ranks | stage | bucket | sums | buckets: even, ragged, in cuts, cut by "
-        "parameter | in two levels: reductions, gathers | collectives | reduce, ms | gather, ms | "
-        "both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|---|"
+        "| model | ranks | stage | bucket | sums | buckets: even, in cuts, cut by "
+        "parameter | collectives | reduce, ms | gather, ms | "
+        "both | bound |\n|---|---|---|---|---|---|---|---|---|---|---|"
     )
     # A backward pass and a step run without gradients, too.
     with torch.no_grad():

@@ -13,7 +13,7 @@ DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.glob("*.md"))]
 
 #: Files that a page tells its reader to make, or that a command on a page writes, and a test's stand-in for each.
-USERS_FILES = {"ds.json", "train.py", "hostfile", "config.json", "my_models:build", "links.json", "checkpoints",
+USERS_FILES = {"ds.json", "train.py", "hostfile", "config.json", "my_models:build", "checkpoints",
                "checkpoints/best", "checkpoints/best_universal", "checkpoints/zero_to_fp32.py", "out", "out/model",
                "out/model.safetensors", "llama_sft.yaml", "axolotl.yaml"}
 

@@ -58,11 +58,6 @@ class Network:
         torch.mul(sent[first : first + out.numel()], comm.size_of(group), out=out)
         return self.begin("reduce_scatter", sent.nbytes, group, [out, sent])
 
-    def reduce_scatter(self, out: Tensor, parts: Sequence[Tensor], *, group: Any, async_op: bool) -> Any:
-        """Sum equal gradients of parts of any length."""
-        torch.mul(parts[comm.rank_of(group)], comm.size_of(group), out=out)
-        return self.begin("reduce_scatter", sum(part.nbytes for part in parts), group, [out, *parts])
-
     def all_to_all_single(self, out: Tensor, sent: Tensor, *, group: Any, async_op: bool, **splits: Any) -> Any:
         """Bring zeros."""
         out.zero_()
@@ -71,10 +66,6 @@ class Network:
     def all_gather_into_tensor(self, out: Tensor, own: Tensor, *, group: Any, async_op: bool = False) -> Any:
         """Leave the received part as it is."""
         return self.begin("all_gather", out.nbytes, group, [out, own])
-
-    def all_gather(self, parts: Sequence[Tensor], own: Tensor, *, group: Any, async_op: bool) -> Any:
-        """Leave the received parts as they are."""
-        return self.begin("all_gather", sum(part.nbytes for part in parts), group, [*parts, own])
 
 
 class Count:

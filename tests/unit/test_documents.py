@@ -34,7 +34,6 @@ from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
 from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
-from ds_layerwise.plan.network.links import LINKS
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
@@ -173,7 +172,6 @@ def check_ours(arguments):
         assert_file(str(options.config))
         models = {path.stem for path in (ROOT / "ds_layerwise").rglob("models/*.json")}
         assert options.model in models or options.model in USERS_FILES
-        assert options.links in {None, *LINKS} or options.links in USERS_FILES
         return
     for path in (getattr(options, "path", None), getattr(options, "other", None), getattr(options, "out", None)):
         assert path is None or str(path) in USERS_FILES
@@ -251,10 +249,6 @@ def check_accelerate(arguments):
 
 
 def check_module(module, script, *arguments):
-    if module == "ds_layerwise.cli":
-        # What is started on every rank.
-        assert script == "links"
-        return check_ours([script, *arguments])
     assert module == "ds_layerwise.run" and importlib.util.find_spec(module)
     if script == "-m":
         assert arguments[0] in TOOLS

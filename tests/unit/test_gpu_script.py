@@ -71,11 +71,10 @@ def test_every_section_runs(tmp_path, gpu):
     assert "`python examples/benchmarks/gpu.py --device cpu --tiny --minutes 30 --commit told --out" in head
     assert "; commit told" in head
     assert [section.split("\n")[0] for section in sections] == [
-        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory", "Whole steps", "Rank of many",
-        "Links"]
+        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory", "Whole steps", "Rank of many"]
     assert "1 passed, 0 failed, 0 skipped." in sections[0]
     rows = [{row.strip("|").split("|")[column].strip() for row in section.splitlines() if row.startswith("| ")}
-            for section, column in zip(sections[1:9], (2, 0, 0, 0, 0, 0, 0, 1), strict=True)]
+            for section, column in zip(sections[1:], (2, 0, 0, 0, 0, 0, 0, 1), strict=True)]
     assert rows[0] >= {"ours gram", "stock gram", "ours standard", "stock standard", "torch"}
     assert rows[1] >= {"LayerWiseMuon", "stock Muon", "torch AdamW, fused"}
     assert rows[2] >= {"one by one", "batches over buckets", "one bucket"}
@@ -86,7 +85,6 @@ def test_every_section_runs(tmp_path, gpu):
     assert "stage-1-bf16" in rows[5]
     steps = importlib.import_module("gpu_steps")
     assert rows[6] >= {*steps.SIDES, steps.TORCH} and rows[7] >= {*steps.AS_ONE_OF_MANY}
-    assert "One rank has no links." in sections[9]
 
 
 @pytest.mark.thorough
@@ -97,18 +95,15 @@ def test_two_nodes_meet(tmp_path):
         port = free.getsockname()[1]
     nodes = [subprocess.Popen(
         [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--minutes", "30", "--ranks", "2", "--nnodes", "2",
-         "--sections", "Links", "--out", str(tmp_path / "report.md")], stdout=subprocess.PIPE, text=True,
+         "--sections", "Step", "--out", str(tmp_path / "report.md")], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "RANK": str(node), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
         for node in range(2)]
     said = [node.communicate(timeout=900)[0].splitlines() for node in nodes]
     for lines, name in zip(said, ("report.md", "report.md.node1"), strict=True):
-        at_the_end = [line for line in lines[-2:] if line.startswith(("* ", str(tmp_path)))]
-        # Where ranks have no cores of their own, times need not grow with messages.
-        assert at_the_end == [f"{tmp_path / name}: nothing is wrong"] or (
-            len(at_the_end) == 2 and "measure again when nothing else runs on these nodes" in at_the_end[1])
+        assert f"{tmp_path / name}: nothing is wrong" in lines[-2:]
     report = (tmp_path / "report.md").read_text()
     assert report.startswith("# 2 x 2 x CPU")
-    assert "ring inside, 2 ranks" in report and "all_to_all everywhere, 4 ranks" in report
+    assert "LayerWiseMuon" in report
 
 
 def test_without_a_gpu_it_says_so_in_a_line(tmp_path):

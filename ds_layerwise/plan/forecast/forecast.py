@@ -27,9 +27,7 @@ from ds_layerwise.plan.forecast.memory import (
 )
 from ds_layerwise.plan.forecast.sent import Sent, sent_bytes
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.network.links import NVLINK_IB, Links
-from ds_layerwise.plan.network.reduction import Reduction
-from ds_layerwise.plan.network.transport import itemsize
+from ds_layerwise.plan.layout.transport import Reduction, itemsize
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.routes import Routes
 
@@ -176,7 +174,7 @@ class Forecast:
         Args:
             routes: the routes of at least these, by name.
             tp_size: the number of tensor-parallel parts of a matrix.
-            reduction: the method of sums; see :mod:`.plan.network.reduction`.
+            reduction: the method of sums; see :mod:`.plan.layout.transport`.
         """
         wires = wires_of(layout, specs)
         stored_as = {dtype: run.stored_as(dtype) for dtype in layout.dtypes}
@@ -213,10 +211,10 @@ class Forecast:
         )
 
     @property
-    def ways(self) -> dict[str, int]:
+    def transports(self) -> dict[str, int]:
         """The number of buckets of whole parameters by transport."""
-        count = Counter(bucket.way for bucket in self.layout.buckets if bucket.whole)
-        return {way: count[way] for way in ("even", "ragged", "cuts")}
+        count = Counter(bucket.transport for bucket in self.layout.buckets if bucket.whole)
+        return {"even": count["even"], "cuts": count["cuts"]}
 
     @property
     def fullest(self) -> int:
@@ -304,7 +302,6 @@ def forecast(
     num_ranks: int,
     *,
     bucket_numel: int | None = None,
-    links: Links = NVLINK_IB,
     reduction: Reduction = "ordered",
     tp_size: int = 1,
 ) -> Forecast:
@@ -312,8 +309,7 @@ def forecast(
 
     Args:
         bucket_numel: the bucket size; None for that of the run.
-        links: the links between ranks, for which transports are chosen.
-        reduction: the method of sums; see :mod:`.plan.network.reduction`.
+        reduction: the method of sums; see :mod:`.plan.layout.transport`.
         tp_size: the number of tensor-parallel parts of a matrix.
 
     Raises:
@@ -324,8 +320,6 @@ def forecast(
         specs,
         num_ranks,
         bucket_numel=bucket_numel or run.bucket_numel,
-        links=links,
-        reduction=reduction,
         policy=run.layerwise.layout,
         alignment=run.layerwise.alignment,
         stage=run.stage,

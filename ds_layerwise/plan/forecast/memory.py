@@ -14,8 +14,14 @@ from ds_layerwise.optimizers.base import dtypes
 from ds_layerwise.optimizers.base.dtypes import MasterDtype
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.network.reduction import SUM_BYTES, Reduction, most_partial_sums, sum_dtype
-from ds_layerwise.plan.network.transport import MAX_PENDING, itemsize
+from ds_layerwise.plan.layout.transport import (
+    MAX_PENDING,
+    SUM_BYTES,
+    Reduction,
+    itemsize,
+    most_partial_sums,
+    sum_dtype,
+)
 from ds_layerwise.routing.routes import Routes
 
 #: A function that returns the bytes of the states for a number of elements of a parameter, given by
@@ -112,7 +118,7 @@ def memory_bytes(
             is the dtype of the parameters.
         wires: the dtype in which gradients are sent, by bucket; the default is the one in which
             they accumulate.
-        reduction: the method of sums; see :mod:`.plan.network.reduction`.
+        reduction: the method of sums; see :mod:`.plan.layout.transport`.
         host_ratio: the share of masters and states in host memory; see :func:`pieces_on_host`.
         params_on_host: True if the cuts of stage 3 are in host memory.
         master_dtype: the form of masters of bfloat16 parameters. Masters are float32 if there is a
@@ -138,7 +144,7 @@ def memory_bytes(
                 reduced[rank] += SUM_BYTES * numel
         for rank, name, numel in _owned(bucket):
             states[rank] += state_bytes(name, numel)
-        if bucket.way == "cuts":
+        if bucket.transport == "cuts":
             sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
             # Sums share the memory of the gradients, or have memory of their own.
             if stage > 1 or stored != sums:
@@ -317,16 +323,9 @@ def transfer_bytes(
             own += SUM_BYTES * most_partial_sums(bucket.holders)
         elif bucket.holders > 1 and wire != "float32":
             own += itemsize(wire)
-        longest = max(bucket.shards.lengths)
-        if bucket.way == "ragged":
-            received = longest * (bucket.holders if reduction == "ordered" else 1)
-            copies -= 2 * (reduction == "ordered")
-            nbytes = copies * itemsize(wire) * bucket.numel + itemsize(wire) * received
-            pending.append(nbytes + own * longest)
-            continue
         pending.append(copies * itemsize(wire) * bucket.numel + own * bucket.cut_numel)
-        if bucket.way == "cuts" or (bucket.whole and stage == 3):
-            exchanges.append(SUM_BYTES * (bucket.cut_numel + longest))
+        if bucket.transport == "cuts" or (bucket.whole and stage == 3):
+            exchanges.append(SUM_BYTES * (bucket.cut_numel + max(bucket.shards.lengths)))
     most = [sum(nlargest(MAX_PENDING, each)) for each in (pending, exchanges)]
     # The backend's own sums are made before anything is exchanged.
     return sum(most) if reduction == "ordered" else max(most)

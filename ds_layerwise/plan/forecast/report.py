@@ -14,19 +14,17 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.plan.forecast.forecast import Forecast, max_over_mean
 from ds_layerwise.plan.forecast.param_tables import recipe_parts
-from ds_layerwise.plan.forecast.prediction import BucketSize, Prediction
 from ds_layerwise.plan.forecast.sent import Sent
 from ds_layerwise.plan.forecast.text_tables import (
     GLUE,
     count_text,
     rendered,
     size_text,
-    table_of,
     time_text,
     work_text,
 )
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.transport import MAX_PENDING, WireTime
+from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.routing.routes import ParamGroups, Routes
 
 #: The width of a text that goes to no terminal, with one column of costs, and of each further one.
@@ -46,7 +44,8 @@ def plan_table(
     groups: ParamGroups = (),
     without_effect: Sequence[str] = (),
     products: Mapping[Recipe, str] | None = None,
-    predictions: Sequence[Prediction] = (),
+    memory_bytes: int | None = None,
+    gb_s: float | None = None,
 ) -> str:
     """Return plain text for a log, without colours.
 
@@ -56,13 +55,14 @@ def plan_table(
             empty, one group with the values of ``optimizer``.
         without_effect: the keys of the config that are accepted but change nothing.
         products: the dtypes in which recipes multiply matrices, if there is a device.
-        predictions: the predictions of ``forecasts``, printed below; none at the start of a run.
+        memory_bytes: the memory of one device; None if it is not known.
+        gb_s: the bandwidth of a rank, in 10^9 bytes per second, for which seconds are printed; None
+            for none.
     """
-    memory_bytes = predictions[0].memory_bytes if predictions else None
     parts = recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
     if without_effect:
         parts.append(f"without effect here: {', '.join(without_effect)}")
-    columns = [_costs(each, memory_bytes) for each in forecasts]
+    columns = [_costs(each, memory_bytes, gb_s) for each in forecasts]
     title = f"layout {forecasts[0].layout.policy}"
     table = Table(title=title, title_justify="left", show_header=False)
     table.add_column(no_wrap=True)
@@ -72,13 +72,10 @@ def plan_table(
         table.add_row(row, *(column[row] for column in columns))
     parts.append(table)
     parts += _notes(forecasts, memory_bytes)
-    text = rendered(parts, max(_WIDTH, _COLUMN * (len(columns) + 1)))
-    if predictions:
-        text += f"\n{rendered(_predicted(forecasts, predictions), 2 * _WIDTH)}"
-    return text
+    return rendered(parts, max(_WIDTH, _COLUMN * (len(columns) + 1)))
 
 
-def _costs(forecast: Forecast, memory_bytes: int | None) -> dict[str, str]:
+def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> dict[str, str]:
     """Return a column of the table of costs, by the names of its rows."""
     report = forecast.report
     layout = forecast.layout
@@ -88,7 +85,7 @@ def _costs(forecast: Forecast, memory_bytes: int | None) -> dict[str, str]:
     rows = {
         "ranks": str(layout.world_size),
         "digest": layout.digest(),
-        "buckets": f"{report.num_buckets}, {forecast.ways['cuts']} in cuts",
+        "buckets": f"{report.num_buckets}, {forecast.transports['cuts']} in cuts",
         "matrix updates": _with_balance(work_text(max(report.work)), report.work),
         "owned matrices": _with_balance(count_text(max(report.whole_numel)), report.whole_numel),
         "held": _with_balance(size_text(held.total), totals),
@@ -104,6 +101,8 @@ def _costs(forecast: Forecast, memory_bytes: int | None) -> dict[str, str]:
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)
+    if gb_s is not None:
+        rows[f"sent at {gb_s:g} GB/s"] = time_text((gradients + parameters) / gb_s)
     if memory_bytes is not None:
         rows["needed"] = size_text(forecast.needed)
         rows["fits"] = _fit(memory_bytes - forecast.needed)
@@ -165,8 +164,14 @@ def _notes(forecasts: Sequence[Forecast], memory_bytes: int | None) -> Iterator[
             )
 
 
-def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[str, Any]:
-    """Return a plan's numbers for programs: bytes, elements, FLOPs, and predicted seconds."""
+def as_json(
+    forecast: Forecast, *, memory_bytes: int | None = None, gb_s: float | None = None
+) -> dict[str, Any]:
+    """Return a plan's numbers for programs: bytes, elements, FLOPs, and seconds at a bandwidth.
+
+    Args:
+        memory_bytes, gb_s: as in :func:`plan_table`.
+    """
     report = forecast.report
     layout = forecast.layout
     most = forecast.sent_by_busiest()
@@ -188,6 +193,8 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "digest": layout.digest(),
         "stage": forecast.stage,
         "buckets": report.num_buckets,
+        "transports": forecast.transports,
+        "reduction": forecast.reduction,
         "elements": report.numel,
         "padding_elements": report.padding,
         "newton_schulz_flops": list(report.work),
@@ -200,115 +207,13 @@ def as_json(forecast: Forecast, prediction: Prediction | None = None) -> dict[st
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
         "sent_by_busiest_bytes": busiest,
     }
-    if prediction is None:
-        return numbers
-    if prediction.memory_bytes is not None:
-        numbers["device_memory_bytes"] = prediction.memory_bytes
+    if memory_bytes is not None:
+        left = memory_bytes - forecast.needed
+        numbers["device_memory_bytes"] = memory_bytes
         numbers["needed_bytes"] = forecast.needed
-    return {**numbers, **_fit_json(prediction.own), "predicted": _prediction_json(prediction)}
-
-
-def _prediction_json(prediction: Prediction) -> dict[str, Any]:
-    sizes = []
-    for size in prediction.sizes:
-        counts = {"elements": size.bucket_numel, "buckets": size.num_buckets}
-        sizes.append({**counts, "seconds": _seconds(size.wire), **_fit_json(size)})
-    return {
-        "links": prediction.links.model_dump(),
-        "reduction": prediction.reduction,
-        "ways": dict(prediction.ways),
-        "seconds": {
-            **_seconds(prediction.wire),
-            "update": prediction.update / 1e9,
-            "all": prediction.total / 1e9,
-        },
-        "best_bucket_elements": prediction.best.bucket_numel if prediction.best else None,
-        "bucket_sizes": sizes,
-    }
-
-
-def _seconds(wire: WireTime) -> dict[str, float]:
-    return {
-        "reduce": (wire.reduce + wire.sums) / 1e9,
-        "after_last_gradient": wire.tail / 1e9,
-        "gather": (wire.params + wire.gather) / 1e9,
-    }
-
-
-def _fit_json(size: BucketSize) -> dict[str, Any]:
-    if size.left is None:
-        return {}
-    return {"fits": size.fits, "left_bytes": size.left}
-
-
-def _predicted(
-    forecasts: Sequence[Forecast], predictions: Sequence[Prediction]
-) -> list[Table | str]:
-    """Return the predicted times of a step, with the plan's bucket size and with others."""
-    rows = []
-    none_fits = []
-    rates: dict[str, list[str]] = {}
-    for forecast, prediction in zip(forecasts, predictions, strict=True):
-        ranks = str(forecast.layout.world_size)
-        rates.setdefault(prediction.links.summary(), []).append(ranks)
-        if prediction.best is None:
-            none_fits.append(f"{ranks} ranks: none of the sizes fits, so none is best")
-        rows += [_size_row(ranks, prediction, size) for size in prediction.sizes]
-    at = ", or ".join(
-        f"{rate} ({', '.join(ranks)} ranks)" if len(rates) > 1 else rate
-        for rate, ranks in rates.items()
-    )
-    first = predictions[0]
-    every = ""
-    if forecasts[0].stage > 1:
-        every = " once in each backward pass at stages 2 and 3,"
-    parts: list[Table | str] = [
-        _numbers(f"predicted a step, {first.reduction} sums", rows),
-        "elements a bucket: reduce_bucket_size, here and as it might be; ways: how many buckets "
-        f"travel how; reduce: gradients to their owners,{every} hidden by the backward pass but "
-        "for its end, if that is long enough; of it at the end: begins with the last gradient; "
-        f"collectives one after another, at {at}; update: the matrices of the busiest rank at "
-        f"{first.links.tflops:g}{GLUE}TFLOP/s; gather: updated parameters, to all "
-        "ranks; all: one after another",
-    ]
-    if forecasts[0].stage == 3:
-        parts.append(
-            "stage 3 gathers parameters for one forward and one backward pass, which fetching "
-            "ahead hides behind them, and once a step from owners to cuts"
-        )
-    if first.memory_bytes is not None:
-        parts.append("best: of the sizes that fit")
-    return [*parts, *none_fits]
-
-
-def _size_row(ranks: str, prediction: Prediction, size: BucketSize) -> dict[str, str]:
-    wire = size.wire
-    ways = ""
-    marks = []
-    if size is prediction.own:
-        ways = ", ".join(f"{count}{GLUE}{way}" for way, count in prediction.ways.items())
-        marks.append(f"this{GLUE}plan")
-    if size is prediction.best:
-        marks.append("best")
-    row = {
-        "ranks": ranks,
-        "elements a bucket": count_text(size.bucket_numel),
-        "buckets": str(size.num_buckets),
-        "ways": ways,
-        "reduce": time_text(wire.reduce + wire.sums),
-        "of it at the end": time_text(wire.tail),
-        "update": time_text(prediction.update),
-        "gather": time_text(wire.params + wire.gather),
-        "all": time_text(wire.total + prediction.update),
-    }
-    if size.left is not None:
-        row["fits"] = _fit(size.left)
-    row[""] = " and ".join(marks)
-    return row
-
-
-def _numbers(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    table = table_of(title, rows[0])
-    for row in rows:
-        table.add_row(*row.values())
-    return table
+        numbers["left_bytes"] = left
+        numbers["fits"] = left >= 0
+    if gb_s is not None:
+        numbers["gb_s"] = gb_s
+        numbers["sent_seconds"] = busiest / gb_s / 1e9
+    return numbers

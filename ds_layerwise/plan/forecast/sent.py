@@ -18,9 +18,8 @@ import numpy as np
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout
 from ds_layerwise.plan.layout.shards import Ints
-from ds_layerwise.plan.network.reduction import Reduction, sum_dtype
-from ds_layerwise.plan.network.transfer_plan import deal
-from ds_layerwise.plan.network.transport import itemsize
+from ds_layerwise.plan.layout.transfer_plan import deal
+from ds_layerwise.plan.layout.transport import Reduction, itemsize, sum_dtype
 
 
 class Sent(NamedTuple):
@@ -41,7 +40,7 @@ def sent_bytes(
 
     Args:
         wires: the dtype in which gradients are sent, by bucket.
-        reduction: the method of sums; see :mod:`.plan.network.reduction`.
+        reduction: the method of sums; see :mod:`.plan.layout.transport`.
         stage: the ZeRO stage.
     """
     sent = {}
@@ -51,15 +50,10 @@ def sent_bytes(
         for bucket, wire in zip(layout.buckets, wires, strict=True):
             if bucket.dtype != dtype:
                 continue
-            if bucket.way == "ragged":
-                own = np.repeat(np.array(bucket.shard_numels, np.int64), bucket.ep_size)
-                gradients += (bucket.numel - own) * itemsize(wire)
-                parameters += (bucket.holders - 1) * own * itemsize(dtype)
-                continue
             to_others = (bucket.holders - 1) * bucket.cut_numel
             gradients += to_others * itemsize(wire)
             parameters += to_others * itemsize(dtype)
-            if bucket.way == "cuts":
+            if bucket.transport == "cuts":
                 sums, back = _exchanged(bucket)
                 gradients += sums * itemsize(sum_dtype(wire, reduction, stage))
                 parameters += back * itemsize(dtype)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
-from ds_layerwise.plan.layout.layout import Way
 from ds_layerwise.plan.layout.owners import Item
 from ds_layerwise.plan.layout.shards import Numels, Shards
+from ds_layerwise.plan.layout.transport import Transport, padded_for_cuts, transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +23,12 @@ class Draft:
     items: Sequence[Item]
     """In memory order."""
     offsets: Sequence[int]
-    way: Way = "even"
-    """The transport; ``even`` until it is chosen. If shards differ in length, it must be chosen."""
-
-    def with_longer_last(self, more: int) -> Draft:
-        """Return the bucket with ``more`` elements of padding in its last non-empty shard."""
-        return replace(self, shard_numels=self.shard_numels.with_longer_last(more))
+    transport: Transport = "even"
 
     @property
-    def shards(self) -> Shards:
-        """The shards of ``shard_numels``."""
-        return Shards.of(self.shard_numels, 0)
+    def numel(self) -> int:
+        """The number of elements in all shards together, with padding."""
+        return Shards.of(self.shard_numels, 0).numel
 
     @property
     def position(self) -> int:
@@ -81,32 +76,41 @@ def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft
     return Draft(False, shards, items, offsets, "by_param")
 
 
-def draft_owned(
-    items: Sequence[Item], owners: Iterable[int], holders: int, shard: int | None = None
-) -> Draft:
-    """Lay out whole parameters with one owner each. Shards have ``shard`` elements, or any length
-    if it is None.
-    """
-    by_rank = defaultdict(list)
-    for item, owner in zip(items, owners, strict=True):
-        by_rank[owner].append(item)
+def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shard: int) -> Draft:
+    """Lay out whole parameters with one owner each, in shards of ``shard`` elements."""
+    by_rank = _by_rank(items, owners)
     in_order = []
     offsets = []
-    lengths = []
-    end = 0
-    for rank in sorted(by_rank):
-        if shard is None:
-            start = end
-        else:
-            start = rank * shard
-        end = start
-        for item in by_rank[rank]:
+    for rank, own in sorted(by_rank.items()):
+        end = rank * shard
+        for item in own:
             in_order.append(item)
             offsets.append(end)
             end += item.span
-        lengths.append(end - start)
-    if shard is None:
-        numels = Numels.of_filled(holders, tuple(sorted(by_rank)), tuple(lengths))
-    else:
-        numels = Numels.equal(shard, holders)
-    return Draft(True, numels, in_order, offsets)
+    return Draft(True, Numels.equal(shard, holders), in_order, offsets)
+
+
+def draft_balanced(
+    items: Sequence[Item], owners: Iterable[int], holders: int, alignment: int
+) -> Draft:
+    """Lay out whole parameters with one owner each, for the transport that sends less."""
+    by_rank = _by_rank(items, owners)
+    lengths = {rank: sum(item.span for item in own) for rank, own in sorted(by_rank.items())}
+    numel = sum(lengths.values())
+    longest = max(lengths.values())
+    if transport_of(numel, longest, holders) == "even":
+        return draft_owned(items, owners, holders, longest)
+    in_order = []
+    for rank in lengths:
+        in_order += by_rank[rank]
+    *offsets, _ = accumulate((item.span for item in in_order), initial=0)
+    lengths[max(lengths)] += padded_for_cuts(numel, holders, alignment) - numel
+    numels = Numels.of_filled(holders, tuple(lengths), tuple(lengths.values()))
+    return Draft(True, numels, in_order, offsets, "cuts")
+
+
+def _by_rank(items: Sequence[Item], owners: Iterable[int]) -> dict[int, list[Item]]:
+    by_rank = defaultdict(list)
+    for item, owner in zip(items, owners, strict=True):
+        by_rank[owner].append(item)
+    return by_rank

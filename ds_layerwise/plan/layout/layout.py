@@ -15,13 +15,11 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, count
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.shards import Numels, Shards
-
-#: The transports of a bucket to its owners and back; see :class:`Bucket`.
-Way = Literal["even", "ragged", "cuts", "by_param"]
+from ds_layerwise.plan.layout.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +114,16 @@ class Bucket:
     consecutive ranks of the layout have the same shard, each of its own experts, and a collective
     runs over the ranks with the same experts.
 
-    ``way`` is the transport:
+    Its transport is one of these:
 
     * ``even``: directly to the owners, whose shards have equal lengths.
-    * ``ragged``: directly to the owners, with shards of any length.
     * ``cuts``: with shards of any length, in as many equal cuts as there are shards, cut r to
       holder r. From there, one exchange per step moves the elements of other owners.
     * ``by_param``: for parameters that are cut over the ranks. Each is cut evenly by itself, as
       ZeRO stage 3 does it, cut r to holder r, whose shard consists of its cuts of all parameters.
       Slots have room for as many equal cuts.
 
-    The default is ``even`` if all shards are equal, else ``ragged``.
+    The default is ``even`` if all shards are equal, else ``cuts``.
 
     Raises:
         LayoutError: a slot leaves the bucket, overlaps the previous one, or crosses a border that
@@ -141,7 +138,7 @@ class Bucket:
     """The number of elements of each shard, stored as :class:`.plan.layout.shards.Numels`."""
     slots: tuple[Slot, ...]
     ep_size: int = 1
-    way: Way = None  # type: ignore[assignment]  # what it then becomes depends on the shards
+    transport: Transport = None  # type: ignore[assignment]  # the default depends on the shards
     shards: Shards = field(init=False, repr=False, compare=False)
     """The shards of ``shard_numels``; their starts are offsets in the buffer."""
     holders: int = field(init=False, repr=False, compare=False)
@@ -173,47 +170,37 @@ class Bucket:
         object.__setattr__(self, "shards", shards)
         object.__setattr__(self, "holders", numels.size)
         object.__setattr__(self, "cut_numel", shards.numel // numels.size)
-        if cast("Way | None", self.way) is None:
-            object.__setattr__(self, "way", self._default_way)
+        if cast("Transport | None", self.transport) is None:
+            object.__setattr__(self, "transport", "even" if shards.is_even else "cuts")
         self._check_slots()
-        self._check_way()
-
-    @property
-    def _default_way(self) -> Way:
-        if self.is_even:
-            return "even"
-        return "ragged"
+        self._check_transport()
 
     @property
     def _lengths(self) -> str:
         return f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
 
-    def _check_way(self) -> None:
-        if self.way not in get_args(Way):
+    def _check_transport(self) -> None:
+        if self.transport not in get_args(Transport):
             raise LayoutError(
-                f"bucket {self.index}: way must be one of {', '.join(get_args(Way))}, got "
-                f"{self.way!r}"
+                f"bucket {self.index}: transport must be one of {', '.join(get_args(Transport))}, "
+                f"got {self.transport!r}"
             )
-        if not self.whole and self.way not in ("even", "by_param"):
+        if not self.whole and (self.transport == "cuts" or not self.is_even):
             raise LayoutError(
                 f"bucket {self.index}: slots that are cut over the ranks need equal shards and the "
-                f"way 'by_param' or the way 'even', got way {self.way!r} and shards of "
+                f"transport 'by_param' or 'even', got {self.transport!r} and shards of "
                 f"{self._lengths}"
             )
-        if self.whole and self.way == "by_param":
+        if self.whole and self.transport == "by_param":
             raise LayoutError(
-                f"bucket {self.index}: the way 'by_param' needs slots that are cut over the ranks"
+                f"bucket {self.index}: the transport 'by_param' needs slots that are cut over the "
+                "ranks"
             )
-        if self.way == "by_param":
+        if self.transport == "by_param":
             self._check_room()
-        if self.way in ("even", "by_param") and not self.is_even:
+        if self.transport == "even" and not self.is_even:
             raise LayoutError(
-                f"bucket {self.index}: the way {self.way!r} needs equal shards, got {self._lengths}"
-            )
-        if self.way == "cuts" and self.shards.numel % self.holders:
-            raise LayoutError(
-                f"bucket {self.index}: the way 'cuts' needs a multiple of {self.holders} elements, "
-                f"one cut a shard, got {self.shards.numel}"
+                f"bucket {self.index}: the transport 'even' needs equal shards, got {self._lengths}"
             )
 
     def _check_slots(self) -> None:
@@ -342,7 +329,7 @@ class Bucket:
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces in the shard of ``rank``, in memory order, without padding."""
-        if self.way == "by_param":
+        if self.transport == "by_param":
             return self._pieces_by_param(rank)
         start, stop = self.shard(rank)
         if start == stop:
@@ -367,14 +354,17 @@ class Bucket:
         }
         if self.ep_size > 1:
             values["variants"] = self.ep_size
-        if self.way != self._default_way:
-            values["way"] = self.way
+        if self.transport != "even":
+            values["way"] = self.transport
         return values
 
     @classmethod
     def of_values(cls, index: int, values: dict[str, Any]) -> Bucket:
-        """Make the bucket from the result of :meth:`to_values`."""
-        way: Any = values.get("way")
+        """Make the bucket from the result of :meth:`to_values`.
+
+        Shards of any length without a transport are those of an older save. They have no equal
+        cuts; only the places of their pieces are asked for.
+        """
         return cls(
             index,
             values["dtype"],
@@ -383,7 +373,7 @@ class Bucket:
             Numels.of_runs(values["shards"]),
             tuple(Slot(*slot) for slot in values["slots"]),
             values.get("variants", 1),
-            way,
+            values.get("way", cast("Transport", None)),
         )
 
 
@@ -392,8 +382,7 @@ class Layout:
     """A complete placement of parameters over ``world_size`` ranks.
 
     ``buckets`` are in launch order. Those of one dtype tile its buffer from 0, in that order,
-    without gap or overlap. Slots and shards start at multiples of ``alignment``, and so do the cuts
-    of buckets that travel in cuts.
+    without gap or overlap. Slots and shards start at multiples of ``alignment``.
 
     Raises:
         LayoutError: one of these conditions does not hold, or a parameter has two slots.
@@ -448,11 +437,6 @@ class Layout:
                 )
             if bucket.is_even:  # all have the same length
                 break
-        if bucket.way == "cuts" and bucket.cut_numel % self.alignment:
-            raise LayoutError(
-                f"bucket {index}: its cuts have {bucket.cut_numel} elements, not a multiple of "
-                f"{self.alignment}"
-            )
         for slot in bucket.slots:
             if slot.start % self.alignment:
                 raise LayoutError(

@@ -11,9 +11,7 @@ from __future__ import annotations
 import heapq
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, get_args
 
@@ -22,22 +20,14 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.draft_buckets import (
     Draft,
     cut_stream,
+    draft_balanced,
     draft_by_param,
     draft_owned,
     draft_split,
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
-from ds_layerwise.plan.network.links import NVLINK_IB, Links, group_of
-from ds_layerwise.plan.network.reduction import Reduction
-from ds_layerwise.plan.network.transport import (
-    Load,
-    WireTime,
-    choose_ways,
-    padded_for_cuts,
-    time_of_drafts,
-    wire_time,
-)
+from ds_layerwise.plan.layout.transport import moved_numel
 from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
 
 
@@ -48,8 +38,6 @@ def plan_layout(
     bucket_numel: int,
     policy: str = "balanced",
     alignment: int = 64,
-    links: Links = NVLINK_IB,
-    reduction: Reduction = "ordered",
     stage: int = 1,
 ) -> Layout:
     """Place parameters over ``world_size`` ranks.
@@ -57,17 +45,13 @@ def plan_layout(
     Args:
         specs: in model order; buckets go through them backwards, in the order of gradients.
         bucket_numel: a bucket closes when it has this many elements, so it may be one large
-            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`. It closes earlier
-            if there would otherwise be too few buckets for sums inside nodes to overlap with sums
-            between them.
-        policy: ``balanced`` balances the whole model; shards have any length, and padding only
-            before aligned starts. ``lpt`` and ``size_matching`` make the shards of each bucket
-            equal, as Megatron-LM's layer-wise optimizer did in #4771 and in #4509; ``lpt`` makes
-            buckets larger if they would be mostly padding. The policy does not affect parameters
-            that are cut by element.
+            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`.
+        policy: ``balanced`` balances the whole model; each bucket has the transport that sends
+            less, see :func:`.plan.layout.transport.transport_of`. ``lpt`` and ``size_matching``
+            make the shards of each bucket equal, as Megatron-LM's layer-wise optimizer did in #4771
+            and in #4509; ``lpt`` makes buckets larger if they would be mostly padding. The policy
+            does not affect parameters that are cut by element.
         alignment: slots and shards start at multiples of this.
-        links: the links for which ``balanced`` chooses transports.
-        reduction: the method of sums; see :mod:`.plan.network.reduction`.
         stage: the ZeRO stage. From stage 2 on, no bucket is a row of equal matrices: their
             gradients would need memory of their own while they wait for each other. At stage 3,
             each parameter that is cut by element is cut by itself.
@@ -75,35 +59,7 @@ def plan_layout(
     Raises:
         LayoutError: an argument is out of range, or two parameters have the same name.
     """
-    drafts = draft_layout(
-        specs,
-        world_size,
-        bucket_numel=bucket_numel,
-        policy=policy,
-        alignment=alignment,
-        links=links,
-        reduction=reduction,
-        stage=stage,
-    )
-    return Layout(policy, world_size, alignment, _assemble(drafts))
-
-
-def draft_layout(
-    specs: Sequence[ParamSpec],
-    world_size: int,
-    *,
-    bucket_numel: int,
-    policy: str,
-    alignment: int,
-    links: Links,
-    reduction: Reduction,
-    stage: int,
-) -> list[Draft]:
-    """Return the buckets of :func:`plan_layout` in launch order. Arguments and errors are the same.
-
-    A prediction of times needs only these. They take half the time of a layout, and not its memory.
-    """
-    _check(specs, world_size, bucket_numel, policy, alignment, reduction)
+    _check(specs, world_size, bucket_numel, policy, alignment)
     streams = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
         span = spec.numel + -spec.numel % alignment
@@ -119,82 +75,27 @@ def draft_layout(
                 spec.wire,
             )
         )
-    send = partial(_send, links=links, reduction=reduction, stage=stage, alignment=alignment)
-    model_numel = sum(spec.numel for spec in specs)
-
-    def made(bucket_numel: int) -> list[Draft]:
-        drafts = []
-        owned = {}
-        for stream, items in streams.items():
-            holders = world_size // stream.ep_size
-            if not stream.whole:
-                split = draft_split if stage < 3 else draft_by_param
-                for bucket in cut_stream(items, bucket_numel):
-                    drafts.append(split(bucket, holders, alignment))
-            elif policy == "size_matching":
-                drafts += _match_sizes(items, holders, bucket_numel)
-            elif policy == "lpt":
-                for bucket in cut_stream(items, bucket_numel, holders):
-                    drafts.append(_equal_shards(bucket, holders))
-            else:
-                owned[stream] = items
-        limit = row_limit(bucket_numel, model_numel) if stage == 1 else 0
-        return drafts + _balance(owned, world_size, bucket_numel, limit, send)
-
-    drafts = made(bucket_numel)
-    may_gain = policy == "balanced" and len(drafts) <= _FEW_BUCKETS
-    if may_gain and _levels_overlap(world_size, links, reduction):
-        full = min(bucket_numel, model_numel)
-        drafts = _or_faster(
-            drafts,
-            [made(-(-full // parts)) for parts in _PARTS],
-            lambda drafts: time_of_drafts(drafts, links, reduction, stage),
-        )
+    drafts = []
+    owned = {}
+    for stream, items in streams.items():
+        holders = world_size // stream.ep_size
+        if not stream.whole:
+            split = draft_split if stage < 3 else draft_by_param
+            for bucket in cut_stream(items, bucket_numel):
+                drafts.append(split(bucket, holders, alignment))
+        elif policy == "size_matching":
+            drafts += _match_sizes(items, holders, bucket_numel)
+        elif policy == "lpt":
+            for bucket in cut_stream(items, bucket_numel, holders):
+                drafts.append(_equal_shards(bucket, holders))
+        else:
+            owned[stream] = items
+    limit = row_limit(bucket_numel, sum(spec.numel for spec in specs)) if stage == 1 else 0
+    drafts += _balance(owned, world_size, bucket_numel, limit, alignment)
     # A bucket can be reduced when its last gradient is complete. In this order no bucket waits for
     # a later one.
-    return sorted(drafts, key=lambda draft: draft.position)
-
-
-#: The least gain, in percent of the time of the collectives, for which other buckets are worth it:
-#: rows make gradients wait, and more buckets are more launches.
-_MUST_GAIN = 2
-
-#: Up to this number of buckets, sums inside nodes hardly overlap with those of another bucket
-#: between nodes.
-_FEW_BUCKETS = 8
-#: The numbers of parts into which such a bucket may be cut.
-_PARTS = (2, 4, 8)
-
-
-def _levels_overlap(world_size: int, links: Links, reduction: Reduction) -> bool:
-    """Tell whether sums of one bucket inside nodes can overlap with those of another
-    between nodes.
-    """
-    on_devices = reduction == "ordered" and not links.on_host
-    return on_devices and group_of(world_size, links, 1).has_levels
-
-
-def _or_faster(
-    drafts: list[Draft], others: Sequence[list[Draft]], took: Callable[[list[Draft]], WireTime]
-) -> list[Draft]:
-    """Return the fastest of ``others`` if it is faster by enough, else ``drafts``.
-
-    The work that is left after the last gradient must not grow.
-
-    The length of a backward pass is not known here, so half of the time that may overlap with it
-    counts.
-    """
-
-    def felt(drafts: list[Draft]) -> int:
-        wire = took(drafts)
-        return wire.total - (wire.reduce - wire.last) // 2
-
-    limit = took(drafts).tail
-    able = [other for other in others if took(other).tail <= limit]
-    fastest = min(able, key=felt, default=drafts)
-    if 100 * felt(fastest) <= (100 - _MUST_GAIN) * felt(drafts):
-        return fastest
-    return drafts
+    drafts.sort(key=lambda draft: draft.position)
+    return Layout(policy, world_size, alignment, _assemble(drafts))
 
 
 class _Stream(NamedTuple):
@@ -212,7 +113,6 @@ def _check(
     bucket_numel: int,
     policy: str,
     alignment: int,
-    reduction: str,
 ) -> None:
     for name, value in (
         ("world_size", world_size),
@@ -221,12 +121,10 @@ def _check(
     ):
         if value < 1:
             raise LayoutError(f"{name} must be at least 1, got {value}")
-    for name, choice, known in (
-        ("policy", policy, get_args(LayoutPolicy)),
-        ("reduction", reduction, get_args(Reduction)),
-    ):
-        if choice not in known:
-            raise LayoutError(f"{name} must be one of {', '.join(known)}, got {choice!r}")
+    if policy not in get_args(LayoutPolicy):
+        raise LayoutError(
+            f"policy must be one of {', '.join(get_args(LayoutPolicy))}, got {policy!r}"
+        )
     seen = set()
     for spec in specs:
         if spec.name in seen:
@@ -259,7 +157,7 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
             draft.shard_numels,
             slots,
             item.ep_size,
-            draft.way,
+            draft.transport,
         )
         buckets.append(bucket)
         ends[item.dtype] = bucket.stop
@@ -343,7 +241,12 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[
     return drafts
 
 
-# --- balanced: owners over the whole model, and the best transport for the shards of each bucket
+# --- balanced: owners over the whole model, and the transport that sends less for each bucket
+
+
+#: The least gain, in percent of what is sent, for which rows are worth it: they make gradients
+#: wait.
+_MUST_GAIN = 2
 
 
 def _balance(
@@ -351,19 +254,19 @@ def _balance(
     world_size: int,
     bucket_numel: int,
     limit: int,
-    send: Callable[[list[Draft]], tuple[list[Draft], int]],
+    alignment: int,
 ) -> list[Draft]:
-    """Return buckets of whole parameters, with or without rows, whichever ``send`` makes faster.
+    """Return buckets of whole parameters: with rows, if ranks then send less.
 
     Args:
         limit: the largest number of elements in a row; 0 for no rows.
     """
     cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
     owners = choose_owners(list(chain.from_iterable(cut.values())), world_size)
-    plain, plain_ns = send(_draft_streams(cut, owners, world_size))
+    plain = _draft_streams(cut, owners, world_size, alignment)
     if not limit:
         return plain
-    drafts = []
+    in_rows = []
     by_holders: dict[int, list[list[Item]]] = defaultdict(list)
     left: dict[int, int] = {}
     for stream, items in streams.items():
@@ -371,45 +274,38 @@ def _balance(
         if holders == 1:
             continue
         rows = take_rows(items, owners, holders, bucket_numel=bucket_numel, limit=limit)
-        drafts += rows.drafts(holders)
+        in_rows += rows.drafts(holders)
         cut[stream] = cut_stream(rows.rest, bucket_numel)
         by_holders[holders] += cut[stream]
         left.update(rows.owners)
-    if not drafts:
+    if not in_rows:
         return plain
     for holders, buckets in by_holders.items():
         left.update(spread(buckets, left, holders))
-    drafts += _draft_streams(cut, {**owners, **left}, world_size)
-    in_rows, in_rows_ns = send(drafts)
-    if 100 * in_rows_ns <= (100 - _MUST_GAIN) * plain_ns:
+    in_rows += _draft_streams(cut, {**owners, **left}, world_size, alignment)
+    if 100 * _moved(in_rows) <= (100 - _MUST_GAIN) * _moved(plain):
         return in_rows
     return plain
 
 
 def _draft_streams(
-    cut: Mapping[_Stream, list[list[Item]]], owners: Mapping[int, int], world_size: int
+    cut: Mapping[_Stream, list[list[Item]]],
+    owners: Mapping[int, int],
+    world_size: int,
+    alignment: int,
 ) -> list[Draft]:
     drafts = []
     for stream, buckets in cut.items():
         holders = world_size // stream.ep_size
         for bucket in buckets:
             ranks = [owners[item.position] for item in bucket]
-            drafts.append(draft_owned(bucket, ranks, holders))
+            drafts.append(draft_balanced(bucket, ranks, holders, alignment))
     return drafts
 
 
-def _send(
-    drafts: list[Draft], *, links: Links, reduction: Reduction, stage: int, alignment: int
-) -> tuple[list[Draft], int]:
-    """Return ``drafts`` with their transports, padded if they travel in cuts, and their
-    time in ns.
-    """
-    loads = [Load.of_draft(draft, reduction, stage) for draft in drafts]
-    ways = choose_ways(loads, links, reduction, alignment)
-    for index, (load, way) in enumerate(zip(loads, ways, strict=True)):
-        drafts[index] = replace(drafts[index], way=way)
-        padding = padded_for_cuts(load.numel, load.holders, alignment) - load.numel
-        if way == "cuts" and padding:
-            drafts[index] = drafts[index].with_longer_last(padding)
-            loads[index] = Load.of_draft(drafts[index], reduction, stage)
-    return drafts, wire_time(loads, ways, links, reduction).total
+def _moved(drafts: Iterable[Draft]) -> int:
+    """Return the number of elements that a rank sends each way, for all of ``drafts``."""
+    total = 0
+    for draft in drafts:
+        total += moved_numel(draft.numel, len(draft.shard_numels), draft.transport)
+    return total

@@ -233,25 +233,11 @@ def reduce_scatter(out: Tensor, sent: Tensor, *, group: Group) -> Any:
     return dist.reduce_scatter_tensor(out, sent, group=group, async_op=True)
 
 
-def reduce_scatter_ragged(out: Tensor, parts: Sequence[Tensor], *, group: Group) -> Any:
-    """Begin to sum ``parts``, one per rank and of any length, each into the ``out`` of its rank;
-    not on gloo.
-    """
-    return dist.reduce_scatter(out, list(parts), group=group, async_op=True)
-
-
 def all_gather(out: Tensor, own: Tensor, *, group: Group) -> Any:
     """Begin to gather equal parts of all ranks into 1-D ``out``. ``own`` may be this rank's part of
     it.
     """
     return dist.all_gather_into_tensor(out, own, group=group, async_op=True)
-
-
-def all_gather_ragged(parts: Sequence[Tensor], own: Tensor, *, group: Group) -> Any:
-    """Begin to gather every rank's ``own`` into ``parts``, one per rank and of any length; not on
-    gloo.
-    """
-    return dist.all_gather(list(parts), own, group=group, async_op=True)
 
 
 def broadcast(value: Tensor, *, out_of: int, group: Group) -> Any:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout.layout import Bucket
-from ds_layerwise.plan.network.transport import MAX_PENDING
+from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.scratch import Turn

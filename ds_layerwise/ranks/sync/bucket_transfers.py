@@ -11,11 +11,6 @@ Note: two methods to sum
     the bucket. Before gradients are summed or sent in float16, they are multiplied by
     :func:`room_in`: then a sum overflows only if a gradient of a rank does.
 
-Note: the backend in two levels
-    Rings through all ranks of many nodes are mostly latency. The buckets in ``rings`` use two
-    levels: ``native`` sums are reduce-scattered inside each node and then between nodes; parameters
-    are gathered between nodes and then inside each node.
-
 Note: where each of gloo's collectives is fast
     gloo's ``reduce_scatter_tensor`` moves as much as its all-reduce, twice as much as an
     all-to-all. Its all-gather is a ring in which two ranks wait for each other: over links of 200
@@ -33,9 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.layout import Bucket
-from ds_layerwise.plan.network.reduction import ROWS_AT_ONCE, most_partial_sums, partial_sums
-from ds_layerwise.plan.network.transport import InLevels
+from ds_layerwise.plan.layout.transport import ROWS_AT_ONCE, most_partial_sums, partial_sums
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.comm import Group, Pending
 from ds_layerwise.ranks.comm.scratch import Turn
@@ -54,10 +47,8 @@ class Wire:
         native: True if the backend computes sums; see the note.
         on_host: True if the data is in host memory, from which gloo sends it.
         inside, across: the ranks of this node, and the ranks in this rank's place on every node.
-            Both are None if a node has one rank or all ranks, or if nothing uses two levels.
+            Both are None if a node has one rank or all ranks, or if the backend computes sums.
         one_node: True if all ranks are on one node.
-        rings: the buckets that the backend reduces, and on a device also gathers, in two levels;
-            see the note.
     """
 
     group: Group
@@ -66,7 +57,6 @@ class Wire:
     inside: Group = None
     across: Group = None
     one_node: bool = False
-    rings: InLevels = InLevels()
     rank: int = field(init=False)
     size: int = field(init=False)
     per_node: int = field(init=False)
@@ -97,18 +87,17 @@ class Wire:
     def reduce(
         self,
         memory: Tensor,
-        bucket: Bucket,
         out: Tensor,
         *,
         divide_by: float,
         wire_dtype: torch.dtype,
         turn: Turn | None = None,
     ) -> Pending:
-        """Average ``memory`` over the ranks. Each rank gets its own shard, or its own cut if the
-        bucket travels in cuts.
+        """Average ``memory`` of a bucket over the ranks. Each rank gets its own shard, or its own
+        cut if the bucket travels in cuts.
 
         Args:
-            memory: 1-D, the whole ``bucket``; read until the result has been waited for, and
+            memory: 1-D, the whole bucket; read until the result has been waited for, and
                 perhaps overwritten.
             out: float32, as long as this rank's shard or cut; may be that part of ``memory``. A cut
                 may have ``wire_dtype`` if ``divide_by`` is 1; the sum in it is then multiplied by
@@ -128,65 +117,42 @@ class Wire:
                 memory.mul_(room)
                 if out.dtype != wire_dtype:
                     divide_by *= room
-        ragged = bucket.way == "ragged"
-        in_levels = not self.native or bucket.index in self.rings.reduce
-        if self.inside is not None and in_levels and not ragged:
+        if self.inside is not None:
             return self._reduce_in_two_levels(turn, memory, out, divide_by, wire_dtype)
         sent = turn.cast("sent", memory, wire_dtype)
-        if not self.native or (ragged and self.on_host):
-            numels = tuple(bucket.shard_numels) if ragged else None
-            return self._reduce_at_owners(turn, sent, numels, out, divide_by)
-        if not ragged:
-            return self._reduce_natively(turn, sent, out, divide_by, self.group)
-        received = turn.empty("received", out.numel(), wire_dtype)
-        parts = sent.split_with_sizes(tuple(bucket.shard_numels))
-        work = comm.reduce_scatter_ragged(received, parts, group=self.group)
-        return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
+        if self.native:
+            return self._reduce_natively(turn, sent, out, divide_by)
+        return self._reduce_at_owners(turn, sent, out, divide_by)
 
-    def _reduce_natively(
-        self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float, group: Group
-    ) -> Pending:
-        """Begin the backend's sum over ``group`` of equal parts, in the dtype of ``sent``."""
+    def _reduce_natively(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float) -> Pending:
+        """Begin the backend's sum of equal parts, in the dtype of ``sent``."""
         received = out
         if out.dtype != sent.dtype:
             received = turn.empty("received", out.numel(), sent.dtype)
-        work = comm.reduce_scatter(received, sent, group=group)
+        work = comm.reduce_scatter(received, sent, group=self.group)
         if received is out and divide_by == 1:
             return Pending([work], keep=sent)
         return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 
-    def _reduce_at_owners(
-        self, turn: Turn, sent: Tensor, numels: Sequence[int] | None, out: Tensor, divide_by: float
-    ) -> Pending:
-        """Send every rank all summands of its own part: ``numels`` elements by rank, or equal parts
-        if None.
-        """
+    def _reduce_at_owners(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float) -> Pending:
+        """Send every rank all summands of its own part."""
         own = out.numel()
         if self.size == 2:
             # Only the other rank's summands are sent. This rank's own are read in place.
-            numels = numels or (own, own)
             other = 1 - self.rank
-            both = list(sent.split_with_sizes(numels))
+            both = list(sent.split_with_sizes([own, own]))
             received = turn.empty("received", own, sent.dtype)
-            from_each = [0, 0]
-            to_each = [0, 0]
-            from_each[other] = own
-            to_each[other] = numels[other]
+            to_other = [0, 0]
+            to_other[other] = own
             work = comm.all_to_all(
-                received, both[other], group=self.group, received=from_each, sent_to=to_each
+                received, both[other], group=self.group, received=to_other, sent_to=to_other
             )
             both[other] = received
             return Pending([work], lambda: _add_up(both, out, divide_by), keep=sent)
         received = turn.empty("received", self.size * own, sent.dtype)
         rows = turn.empty("received", (self.size, own), sent.dtype)
         spare = self._spare(turn, own * most_partial_sums(self.size))
-        work = comm.all_to_all(
-            received,
-            sent,
-            group=self.group,
-            received=None if numels is None else [own] * self.size,
-            sent_to=numels,
-        )
+        work = comm.all_to_all(received, sent, group=self.group)
         return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
 
     def _spare(self, turn: Turn, numel: int) -> Tensor | None:
@@ -202,19 +168,10 @@ class Wire:
         of_node = memory.numel() // self.per_node
         # Allocate everything before the first collective: a rank that runs out of memory between
         # the two cannot begin again.
-        sums = turn.empty("sums", of_node, wire_dtype if self.native else out.dtype)
+        sums = turn.empty("sums", of_node, out.dtype)
         sent = turn.empty("sent", memory.numel(), wire_dtype)
         places = self._by_place(memory, cut)
         turn.empty("sent", tuple(places.shape), wire_dtype).copy_(places)
-        if self.native:
-            if out.dtype != wire_dtype:
-                turn.empty("received", cut, wire_dtype)
-            return Pending(
-                [comm.reduce_scatter(sums, sent, group=self.inside)],
-                lambda: self._reduce_natively(turn, sums, out, divide_by, self.across),
-                keep=sent,
-                is_chained=True,
-            )
         received = turn.empty("received", memory.numel(), wire_dtype)
         spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=self.per_node))
         work = comm.all_to_all(received, sent, group=self.inside)
@@ -243,54 +200,39 @@ class Wire:
         shape = (self.per_node, self.size // self.per_node, cut)
         return memory.as_strided(shape, (cut, self.per_node * cut, 1))
 
-    def gather(self, memory: Tensor, bucket: Bucket, turn: Turn | None = None) -> Pending:
-        """Gather the shards, or the cuts, of all ranks into every rank's ``memory``, in place. Each
-        rank sends its own.
-
-        Args:
-            turn: as in :meth:`reduce`, for two levels.
+    def gather(self, memory: Tensor) -> Pending:
+        """Gather the shards, or the cuts, of all ranks into every rank's ``memory`` of a bucket, in
+        place. Each rank sends its own.
         """
         if self.size == 1:
             return Pending()
-        ragged = bucket.way == "ragged"
         cut = memory.numel() // self.size
         if self.on_host and self.one_node and self.size <= _BROADCASTS_UP_TO:
             works = []
-            numels = list(bucket.shard_numels) if ragged else [cut] * self.size
-            for rank, shard in enumerate(memory.split_with_sizes(numels)):
-                if shard.numel():
-                    works.append(comm.broadcast(shard, out_of=rank, group=self.group))
+            for rank, part in enumerate(memory.view(self.size, cut).unbind()):
+                works.append(comm.broadcast(part, out_of=rank, group=self.group))
             return Pending(works)
-        if ragged:
-            numels = list(bucket.shard_numels)
-            shards = memory.split_with_sizes(numels)
-            own = shards[self.rank]
-            if not self.on_host:
-                return Pending([comm.all_gather_ragged(shards, own, group=self.group)])
-            return _send_copies(memory, own, self.group, numels)
         own = memory.narrow(0, self.rank * cut, cut)
-        if self.inside is not None and (self.on_host or bucket.index in self.rings.gather):
-            return self._gather_in_two_levels(turn or Turn(memory.device), memory, own)
+        if self.inside is not None and self.on_host:
+            return self._gather_in_two_levels(memory, own)
         if self.one_node or not self.on_host:
             return Pending([comm.all_gather(memory, own, group=self.group)])
         return gather_between_nodes(memory, own, group=self.group)
 
-    def _gather_in_two_levels(self, turn: Turn, memory: Tensor, own: Tensor) -> Pending:
+    def _gather_in_two_levels(self, memory: Tensor, own: Tensor) -> Pending:
         places = self._by_place(memory, own.numel())
         # Allocate before the first collective, as in reductions.
-        of_my_place = turn.empty("of my place", memory.numel() // self.per_node, memory.dtype)
-        everything = turn.empty("everything", memory.numel(), memory.dtype)
-        sorted_ = turn.empty("everything", tuple(places.shape), memory.dtype)
+        of_my_place = memory.new_empty(memory.numel() // self.per_node)
+        sorted_ = memory.new_empty(places.shape)
 
         def in_rank_order() -> None:
             places.copy_(sorted_)
 
         def inside_the_node() -> Pending:
-            work = comm.all_gather(everything, of_my_place, group=self.inside)
+            work = comm.all_gather(sorted_.view(-1), of_my_place, group=self.inside)
             return Pending([work], in_rank_order, keep=of_my_place)
 
-        gather = gather_between_nodes if self.on_host else comm.all_gather
-        work = gather(of_my_place, own, group=self.across)
+        work = gather_between_nodes(of_my_place, own, group=self.across)
         return Pending([work], inside_the_node, keep=own, is_chained=True)
 
 
@@ -304,25 +246,21 @@ def make_wires(
     *,
     native: bool,
     device: torch.device,
-    rings: InLevels | None = None,
 ) -> dict[int, Wire]:
     """Make the wires of ``groups``. Every rank of the world must call this at the same point.
 
     Args:
         where: the node of each rank of the world; see :func:`.ranks.comm.nodes.node_of_each_rank`.
-        rings: see :class:`Wire`; None for no such buckets.
     """
     on_host = device.type == "cpu"
-    rings = rings or InLevels()
-    wants = not native or bool(rings.reduce or rings.gather)
-    levels = nodes.make_levels(groups, where, wants=wants)
+    levels = nodes.make_levels(groups, where, wants=not native)
     if on_host:
         nodes.send_both_ways([*groups.values(), *(across for _, across in levels.values())], where)
     wires = {}
     for key, group in groups.items():
         inside, across = levels.get(key, (None, None))
         one_node = len({where[rank] for rank in comm.ranks_of(group)}) == 1
-        wires[key] = Wire(group, native, on_host, inside, across, one_node, rings)
+        wires[key] = Wire(group, native, on_host, inside, across, one_node)
     return wires
 
 
@@ -333,16 +271,10 @@ def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
     return Pending([comm.all_gather(out, own, group=group)], keep=own)
 
 
-def _send_copies(
-    out: Tensor, own: Tensor, group: Group, numels: Sequence[int] | None = None
-) -> Pending:
-    """Begin to gather by an all-to-all, with ``numels`` elements from each rank; equal parts if
-    None.
-    """
-    size = comm.size_of(group)
-    copies = own.repeat(size)
-    sent_to = None if numels is None else [own.numel()] * size
-    work = comm.all_to_all(out, copies, group=group, received=numels, sent_to=sent_to)
+def _send_copies(out: Tensor, own: Tensor, group: Group) -> Pending:
+    """Begin to gather equal parts by an all-to-all."""
+    copies = own.repeat(comm.size_of(group))
+    work = comm.all_to_all(out, copies, group=group)
     return Pending([work], keep=copies)
 
 
@@ -365,7 +297,7 @@ def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = 
     the number of rows.
 
     Args:
-        spare: on a device, 1-D float32 memory for :func:`~.plan.network.reduction.partial_sums` of
+        spare: on a device, 1-D float32 memory for :func:`~.plan.layout.transport.partial_sums` of
             that number of rows; None for new memory.
     """
     if rows.shape[0] == 1 or out.device.type == "cpu":

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
 from ds_layerwise.plan.layout.layout import Layout
-from ds_layerwise.plan.network.transfer_plan import Round, begun_backwards, param_names, seen_by
-from ds_layerwise.plan.network.transport import MAX_PENDING
+from ds_layerwise.plan.layout.transfer_plan import Round, begun_backwards, param_names, seen_by
+from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, out_of_rows
@@ -54,7 +54,7 @@ class CutSync:
     """Sends the parameters that owners have updated to every rank's cuts, in rounds.
 
     A round begins when its last bucket is launched, in one order on all ranks. At most
-    :data:`~ds_layerwise.plan.network.transport.MAX_PENDING` rounds are pending at a time.
+    :data:`~ds_layerwise.plan.layout.transport.MAX_PENDING` rounds are pending at a time.
     Parameters that are split by element are not sent: their cuts are the shards.
 
     Args:

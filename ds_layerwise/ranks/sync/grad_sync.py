@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Bucket, Slot
-from ds_layerwise.plan.network.reduction import sum_dtype
-from ds_layerwise.plan.network.transfer_plan import deal, seen_by
+from ds_layerwise.plan.layout.transfer_plan import deal, seen_by
+from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import (
@@ -34,7 +34,7 @@ from ds_layerwise.ranks.sync.transfer import Transfer
 
 def _lay_in(memory: Tensor, bucket: Bucket, slot: Slot, gradient: Tensor) -> None:
     """Copy ``gradient`` to the place of ``slot`` in ``memory``, which is the whole ``bucket``."""
-    if bucket.way == "by_param":
+    if bucket.transport == "by_param":
         first = bucket.offset_in_shard(slot)
         rows = memory.view(bucket.holders, -1)[:, first : first + bucket.cut_of(slot)]
         lay_in_rows(gradient.reshape(-1), rows)
@@ -104,7 +104,7 @@ class GradSync:
             device,
         )
         self._cuts = {
-            bucket.index: self._make_cut(bucket) for bucket in buckets if bucket.way == "cuts"
+            bucket.index: self._make_cut(bucket) for bucket in buckets if bucket.transport == "cuts"
         }
         self._scheduler = BucketScheduler(buckets, self._begin, device, max_waiting=max_waiting)
         self.reset()
@@ -341,7 +341,7 @@ class GradSync:
                 # A sum in another dtype is divided when it becomes float32.
                 divide_by = self._divide_by
         pending = self._wires[bucket.ep_size].reduce(
-            memory, bucket, out, divide_by=divide_by, wire_dtype=wire_dtype, turn=turn
+            memory, out, divide_by=divide_by, wire_dtype=wire_dtype, turn=turn
         )
         self._has_sums.add(bucket.index)
         return pending if is_first else pending.then(lambda: total.add_(out))

@@ -15,11 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 from ds_layerwise.output import announce
 from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.network.transfer_plan import Round, begun_backwards, seen_by
+from ds_layerwise.plan.layout.transfer_plan import Round, begun_backwards, seen_by
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.comm.scratch import Turn
-from ds_layerwise.ranks.comm.streams import LaunchStream, SideStream
+from ds_layerwise.ranks.comm.streams import LaunchStream
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, cut_of
 from ds_layerwise.ranks.sync.bucket_transfers import Wires
 from ds_layerwise.ranks.sync.transfer import Transfer
@@ -46,12 +45,6 @@ class ParamSync:
         round begins when its last bucket is launched. The gather of the buckets that a round
         completes begins after the next round has begun, so that all ranks begin everything in the
         same order.
-
-    Note: gathers in two levels on a device
-        If a wire uses two levels, all of its gathers run one after the other on a stream of their
-        own. Neither the host nor the update of the next bucket waits between the two collectives,
-        collectives of different groups are in one order on all ranks, and one bucket at a time has
-        memory for sorting.
     """
 
     def __init__(
@@ -80,8 +73,6 @@ class ParamSync:
         self._start_rounds()
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
-        self._side = SideStream()
-        self._turn = Turn(device)
         self._launched_on = LaunchStream()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._index_of: dict[object, int] = {}
@@ -102,20 +93,14 @@ class ParamSync:
         bucket = self.layout.buckets[index]
         self._launched_on = LaunchStream()
         with profiled("gather"):
-            if bucket.way == "cuts":
+            if bucket.transport == "cuts":
                 self._launch_in_cuts(index)
             else:
                 self._gather(bucket, self._values.bucket(bucket))
 
     def _gather(self, bucket: Bucket, memory: Tensor) -> None:
-        wire = self._wires[bucket.ep_size]
-        if self._side.exists and wire.rings.gather:
-            self._side.follow()
-            with self._side:
-                wire.gather(memory, bucket, self._turn).wait()
-            self._pending[bucket.index] = comm.Pending([self._side.moment()])
-            return
-        pending = self._pending[bucket.index] = wire.gather(memory, bucket)
+        pending = self._wires[bucket.ep_size].gather(memory)
+        self._pending[bucket.index] = pending
         if pending.is_chained:
             self._chained.append(pending)
 
@@ -185,7 +170,6 @@ class ParamSync:
         """Wait for everything that is pending."""
         with self._lock:
             self.wait(sorted(self._pending, reverse=True))
-        self._turn.release()
         if self._in_cuts:
             # An interrupted update may have launched only some buckets of a round.
             self._start_rounds()
@@ -208,7 +192,6 @@ class ParamSync:
         # Begin everything now: the order of first uses, and of other collectives before them, may
         # differ between ranks.
         self._begin_last()
-        self._turn.release()
         for module in self._modules:
             # A captured graph reads addresses, and calls none of the modules below this one.
             if "forward" in vars(module):

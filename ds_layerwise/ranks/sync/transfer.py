@@ -1,5 +1,5 @@
 """Transfers between the cuts that all ranks hold and the owners of whole parameters, in the rounds
-of :mod:`.plan.network.transfer_plan`.
+of :mod:`.plan.layout.transfer_plan`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.network.transfer_plan import Part, Round
-from ds_layerwise.plan.network.transport import MAX_PENDING
+from ds_layerwise.plan.layout.transfer_plan import Part, Round
+from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, lay_in_rows, out_of_rows
 

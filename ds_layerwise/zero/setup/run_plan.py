@@ -21,8 +21,7 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.network.links import Links, links_of_run, unlike_the_run
-from ds_layerwise.plan.network.reduction import Reduction, reduction_of_run
+from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
@@ -47,8 +46,6 @@ class Planned:
     layout: Layout
     reduction: Reduction
     """The method by which sums over ranks are made."""
-    links: Links
-    """The links for which the transports of buckets were chosen."""
     where: tuple[int, ...]
     """The number of each rank's node, by rank of the world."""
     names: dict[str, tuple[str, ...]]
@@ -184,7 +181,6 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     config = settings.layerwise
     elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
     where = nodes.node_of_each_rank()
-    per_node, counts = _ranks_per_node(settings, where)
     with comm.errors_on_all_ranks():
         routed = route(
             model,
@@ -197,20 +193,12 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         routes, specs, trained, names = routed
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        on_node = max(counts)
-        if settings.tp_size > 1:
-            on_node = max(nodes.counts_on_nodes(range(len(where)), where))
-        links = links_of_run(
-            config.links, on_host=on_host, ranks_per_node=per_node, places=on_node // per_node
-        )
         layout = plan_layout(
             specs,
             comm.size_of(settings.group),
             bucket_numel=settings.bucket_numel,
             policy=config.layout,
             alignment=config.alignment,
-            links=links,
-            reduction=reduction,
             stage=settings.stage,
         )
     routes_elsewhere = {}
@@ -218,8 +206,9 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         routes_elsewhere = pipeline.routes_of_all_stages(
             routes, optimizer.param_groups, settings.model_group
         )
-    _compare(routes, specs, layout, optimizer, settings, links)
-    _tell(settings, where, counts, per_node=per_node, on_host=on_host)
+    _compare(routes, specs, layout, optimizer, settings)
+    if reduction == "ordered":
+        _tell_of_nodes(where)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
@@ -237,7 +226,6 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         specs=specs,
         layout=layout,
         reduction=reduction,
-        links=links,
         where=tuple(where),
         names=names,
         routes_elsewhere=routes_elsewhere,
@@ -280,44 +268,21 @@ def _norm_groups(model: nn.Module, routed: Routed, settings: Settings) -> dict[s
     return mine
 
 
-def _ranks_per_node(settings: Settings, where: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Return the number of ranks per node for the plan, and the number of ranks on each node.
+def _tell_of_nodes(where: Sequence[int]) -> None:
+    """Report on rank 0 that sums are not made inside nodes first, if nodes have different numbers
+    of ranks.
 
-    Ranks that hold parts of the same matrices must plan alike: they take the smallest ranks per
-    node of any of their groups, and the counts of the most uneven group.
+    Args:
+        where: the node of each rank of the world.
     """
-    ranks = comm.ranks_of(settings.group)
-    own = nodes.ranks_per_node(ranks, where), nodes.counts_on_nodes(ranks, where)
-    if settings.tensor_group is None:
-        return own
-    per_node, counts = zip(*comm.gather_objects(own, group=settings.tensor_group), strict=True)
-    return min(per_node), max(counts, key=lambda each: (max(each) - min(each), max(each)))
-
-
-def _tell(
-    settings: Settings,
-    where: Sequence[int],
-    counts: Sequence[int],
-    *,
-    per_node: int,
-    on_host: bool,
-) -> None:
-    """Report on one rank for which links the transports of buckets were chosen, if that may
-    surprise the user.
-    """
-    unlike = unlike_the_run(settings.layerwise.links, on_host=on_host)
-    if unlike and comm.rank_of(None) == 0:
-        announce(f"ds_layerwise: {unlike}")
-    # Each pipeline stage has ranks of its own and reports for them.
-    if per_node < max(counts) and comm.rank_of(settings.group) == settings.tp_rank == 0:
-        if len(set(counts)) == 1:
-            counts = nodes.counts_on_nodes(range(len(where)), where)
-        shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
-        announce(
-            f"ds_layerwise: nodes have different numbers of ranks ({shown}), so sums are not made "
-            "inside nodes first, and transports are chosen as for one rank per node; start the "
-            "same number on each node"
-        )
+    counts = nodes.counts_on_nodes(range(len(where)), where)
+    if len(set(counts)) == 1 or comm.rank_of(None):
+        return
+    shown = ", ".join(map(str, counts[:_FEW])) + ", ..." * (len(counts) > _FEW)
+    announce(
+        f"ds_layerwise: nodes have different numbers of ranks ({shown}), so sums are not made "
+        "inside nodes first; start the same number on each node"
+    )
 
 
 def _ep_sizes(
@@ -344,14 +309,13 @@ def _compare(
     layout: Layout,
     optimizer: LayerWiseOptimizer,
     settings: Settings,
-    links: Links,
 ) -> None:
     """Compare the plan over ranks.
 
     Raises:
         LayerWiseError: on every rank, if it differs.
     """
-    described = [f"layerwise.links = {links}"]
+    described = []
     for spec in specs:
         route = routes[spec.name]
         cut = f", cut (axis {route.tp_axis})" * route.is_cut

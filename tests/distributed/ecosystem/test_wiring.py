@@ -20,7 +20,7 @@ from torch.distributed import get_process_group_ranks
 import ds_layerwise
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
-from ds_layerwise.plan.network.transfer_plan import deal, seen_by
+from ds_layerwise.plan.layout.transfer_plan import deal, seen_by
 from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -81,11 +81,10 @@ class TestCommsLogger(DistributedTest):
             expected = {"all_reduce": {56: 2}}
             wire, = set(forecast.wires)
             # What stays here is in the size of an all-to-all of more than two ranks, too.
-            kept = [0 if optimizer.world_size == 2 else bucket.cut_numel if bucket.way == "cuts" else
-                    bucket.shard_numels[rank] for bucket in layout.buckets]
+            kept = [0 if optimizer.world_size == 2 else bucket.cut_numel for bucket in layout.buckets]
             for bucket, stays in zip(layout.buckets, kept, strict=True):
-                own = bucket.cut_numel if bucket.way == "cuts" else bucket.shard_numels[rank]
-                add(expected, "all_to_all_single", (bucket.numel - own + stays) * DTYPE_BYTES[wire], passes)
+                leaves = bucket.numel - bucket.cut_numel + stays
+                add(expected, "all_to_all_single", leaves * DTYPE_BYTES[wire], passes)
             reduced = sum(size * count for size, count in expected["all_to_all_single"].items()) // passes
             sums = 4 * sum(sum(each.by_owner) for each in seen_by(rank, deal(layout.buckets)))
             sent, = forecast.sent.values()
@@ -95,9 +94,7 @@ class TestCommsLogger(DistributedTest):
             for each in seen_by(rank, deal(reversed(layout.buckets))):
                 add(expected, "all_to_all_single", DTYPE_BYTES[each.deal.dtype] * sum(each.by_holder), 2)
             for bucket in layout.buckets:
-                cuts = [bucket.cut_numel] * optimizer.world_size
-                for numel in filter(None, cuts if bucket.way == "cuts" else bucket.shard_numels):
-                    add(expected, "broadcast", DTYPE_BYTES[bucket.dtype] * numel, 2)
+                add(expected, "broadcast", DTYPE_BYTES[bucket.dtype] * bucket.cut_numel, 2 * optimizer.world_size)
             assert seen == expected
             engine.destroy()
 

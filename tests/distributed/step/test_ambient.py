@@ -13,7 +13,7 @@ from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.harness import DistributedTest, device
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("numerics_context", "dcp", "whole_states")
 

@@ -3,11 +3,10 @@
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.plan.planner import planner
 from examples.benchmarks.collectives import OPTIMIZERS, count_step
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("comm", "group_pool")
 
@@ -15,31 +14,25 @@ pytestmark = rooms("comm", "group_pool")
 SCALARS = 16
 
 
-def go_straight(monkeypatch):
-    """Let every bucket go straight to its owners."""
-    monkeypatch.setattr(planner, "choose_ways", lambda loads, *_: [
-        "even" if load.shards.is_even else "ragged" for load in loads])
-
-
 class TestWire(DistributedTest):
     world_size = [2, 4]
 
-    def test_a_step_moves_the_lower_bound(self, monkeypatch):
-        go_straight(monkeypatch)
+    def test_a_step_moves_the_lower_bound_and_at_most_a_ranks_share_each_way(self):
         size = dist.get_world_size()
         # With an alignment of 64, starts of parameters and shards are padded.
         for bucket_numel, alignment, padding in ((1, 1, 0), (20_000, 1, 0), (10**9, 64, 64 * (25 + 25 * size))):
             counter, numel = count_step(OPTIMIZERS["LayerWiseMuon"], bucket_numel=bucket_numel,
                                         layerwise={"alignment": alignment})
-            assert sum(counter.elements.values()) <= 2 * (size - 1) / size * (numel + padding) + SCALARS
+            bound = 2 * (size - 1) / size * (numel + padding)
+            assert sum(counter.elements.values()) <= bound + 2 * numel / size + SCALARS
             assert counter.calls["all_reduce"] == 1 and counter.elements["all_reduce"] <= SCALARS
 
-    def test_gradients_travel_in_the_dtype_asked_for(self, monkeypatch):
-        go_straight(monkeypatch)
+    def test_gradients_travel_in_the_dtype_asked_for(self):
         for sections, gradient_bytes in (
                 ({}, 2), ({"communication_data_type": "fp32"}, 4), ({"data_types": {"grad_accum_dtype": "fp32"}}, 4),
                 ({"communication_data_type": "bf16", "data_types": {"grad_accum_dtype": "fp32"}}, 2)):
-            counter, _ = count_step(OPTIMIZERS["LayerWiseMuon"], bf16={"enabled": True}, **sections)
+            counter, _ = count_step(OPTIMIZERS["LayerWiseMuon"], bf16={"enabled": True},
+                                    layerwise={"layout": "lpt"}, **sections)
             # Gradients and parameters have as many elements, and but for scalars nothing else travels.
             elements, sent = (sum(each.values()) - each["all_reduce"] for each in (counter.elements, counter.bytes))
             assert 2 * sent == pytest.approx((gradient_bytes + 2) * elements, rel=1e-4)

@@ -12,7 +12,7 @@ from tests.support.harness import DistributedTest
 from tests.support.models import FailsInBackward
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, reduced_gradients, start, weights
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("grad_sync", "streams", "group_pool")
 

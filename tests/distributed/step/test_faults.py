@@ -31,7 +31,7 @@ from tests.support.training import (
     train_engine,
     train_engines,
 )
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("step_agreement", "comm", "optimizer", "skipped_steps")
 

@@ -20,7 +20,7 @@ from tests.support.checkpoints import assert_same_run, states
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("interrupted", "observer", "update")
 

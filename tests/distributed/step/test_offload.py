@@ -24,7 +24,7 @@ from tests.support.training import (
     train_engines,
     weights,
 )
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("host_memory", "offloading")
 
@@ -63,7 +63,7 @@ class TestOffload(DistributedTest):
             train_engine(each, 1, gas=2)
             each.backward(each((1, 0, dist.get_rank())))
             each.step()
-        cuts = sum(bucket.cut_numel for bucket in engine.optimizer.layout.buckets if bucket.way == "cuts")
+        cuts = sum(bucket.cut_numel for bucket in engine.optimizer.layout.buckets if bucket.transport == "cuts")
         assert cuts and 4 * cuts + sum(t.nbytes for t in internals.owned(engine).reduced.tensors) == memory(engine)[
             Kind.lp_grads]
         engine.offload_states(include=[Kind.lp_grads])

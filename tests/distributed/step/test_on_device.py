@@ -22,7 +22,7 @@ from tests.support.training import (
     train_engines,
     weights,
 )
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = [*rooms("bucket_transfers", "grad_sync", "param_sync", "host_memory", "optimizer"), pytest.mark.gpu]
 
@@ -34,22 +34,21 @@ class TestWires(DistributedTest):
     thorough_on = (4,)
 
     @pytest.mark.parametrize("reduction", REDUCTIONS)
-    @pytest.mark.parametrize("way", ["even", "ragged", "cuts"])
-    def test_sums_of_whole_numbers_and_back(self, way, reduction):
+    @pytest.mark.parametrize("transport", ["even", "cuts"])
+    def test_sums_of_whole_numbers_and_back(self, transport, reduction):
         rank, size = dist.get_rank(), dist.get_world_size()
-        numels = {"even": [64] * size, "ragged": [0, 192, *[64] * (size - 2)],
-                  "cuts": [0, 64 * size, *[0] * (size - 2)]}[way]
+        numels = {"even": [64] * size, "cuts": [0, 64 * size, *[0] * (size - 2)]}[transport]
         slots = tuple(Slot(str(i), sum(numels[:i]), numel) for i, numel in enumerate(numels) if numel)
-        bucket = Bucket(0, "bfloat16", True, 0, tuple(numels), slots, way=way)
+        bucket = Bucket(0, "bfloat16", True, 0, tuple(numels), slots, transport=transport)
         wire = make_wires({1: None}, [0] * size, native=reduction == "native", device=device())[1]
-        start, stop = bucket.shard(rank) if way != "cuts" else (64 * rank, 64 * (rank + 1))
+        start, stop = 64 * rank, 64 * (rank + 1)
         rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(3)).bfloat16()
         out = torch.full((stop - start,), torch.nan, device=device())
-        wire.reduce(rows[rank].to(device()), bucket, out, divide_by=4.0, wire_dtype=torch.bfloat16).wait()
+        wire.reduce(rows[rank].to(device()), out, divide_by=4.0, wire_dtype=torch.bfloat16).wait()
         assert torch.equal(out.cpu(), rows.float().sum(0)[start:stop] / 4)
         memory = torch.full((bucket.numel,), torch.nan, dtype=torch.bfloat16, device=device())
         memory[start:stop] = rows[0, start:stop].to(device())
-        wire.gather(memory, bucket).wait()
+        wire.gather(memory).wait()
         assert torch.equal(memory.cpu(), rows[0])
 
 

@@ -25,8 +25,8 @@ from tests.support.training import (
     weights,
     whole_gradients,
 )
+from tests.support.transports import plan_in_cuts
 from tests.support.versions import needs
-from tests.support.ways import plan_in_cuts
 
 pytestmark = rooms("optimizer", "grad_sync", "buffers", "loss_scaling")
 

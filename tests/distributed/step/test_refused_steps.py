@@ -11,7 +11,7 @@ from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, train_engines, weights
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("pre_step", "grad_sync")
 

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rules import muon_family
-from ds_layerwise.plan.network.transfer_plan import deal
+from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
 from tests.support.expected import assert_gradients_equal, assert_trained_as, by_the_oracle, compared_to
@@ -43,7 +43,7 @@ from tests.support.training import (
     train_engine,
     weights,
 )
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("grad_sync", "owned", "comm", "planner", "optimizer", "param_sync", "run_plan", "run_state")
 
@@ -235,7 +235,7 @@ class TestMemory(DistributedTest):
     def test_memory_of_buckets_in_cuts(self, stage, monkeypatch):
         plan_in_cuts(monkeypatch, lambda bucket: bucket.index % 4)
         layout = self.compare(stage, BF16, bucket_numel=1)
-        assert {"cuts"} < {bucket.way for bucket in layout.buckets}
+        assert {"cuts"} < {bucket.transport for bucket in layout.buckets}
         # There are more rounds than the two that may be pending.
         assert len(deal(layout.buckets)) > 2
 
@@ -269,7 +269,7 @@ class TestMemory(DistributedTest):
         assert 0 < allocations.most <= allocations.expected
         if stage == 2:
             assert forecast.memory[optimizer.rank].grads == sum(
-                4 * bucket.shard_numels[optimizer.rank] + 4 * bucket.cut_numel * (bucket.way == "cuts")
+                4 * bucket.shard_numels[optimizer.rank] + 4 * bucket.cut_numel * (bucket.transport == "cuts")
                 for bucket in optimizer.layout.buckets)
         return optimizer.layout
 
@@ -345,16 +345,16 @@ class TestStepOrder(DistributedTest):
 class TestSumsOfNodes(DistributedTest):
     world_size = 4
 
-    def test_neither_the_size_of_a_bucket_nor_the_links_change_what_is_added_to_what(self, monkeypatch):
+    def test_the_size_of_a_bucket_does_not_change_what_is_added_to_what(self, monkeypatch):
         monkeypatch.setattr(nodes, "node_of_each_rank", lambda: [0, 0, 1, 1])
         found = {}
-        for bucket_numel, links in ((66_000, "tcp"), (400_000, "tcp"), (66_000, "nvlink-ib"), (1, "pcie-ethernet")):
+        for bucket_numel in (1, 66_000, 400_000):
             torch.manual_seed(1)
             module = nn.Sequential(*(nn.Linear(128, 128, bias=False) for _ in range(9)))
-            engine = start(module, ds_config(bucket_numel=bucket_numel, layerwise={"links": links}))
+            engine = start(module, ds_config(bucket_numel=bucket_numel))
             torch.manual_seed(dist.get_rank())
             for _ in range(2):
                 engine.backward(engine(torch.randn(4, 128)).square().mean())
                 engine.step()
-            found[bucket_numel, links] = weights(module)
+            found[bucket_numel] = weights(module)
         assert len({tuple(value.tolist()) for value in found.values()}) == 1

@@ -1,9 +1,7 @@
 """Buckets travel: every way, both ways to add up, one level and two, against sums made without ranks."""
 
 import functools
-from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
@@ -11,7 +9,6 @@ import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
 from ds_layerwise.plan.layout.layout import Bucket, Slot
-from ds_layerwise.plan.network.transport import InLevels
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.sync import bucket_transfers
@@ -20,30 +17,27 @@ from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
-from tests.support.ways import plan_in_cuts
+from tests.support.transports import plan_in_cuts
 
 pytestmark = rooms("bucket_transfers", "transfer", "nodes", "comm")
 
 DTYPES = (torch.float32, torch.bfloat16)
 
-#: Every bucket of these tests, reduced and gathered by the backend in two levels.
-IN_LEVELS = InLevels(frozenset((0,)), frozenset((0,)))
 
-
-def bucket_of(numels, way):
+def bucket_of(numels, transport):
     slots = tuple(Slot(f"p{rank}", sum(numels[:rank]), numel) for rank, numel in enumerate(numels) if numel)
-    return Bucket(0, "float32", True, 0, tuple(numels), slots, way=way)
+    return Bucket(0, "float32", True, 0, tuple(numels), slots, transport=transport)
 
 
 def buckets_of(size):
     none = [0] * (size - 2)
-    return [bucket_of([6] * size, "even"), bucket_of([2, *none, 7], "ragged"), bucket_of([0, 5 * size, *none], "cuts"),
+    return [bucket_of([6] * size, "even"), bucket_of([0, 5 * size, *none], "cuts"),
             bucket_of([3, 5 * size - 3, *none], "cuts")]
 
 
 def span(bucket, rank, size):
     """The range of the bucket that ``rank`` gets, and gives."""
-    if bucket.way == "cuts":
+    if bucket.transport == "cuts":
         return rank * bucket.cut_numel, (rank + 1) * bucket.cut_numel
     return bucket.shard(rank)
 
@@ -55,9 +49,9 @@ def in_rank_order(rows):
     return total
 
 
-def wires_of(per_node, native=False, rings=None, device="cpu"):
+def wires_of(per_node, native=False, device="cpu"):
     where = [r // per_node for r in range(dist.get_world_size())]
-    return make_wires({1: None}, where, native=native, device=torch.device(device), rings=rings)[1]
+    return make_wires({1: None}, where, native=native, device=torch.device(device))[1]
 
 
 def rows_of(bucket, seed, dtype, draw=torch.randn):
@@ -75,7 +69,7 @@ def summed(wire, bucket, rows, divide_by, *, in_place=False):
     rank, size = dist.get_rank(), dist.get_world_size()
     memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
     out = memory[start:stop] if in_place and rows.dtype == torch.float32 else torch.full((stop - start,), torch.nan)
-    wire.reduce(memory, bucket, out, divide_by=divide_by, wire_dtype=rows.dtype).wait()
+    wire.reduce(memory, out, divide_by=divide_by, wire_dtype=rows.dtype).wait()
     return out, slice(start, stop)
 
 
@@ -100,56 +94,38 @@ class TestReduce(DistributedTest):
             for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
                 rows = rows_of(bucket, seed, dtype)
                 out, mine = summed(wire, bucket, rows, 3.0, in_place=in_place)
-                if levels and bucket.way != "ragged":
+                if levels:
                     rows = torch.stack([in_rank_order(rows[first:first + per_node]).to(dtype)
                                         for first in range(0, size, per_node)])
                 assert torch.equal(out, (in_rank_order(rows) / 3.0)[mine])
 
-    def test_native_sums_of_whole_numbers(self, monkeypatch):
-        size, reduce_scatter = dist.get_world_size(), comm.reduce_scatter
-
-        def apart(out, sent, *, group):
-            # gloo copies what it is given first, and NCCL adds up where it lies.
-            assert not levels or size != 4 or out.untyped_storage().data_ptr() != sent.untyped_storage().data_ptr()
-            return reduce_scatter(out, sent, group=group)
-
-        monkeypatch.setattr(comm, "reduce_scatter", apart)
-        for levels, dtype in product((False, True), DTYPES):
-            wire = wires_of(2, native=True, rings=IN_LEVELS if levels else None)
-            assert wire.native and (wire.inside is None) == (not levels or size != 4)
-            for seed, (bucket, in_place) in enumerate(product(buckets_of(size), (False, True))):
+    def test_native_sums_of_whole_numbers(self):
+        for dtype in DTYPES:
+            wire = wires_of(2, native=True)
+            assert wire.native and wire.inside is None
+            for seed, (bucket, in_place) in enumerate(product(buckets_of(dist.get_world_size()), (False, True))):
                 rows = rows_of(bucket, seed, dtype, whole_numbers)
                 out, mine = summed(wire, bucket, rows, 4.0, in_place=in_place)
                 assert torch.equal(out, rows.float().sum(0)[mine] / 4.0)
 
-    def test_float16_overflows_no_earlier_than_the_gradients_of_a_rank(self, monkeypatch):
+    def test_float16_overflows_no_earlier_than_the_gradients_of_a_rank(self):
         rank, size = dist.get_rank(), dist.get_world_size()
-
-        def reduce_scatter_ragged(out, parts, *, group):
-            whole = torch.cat(list(parts))
-            dist.all_reduce(whole)
-            out.copy_(whole.split_with_sizes([len(part) for part in parts])[rank])
-            return SimpleNamespace(wait=lambda: None)
-
-        monkeypatch.setattr(comm, "reduce_scatter_ragged", reduce_scatter_ragged)
-        for native, levels in product((False, True), repeat=2):
-            wire = wires_of(2 if levels else 1, native=native, rings=IN_LEVELS if levels else None)
+        for native, per_node in ((False, 1), (False, 2), (True, 1)):
+            wire = wires_of(per_node, native=native)
             for bucket, value in product(buckets_of(size), (61440.0, -61440.0, 3.0)):
-                # Ragged sums are the backend's on a device.
-                used = replace(wire, on_host=False) if bucket.way == "ragged" and native else wire
                 rows = torch.full((size, bucket.numel), value, dtype=torch.float16)
-                out, (start, stop) = summed(used, bucket, rows, size)[0], span(bucket, rank, size)
+                out, (start, stop) = summed(wire, bucket, rows, size)[0], span(bucket, rank, size)
                 assert torch.equal(out, torch.full_like(out, value))
-                if bucket.way == "cuts" and native:
+                if bucket.transport == "cuts" and native:
                     memory = rows[rank]
-                    wire.reduce(memory, bucket, memory[start:stop], divide_by=1, wire_dtype=torch.float16).wait()
+                    wire.reduce(memory, memory[start:stop], divide_by=1, wire_dtype=torch.float16).wait()
                     total = memory[start:stop].float() / bucket_transfers.room_in(torch.float16, size)
                     assert torch.equal(total, torch.full_like(total, value * size))
 
     def test_native_sums_are_ordered_ones_within_rounding(self):
         size = dist.get_world_size()
-        for levels, dtype in product((False, True), DTYPES):
-            native, ordered = wires_of(2, native=True, rings=IN_LEVELS if levels else None), wires_of(1)
+        for dtype in DTYPES:
+            native, ordered = wires_of(2, native=True), wires_of(1)
             for seed, bucket in enumerate(buckets_of(size)):
                 rows = rows_of(bucket, seed, dtype)
                 (one, mine), (other, _) = (summed(wire, bucket, rows, 4.0) for wire in (native, ordered))
@@ -158,24 +134,9 @@ class TestReduce(DistributedTest):
                 assert ((one - other).abs() <= bound).all()
 
     @pytest.mark.world_size(4)
-    def test_only_planned_buckets_go_in_two_levels(self, monkeypatch):
-        groups = groups_of_calls(monkeypatch, "reduce_scatter", "all_gather")
-        wire = wires_of(2, native=True, rings=InLevels(frozenset((0,)), frozenset((1,))))
-        wire, rank = replace(wire, on_host=False), dist.get_rank()
-        for index in range(2):
-            bucket = replace(bucket_of([6] * 4, "even"), index=index)
-            memory = torch.full((24,), float(rank))
-            wire.reduce(memory, bucket, memory[6 * rank:6 * rank + 6], divide_by=1, wire_dtype=torch.float32).wait()
-            wire.gather(memory, bucket).wait()
-            assert memory.tolist() == [6.0] * 24
-        assert groups == [wire.inside, wire.across, wire.group, wire.group, wire.across, wire.inside]
-
-    @pytest.mark.world_size(4)
-    @pytest.mark.parametrize("native", [False, True])
-    def test_two_levels_begin_their_second_in_order_and_when_asked(self, native):
-        wire, rank = wires_of(2, native, IN_LEVELS), dist.get_rank()
-        bucket = bucket_of([6] * 4, "even")
-        pending = [wire.reduce(torch.full((24,), float(rank + i)), bucket, torch.empty(6), divide_by=1,
+    def test_two_levels_begin_their_second_in_order_and_when_asked(self):
+        wire, rank = wires_of(2), dist.get_rank()
+        pending = [wire.reduce(torch.full((24,), float(rank + i)), torch.empty(6), divide_by=1,
                                wire_dtype=torch.float32) for i in range(3)]
         assert all(each.is_chained for each in pending)
         for each in pending:
@@ -201,27 +162,24 @@ class Scarce(Turn):
 class TestTwoLevels(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("native", [False, True])
-    def test_a_rank_without_memory_begins_again_as_if_it_had_not_begun(self, native):
-        rank, wire, bucket = dist.get_rank(), wires_of(2, native, IN_LEVELS), bucket_of([6] * 4, "even")
-        for what in ("sent", "sums", "received", "of my place", "everything"):
+    def test_a_rank_without_memory_begins_again_as_if_it_had_not_begun(self):
+        rank, wire = dist.get_rank(), wires_of(2)
+        for what in ("sent", "sums", "received"):
             memory, out = torch.full((24,), float(rank), dtype=torch.bfloat16), torch.empty(6)
-            turn, gathered, failed = Scarce(what, rank=1), torch.full((24,), float(rank)), 0
-            for begin in (lambda: wire.reduce(memory, bucket, out, divide_by=1, wire_dtype=torch.bfloat16, turn=turn),
-                          lambda: wire.gather(gathered, bucket, turn)):
-                for _ in range(2):
-                    try:
-                        begin().wait()
-                        break
-                    except torch.OutOfMemoryError:
-                        failed += 1
+            turn, failed = Scarce(what, rank=1), 0
+            for _ in range(2):
+                try:
+                    wire.reduce(memory, out, divide_by=1, wire_dtype=torch.bfloat16, turn=turn).wait()
+                    break
+                except torch.OutOfMemoryError:
+                    failed += 1
             assert failed == (rank == 1)
-            assert out.tolist() == [6.0] * 6 and gathered.tolist() == [0.0] * 6 + [1.0] * 6 + [2.0] * 6 + [3.0] * 6
+            assert out.tolist() == [6.0] * 6
 
     def test_ranks_that_need_no_levels_take_part_in_making_them(self):
-        """Some stages of a pipeline have buckets for which levels pay, and others none."""
+        """The backend makes the sums of some ranks, as of some stages of a pipeline."""
         rank = dist.get_rank()
-        wire = wires_of(2, native=True, rings=IN_LEVELS if rank < 2 else None, device="cuda")
+        wire = wires_of(2, native=rank >= 2, device="cuda")
         assert (wire.inside is None) == (rank >= 2)
         assert comm.gather_objects(rank, group=None) == [0, 1, 2, 3]
 
@@ -249,7 +207,7 @@ class TestBothDirections(DistributedTest):
             assert one is None and other is not None and comm.ranks_of(other) == list(range(size))
             assert not any(received[rank + 1:]) and not any(sent_to[:rank])
             assert not any(received_too[:rank + 1]) and not any(sent_too[rank:])
-            if bucket.way == "even":
+            if bucket.transport == "even":
                 # Each of two ranks reads its own where they are.
                 wanted = [0 if size == 2 and other == rank else 6 for other in range(size)]
                 assert [a + b for a, b in zip(sent_to, sent_too, strict=True)] == wanted
@@ -271,17 +229,13 @@ class TestGather(DistributedTest):
     world_size = [2, 3, 4]
     thorough_on = (4,)
 
-    def check(self, wire, turn=None):
+    def check(self, wire):
         rank, size = dist.get_rank(), dist.get_world_size()
         for dtype, (seed, bucket) in product(DTYPES, enumerate(buckets_of(size))):
-            if turn is not None and bucket.way == "ragged":
-                continue
             wanted = torch.randn(bucket.numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
             memory, (start, stop) = torch.full_like(wanted, torch.nan), span(bucket, rank, size)
             memory[start:stop] = wanted[start:stop]
-            pending = wire.gather(memory, bucket, turn)
-            assert turn is None or pending.is_chained
-            pending.wait()
+            wire.gather(memory).wait()
             assert torch.equal(memory, wanted)
 
     def test_every_rank_gets_what_each_gives(self, monkeypatch):
@@ -289,29 +243,24 @@ class TestGather(DistributedTest):
             monkeypatch.setattr(bucket_transfers, "_BROADCASTS_UP_TO", broadcasts_up_to)
             self.check(wires_of(per_node))
 
-    @pytest.mark.world_size(4)
-    def test_rings_in_two_levels_on_a_device_with_memory_in_turns(self):
-        wire = wires_of(2, rings=IN_LEVELS, device="cuda")
-        assert wire.inside is not None and not wire.on_host
-        self.check(wire, Turn(torch.device("cpu")))
-
 
 class TestTraining(DistributedTest):
     world_size = [2, 4]
     thorough_on = (4,)
 
     #: Choices of buckets in cuts, which give the same bits.
-    WAYS = {"as planned": None, "all in cuts": lambda bucket: True, "some in cuts": lambda bucket: bucket.index % 2}
+    TRANSPORTS = {"as planned": None, "all in cuts": lambda bucket: True,
+                  "some in cuts": lambda bucket: bucket.index % 2}
 
-    def train(self, monkeypatch, *, way="as planned", per_node=8, stage=1, bucket_numel=600, **sections):
-        only = self.WAYS[way]
+    def train(self, monkeypatch, *, transport="as planned", per_node=8, stage=1, bucket_numel=600, **sections):
+        only = self.TRANSPORTS[transport]
         with monkeypatch.context() as patch:
             if only is not None:
                 plan_in_cuts(patch, only)
             patch.setattr(nodes, "node_of_each_rank", lambda: [r // per_node for r in range(dist.get_world_size())])
             engine = start(Net(odd=True), ds_config(gas=2, clip=5.0, stage=stage, bucket_numel=bucket_numel,
                                                     **sections))
-        assert only is None or any(bucket.way == "cuts" for bucket in engine.optimizer.layout.buckets)
+        assert only is None or any(bucket.transport == "cuts" for bucket in engine.optimizer.layout.buckets)
         gradients = []
         train_engine(engine, 3, gas=2, check=lambda step, reduced: gradients.append(reduced))
         engine.optimizer.wait_for_params()
@@ -330,12 +279,13 @@ class TestTraining(DistributedTest):
     @pytest.mark.parametrize("sections", [
         {}, BF16, {"overlap": False},
         {"layerwise": {"overlap_param_gather": True}}])
-    def test_the_same_bits_whatever_way_buckets_take(self, stage, sections, monkeypatch):
+    def test_the_same_bits_whatever_transport_buckets_have(self, stage, sections, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
-        self.check(monkeypatch, *wanted, stage=stage, way="all in cuts", **sections)
+        self.check(monkeypatch, *wanted, stage=stage, transport="all in cuts", **sections)
         # Other buckets have other owners.
-        for way, bucket_numel in (("all in cuts", 10**6), ("some in cuts", 1)):
-            _, found, _ = self.train(monkeypatch, stage=stage, way=way, bucket_numel=bucket_numel, **sections)
+        for transport, bucket_numel in (("all in cuts", 10**6), ("some in cuts", 1)):
+            _, found, _ = self.train(monkeypatch, stage=stage, transport=transport, bucket_numel=bucket_numel,
+                                     **sections)
             assert torch.equal(found, wanted[0])
 
     @pytest.mark.world_size(4)
@@ -344,21 +294,16 @@ class TestTraining(DistributedTest):
         pytest.param(2, BF16, marks=pytest.mark.thorough)])
     def test_native_and_two_levels_on_whole_numbers(self, stage, sections, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **sections)
-        for way, per_node, layerwise in product(("as planned", "some in cuts"), (2, 1),
+        for transport, per_node, layerwise in product(("as planned", "some in cuts"), (2, 1),
                                                 ({"reduction": "native"}, {"overlap_param_gather": True})):
-            engine = self.check(monkeypatch, *wanted, way=way, per_node=per_node, stage=stage, layerwise=layerwise,
-                                **sections)
-            # Over links such as these one ring of four is mostly latency.
-            rings = internals.wires(engine).rings
-            assert rings == InLevels(frozenset(
-                bucket.index for bucket in engine.optimizer.layout.buckets
-                if bucket.way != "ragged" and per_node == 2 and "reduction" in layerwise))
+            self.check(monkeypatch, *wanted, transport=transport, per_node=per_node, stage=stage, layerwise=layerwise,
+                       **sections)
 
     @pytest.mark.world_size(3)
     def test_native_sums_go_on_as_they_are_and_are_divided_in_float32(self, stage, monkeypatch):
         _, *wanted = self.train(monkeypatch, stage=stage, **BF16)
-        engine = self.check(monkeypatch, *wanted, way="all in cuts", stage=stage, layerwise={"reduction": "native"},
-                            **BF16)
+        engine = self.check(monkeypatch, *wanted, transport="all in cuts", stage=stage,
+                            layerwise={"reduction": "native"}, **BF16)
         assert {each.deal.dtype for each in internals.exchanges(engine)[0].rounds} == {
             "bfloat16" if stage == 1 else "float32"}
 
@@ -382,8 +327,8 @@ class TestTraining(DistributedTest):
     @pytest.mark.world_size(4)
     def test_sums_so_far_of_buckets_in_cuts(self, monkeypatch):
         averages = []
-        for way in ("as planned", "all in cuts"):
-            engine, *_ = self.train(monkeypatch, way=way, stage=2)
+        for transport in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, transport=transport, stage=2)
             for micro in range(2):
                 engine.backward(engine((7, micro, dist.get_rank())))
                 for ask in range(2):
@@ -398,8 +343,8 @@ class TestTraining(DistributedTest):
                 assert torch.equal(found, wanted)
 
     def test_averages_that_were_written_stay_when_they_are_asked_for_again(self, monkeypatch):
-        for way in ("as planned", "all in cuts"):
-            engine, *_ = self.train(monkeypatch, way=way)
+        for transport in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, transport=transport)
             params = [param for param in engine.module.parameters() if param.numel()]
             engine.set_gradient_accumulation_boundary(True)
             engine.backward(engine((7, 0, dist.get_rank())))
@@ -413,18 +358,18 @@ class TestTraining(DistributedTest):
     def test_a_checkpoint_inside_a_step_of_buckets_in_cuts(self, stage, monkeypatch, tmp_path):
         """The run that saves goes on with its sums, and the one that is resumed repeats the step."""
         results = []
-        for way in ("as planned", "all in cuts"):
-            engine, *_ = self.train(monkeypatch, way=way, stage=stage)
+        for transport in ("as planned", "all in cuts"):
+            engine, *_ = self.train(monkeypatch, transport=transport, stage=stage)
             engine.backward(engine((7, 0, dist.get_rank())))
             engine.step()
-            engine.save_checkpoint(str(tmp_path / way), "inside")
+            engine.save_checkpoint(str(tmp_path / transport), "inside")
             engine.backward(engine((7, 1, dist.get_rank())))
             engine.step()
             results.append(weights(engine.module).clone())
-        for of, way in product(self.WAYS, repeat=2):
+        for of, transport in product(self.TRANSPORTS, repeat=2):
             if of == "some in cuts":
                 continue
-            engine, *_ = self.train(monkeypatch, way=way, stage=stage)
+            engine, *_ = self.train(monkeypatch, transport=transport, stage=stage)
             train_engine(engine, 1, gas=2, first=5)
             engine.load_checkpoint(str(tmp_path / of), "inside")
             train_engine(engine, 1, gas=2, first=7)

@@ -227,7 +227,7 @@ OF_LAYERWISE = {
 IN_ENGINES = {
     "layout": "unit/tools/test_dry_run.py", "alignment": "unit/plan/test_layout.py",
     "reduction": "distributed/step/test_wires.py",
-    "links": "unit/plan/test_links.py", "max_skipped_steps": "distributed/step/test_skipped.py",
+    "max_skipped_steps": "distributed/step/test_skipped.py",
     "grad_norm_skip_threshold": "distributed/step/test_reports.py",
     "log_num_zeros_in_grad": "distributed/step/test_reports.py", "norm_groups": "distributed/step/test_reports.py",
     "monitor": "distributed/step/test_reports.py", "verify_first_step": "distributed/step/test_first_step.py",

@@ -11,12 +11,13 @@ pytestmark = rooms("layout", "shards")
 
 
 def whole(index=0, start=0, shards=(128, 0, 64), slots=(("a", 0, 60), ("b", 64, 64), ("c", 128, 10)), dtype="bfloat16",
-          way=None):
-    return Bucket(index, dtype, True, start, shards, tuple(Slot(*slot) for slot in slots), way=way)
+          transport=None):
+    return Bucket(index, dtype, True, start, shards, tuple(Slot(*slot) for slot in slots), transport=transport)
 
 
-def split(index=0, start=0, shards=(64, 64), slots=(("d", 0, 100), ("e", 128, 0)), dtype="bfloat16", way=None):
-    return Bucket(index, dtype, False, start, shards, tuple(Slot(*slot) for slot in slots if slot[2]), way=way)
+def split(index=0, start=0, shards=(64, 64), slots=(("d", 0, 100), ("e", 128, 0)), dtype="bfloat16", transport=None):
+    slots = tuple(Slot(*slot) for slot in slots if slot[2])
+    return Bucket(index, dtype, False, start, shards, slots, transport=transport)
 
 
 def layout(*buckets, world_size=3, alignment=64, policy="balanced"):
@@ -65,48 +66,47 @@ def test_a_bucket_that_breaks_an_invariant_is_refused(make, message):
 
 
 @pytest.mark.parametrize("make, message", [
-    (lambda: whole(way="broadcast"), "bucket 0: way must be one of even, ragged, cuts, by_param, got 'broadcast'"),
-    (lambda: whole(way=["even"]), "way must be one of even, ragged, cuts, by_param, got "),
-    (lambda: whole(way="even"), "bucket 0: the way 'even' needs equal shards, got 0 to 128 elements"),
-    (lambda: whole(way="cuts", shards=(128, 0, 65)), "needs a multiple of 3 elements, one cut a shard, got 193"),
-    (lambda: split(shards=(128, 64)), "the way 'even', got way 'ragged' and shards of 64 to 128 elements"),
-    (lambda: split(way="cuts"), "the way 'even', got way 'cuts'"),
-    (lambda: split(way="ragged"), "the way 'even', got way 'ragged'"),
-    (lambda: whole(way="by_param", shards=(64, 64, 64)), "'by_param' needs slots that are cut over the ranks"),
-    (lambda: split(way="by_param", shards=(128, 64)), "the way 'by_param' needs equal shards"),
-    (lambda: split(way="by_param", shards=(64, 64), slots=(("a", 0, 100), ("b", 98, 4))),
+    (lambda: whole(transport="broadcast"), "bucket 0: transport must be one of even, cuts, by_param, got 'broadcast'"),
+    (lambda: whole(transport=["even"]), "transport must be one of even, cuts, by_param, got "),
+    (lambda: whole(transport="even"), "bucket 0: the transport 'even' needs equal shards, got 0 to 128 elements"),
+    (lambda: split(shards=(128, 64)), "'by_param' or 'even', got 'cuts' and shards of 64 to 128 elements"),
+    (lambda: split(transport="cuts"), "'by_param' or 'even', got 'cuts'"),
+    (lambda: whole(transport="by_param", shards=(64, 64, 64)), "'by_param' needs slots that are cut over the ranks"),
+    (lambda: split(transport="by_param", shards=(128, 64)), "got 'by_param' and shards of 64 to 128 elements"),
+    (lambda: split(transport="by_param", shards=(64, 64), slots=(("a", 0, 100), ("b", 98, 4))),
      "b: .* starts before the end 100"),
-    (lambda: split(way="by_param", shards=(64, 64), slots=(("a", 0, 99), ("b", 99, 4))),
+    (lambda: split(transport="by_param", shards=(64, 64), slots=(("a", 0, 99), ("b", 99, 4))),
      "a: cuts of 50 elements for 2 ranks from 0 on do not fit before 99"),
-    (lambda: layout(whole(shards=(64, 0), slots=(("a", 0, 60),), way="cuts"), world_size=2),
-     "bucket 0: its cuts have 32 elements, not a multiple of 64"),
 ])
-def test_a_way_that_a_bucket_cannot_go_is_refused(make, message):
+def test_a_transport_that_a_bucket_cannot_have_is_refused(make, message):
     with pytest.raises(LayoutError, match=message):
         make()
 
 
-def test_the_way_follows_from_the_shards_unless_it_is_said():
-    assert (whole().way, split().way) == ("ragged", "even")
-    assert whole(shards=(64, 64, 64), slots=(("f", 64, 8),)).way == "even"
-    assert whole(way="ragged") == whole() and split(way="even") == split()
-    cuts = whole(way="cuts")
-    assert (cuts.way, cuts.holders, cuts.cut_numel) == ("cuts", 3, 64) and cuts != whole()
-    experts = Bucket(0, "float32", True, 0, (0, 128), (Slot("a", 0, 60),), ep_size=3, way="cuts")
+def test_the_transport_follows_from_the_shards_unless_it_is_said():
+    assert (whole().transport, split().transport) == ("cuts", "even")
+    assert whole(shards=(64, 64, 64), slots=(("f", 64, 8),)).transport == "even"
+    assert whole(transport="cuts") == whole() and split(transport="even") == split()
+    cuts = whole(shards=(64, 64, 64), slots=(("f", 64, 8),), transport="cuts")
+    assert (cuts.transport, cuts.holders, cuts.cut_numel) == ("cuts", 3, 64)
+    experts = Bucket(0, "float32", True, 0, (0, 128), (Slot("a", 0, 60),), ep_size=3, transport="cuts")
     assert (experts.holders, experts.cut_numel, experts.world_size) == (2, 64, 6)
 
 
-def test_json_says_the_way_only_where_the_shards_do_not():
-    plain, cuts = layout(whole()), layout(whole(way="cuts"))
-    assert '"way"' not in plain.to_json() and '"way":"cuts"' in cuts.to_json()
-    assert Layout.from_json(cuts.to_json()) == cuts != plain
-    assert cuts.digest() != plain.digest()
-    # What was written before there were ways reads as the same layout, with the same digest.
-    assert plain.to_json() == (
-        '{"policy":"balanced","world_size":3,"alignment":64,"buckets":[{"dtype":"bfloat16","whole":true,"start":0,'
-        '"shards":[[1,128],[1,0],[1,64]],"slots":[["a",0,60],["b",64,64],["c",128,10]]}]}')
-    with pytest.raises(LayoutError, match="way must be one of even, ragged, cuts, by_param, got 'across'"):
+def test_json_says_the_transport_but_of_even_buckets():
+    even, cuts = layout(split(shards=(64, 64, 64))), layout(whole())
+    assert '"way"' not in even.to_json() and '"way":"cuts"' in cuts.to_json()
+    assert Layout.from_json(cuts.to_json()) == cuts and Layout.from_json(even.to_json()) == even
+    with pytest.raises(LayoutError, match="transport must be one of even, cuts, by_param, got 'across'"):
         Layout.from_json(cuts.to_json().replace('"way":"cuts"', '"way":"across"'))
+
+
+def test_shards_of_any_length_that_an_older_save_has_are_read():
+    older = Layout.from_json(
+        '{"policy":"balanced","world_size":3,"alignment":64,"buckets":[{"dtype":"bfloat16","whole":true,"start":0,'
+        '"shards":[[1,128],[1,0],[1,128]],"slots":[["a",0,60],["b",64,64],["c",128,100]]}]}')
+    assert [older.pieces(rank) for rank in range(3)] == [
+        (Piece("a", 0, 60, 0), Piece("b", 64, 64, 0)), (), (Piece("c", 128, 100, 0),)]
 
 
 @pytest.mark.parametrize("make, message", [
@@ -130,7 +130,7 @@ def test_a_layout_that_breaks_an_invariant_is_refused(make, message):
 
 # --- what one can ask ------------------------------------------------------------------------------------------------
 
-def test_shards_of_a_ragged_bucket_follow_each_other_and_may_be_empty():
+def test_shards_follow_each_other_and_may_be_empty():
     bucket = whole(start=64, slots=(("a", 64, 60), ("b", 128, 64), ("c", 192, 10)))
     assert [bucket.shard(rank) for rank in range(3)] == [(64, 192), (192, 192), (192, 256)]
     assert (bucket.numel, bucket.stop, bucket.world_size, bucket.is_even) == (192, 256, 3, False)
@@ -186,10 +186,10 @@ def test_ranks_in_a_row_have_the_same_shard_each_of_its_own_experts():
     with_experts = Layout("balanced", 4, 64, (bucket,))
     assert Layout.from_json(with_experts.to_json()) == with_experts
     assert '"variants":2' in with_experts.to_json() and "variants" not in result.to_json()
-    ragged = Bucket(0, "float32", True, 0, (0, 128), slots, ep_size=3)
-    assert [ragged.owner(slot) for slot in slots] == [3, 3]
-    assert [ragged.shard(rank) for rank in (2, 3, 5)] == [(0, 0), (0, 128), (0, 128)]
-    assert Layout.from_json(Layout("lpt", 6, 64, (ragged,)).to_json()).buckets == (ragged,)
+    experts = Bucket(0, "float32", True, 0, (0, 128), slots, ep_size=3)
+    assert [experts.owner(slot) for slot in slots] == [3, 3]
+    assert [experts.shard(rank) for rank in (2, 3, 5)] == [(0, 0), (0, 128), (0, 128)]
+    assert Layout.from_json(Layout("lpt", 6, 64, (experts,)).to_json()).buckets == (experts,)
     with pytest.raises(LayoutError, match="ep_size 0"):
         Bucket(0, "float32", True, 0, (64, 64), slots, ep_size=0)
     with pytest.raises(LayoutError, match="2 shards with ep_size 2, the layout 3 ranks"):
@@ -265,7 +265,7 @@ def test_layouts_that_differ_anywhere_have_different_digests(other):
 def test_each_parameter_is_cut_by_itself_at_stage_3(world_size, alignment):
     specs = [ParamSpec(f"p{numel}", (numel, ), "float32", False) for numel in (1, 2, 5, 64, 97, 300)]
     planned = plan_layout(specs, world_size, bucket_numel=100, alignment=alignment, stage=3)
-    assert {bucket.way for bucket in planned.buckets} == {"by_param"} and len(planned.buckets) > 1
+    assert {bucket.transport for bucket in planned.buckets} == {"by_param"} and len(planned.buckets) > 1
     assert Layout.from_json(planned.to_json()) == planned
     found = {spec.name: [] for spec in specs}
     for rank in range(world_size):

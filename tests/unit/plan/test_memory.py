@@ -9,7 +9,7 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
-from ds_layerwise.plan.network.reduction import sum_dtype
+from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes, pieces_on_host
@@ -21,7 +21,7 @@ pytestmark = rooms("memory")
 def layout():
     return Layout("balanced", 3, 64, (
         Bucket(0, "bfloat16", True, 0, (128, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64), Slot("c", 128, 10)),
-               way="cuts"),
+               transport="cuts"),
         Bucket(1, "float32", False, 0, (64, 64, 64), (Slot("d", 0, 70),)),
     ))
 
@@ -110,7 +110,7 @@ def test_the_host_takes_the_ratio_of_any_layout_and_less_than_a_piece_more():
 def two_in_cuts(transport="cuts"):
     """Two buckets of two ranks, of which the second owns all."""
     return Layout("balanced", 2, 1, tuple(
-        Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), way=transport)
+        Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), transport=transport)
         for i, name in enumerate("ab")))
 
 
@@ -153,7 +153,7 @@ def test_transfers_of_a_bucket_do_not_grow_with_the_ranks(reduction):
     """One rank owns all of it."""
     most = []
     for ranks in (2, 4, 8, 64, 512):
-        bucket = Bucket(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),), way="cuts")
+        bucket = Bucket(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),), transport="cuts")
         most.append(transfer_bytes(Layout("balanced", ranks, 1, (bucket,)), stage=1, wires=["bfloat16"],
                                    stored_as={"bfloat16": "bfloat16"}, reduction=reduction))
     assert most == sorted(most, reverse=True)
@@ -164,7 +164,7 @@ def test_an_update_works_in_a_batch_of_equal_matrices():
     sizes = (128, 128, 64)
     names = [["a", "b"], ["c", "d"], ["e"]]
     buckets = tuple(Bucket(i, "bfloat16", i < 2, 128 * i, (size, 0), tuple(
-        Slot(name, 128 * i + 64 * j, 64) for j, name in enumerate(names[i])), way="cuts" if i < 2 else "by_param")
+        Slot(name, 128 * i + 64 * j, 64) for j, name in enumerate(names[i])), transport="cuts" if i < 2 else "by_param")
         for i, size in enumerate(sizes[:2]))
     planned = Layout("balanced", 2, 1, buckets)
     routes = {name: Route(name=name, recipe=muon, reason="", group=0, matrix_shape=(8, 8)) for name in "abcd"}

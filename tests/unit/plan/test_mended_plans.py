@@ -1,7 +1,6 @@
 """Corners of configs, plans and routes that a rewrite has lost once: what is refused first, and odd shapes."""
 
 import sys
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,19 +16,16 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
 from ds_layerwise.optimizers.rules.soap import Soap
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
-from ds_layerwise.plan.forecast import prediction
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.plan.network.link_fit import Fit, Measured
-from ds_layerwise.plan.network.links import TCP
 from ds_layerwise.routing.module_of import weights_of
 from ds_layerwise.routing.override_matching import overrides_by_name
 from ds_layerwise.routing.routes import Route
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "ds_config", "kronecker", "link_fit", "meta_model", "module_of",
-                   "muon_family", "override_matching", "overrides", "prediction", "report", "routes")
+pytestmark = rooms("conditions", "ds_config", "kronecker", "meta_model", "module_of",
+                   "muon_family", "override_matching", "overrides", "report", "routes")
 
 
 def entries(*given):
@@ -91,19 +87,6 @@ def planned(run, **of_bias):
     return routes, specs_of(((name, shape, "float32") for name, shape in SHAPES.items()), routes)
 
 
-@pytest.mark.parametrize("dtype", [{}, {"bf16": {"enabled": True}}, {"communication_data_type": "bf16"}])
-def test_bucket_sizes_are_compared_without_a_forecast_of_memory_that_nobody_asked_for(dtype, monkeypatch):
-    run = run_of(**dtype)
-    routes, specs = planned(run)
-    plan, made = forecast(specs, routes, run, 2), []
-    monkeypatch.setattr(prediction, "forecast", lambda *args, **kwargs: made.append(1) or forecast(*args, **kwargs))
-    quick = prediction.predict(plan, specs, routes, run, bucket_numels=(1, 128, 300))
-    assert not made
-    full = prediction.predict(plan, specs, routes, run, bucket_numels=(1, 128, 300), memory_bytes=10**9)
-    assert len(made) == 2
-    assert [replace(size, left=None) for size in full.sizes] == quick.sizes
-
-
 def test_a_table_takes_betas_as_lists():
     """Values in groups are as ``load_state_dict`` of a script, and JSON, leave them."""
     run = run_of()
@@ -112,12 +95,6 @@ def test_a_table_takes_betas_as_lists():
              "scalar_lr_ratio": 1}
     told = plan_table(routes, specs, [forecast(specs, routes, run, 2)], run.optimizer, groups=[group])
     assert "betas [0.5, 0.75]" in " ".join(told.split())
-
-
-@pytest.mark.parametrize("off, half", [((1.0, 2.0), "1.50"), ((1.0, 1.2, 3.0), "1.20")])
-def test_half_of_an_even_number_of_cases_is_their_middle(off, half):
-    text = Measured(TCP, dict.fromkeys(TCP.model_dump(), "given"), Fit({}, (), off)).text
-    assert f"within a factor of {half} in half of the cases, {max(off):.2f} in all" in text
 
 
 class Computed(nn.Module):

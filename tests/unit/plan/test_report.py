@@ -12,14 +12,14 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.forecast.memory import RankMemory, Working
-from ds_layerwise.plan.forecast.prediction import predict
 from ds_layerwise.plan.forecast.report import as_json, plan_table
+from ds_layerwise.plan.forecast.text_tables import GLUE, time_text
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.routing.routes import Route
 from tests.support.model_specs import bare, routes_of, specs_in
 from tests.support.rooms import rooms
 
-pytestmark = rooms("report", "param_tables", "forecast", "prediction")
+pytestmark = rooms("report", "param_tables", "forecast")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {
@@ -141,8 +141,8 @@ def test_the_busiest_rank_is_one_for_all_dtypes(stage, sent):
     # bfloat16 and float32, at stage 1: (4 + 8) + (3 + 2) of rank 0, (6 + 4) + (2 + 4) of rank 1, (6 + 4) + (3 + 2) of
     # rank 2. At stage 2 sums of bfloat16 gradients travel in float32, 2 MiB more of ranks 1 and 2.
     layout = Layout("balanced", 3, 1, (
-        Bucket(0, "bfloat16", True, 0, (3 * 2**20, 0, 0), (Slot("a", 0, 3 * 2**20),), way="cuts"),
-        Bucket(1, "float32", True, 0, (0, 3 * 2**18, 0), (Slot("b", 0, 3 * 2**18),), way="cuts")))
+        Bucket(0, "bfloat16", True, 0, (3 * 2**20, 0, 0), (Slot("a", 0, 3 * 2**20),), transport="cuts"),
+        Bucket(1, "float32", True, 0, (0, 3 * 2**18, 0), (Slot("b", 0, 3 * 2**18),), transport="cuts")))
     specs = [ParamSpec("a", (3 * 2**10, 2**10), "bfloat16", True, 1, wire="bfloat16"),
              ParamSpec("b", (3 * 2**9, 2**9), "float32", True, 1)]
     routes = {spec.name: Route(name=spec.name, recipe=MUON, reason="matrix", group=0, matrix_shape=spec.shape)
@@ -185,8 +185,7 @@ def on_two_ranks(**changes):
 
 
 def fitting(memory_bytes, *plans):
-    predictions = [predict(plan, SPECS, ALIKE, RUN, memory_bytes=memory_bytes) for plan in plans]
-    return plan_table(ALIKE, SPECS, plans, RUN.optimizer, predictions=predictions)
+    return plan_table(ALIKE, SPECS, plans, RUN.optimizer, memory_bytes=memory_bytes)
 
 
 def test_the_table_says_what_the_fullest_rank_holds_by_kind_and_works_in():
@@ -224,7 +223,7 @@ def test_a_plan_fits_if_the_fullest_rank_has_room():
             for number in range(len(plans)):
                 shown = column(text, number)
                 assert (shown["needed"], shown["fits"]) == ("13.0 GiB", said)
-        told = as_json(plan, predict(plan, SPECS, ALIKE, RUN, memory_bytes=memory))
+        told = as_json(plan, memory_bytes=memory)
         assert (told["device_memory_bytes"], told["needed_bytes"], told["left_bytes"], told["fits"]) == (
             memory, 13 * GIB, memory - 13 * GIB, memory >= 13 * GIB)
     words = " ".join(text.split())
@@ -245,6 +244,15 @@ def test_a_bucket_fills_while_others_wait(most):
     sizes = sorted(4 * bucket.numel for bucket in free.layout.buckets)
     assert len(sizes) > 3 and free.working.in_pass == sum(sizes)
     assert bound.working.in_pass == sum(sizes[-most - 1:])
+
+
+def test_bytes_take_as_long_as_a_bandwidth_says():
+    plan, other = (forecast(SPECS, ALIKE, RUN, ranks) for ranks in (2, 4))
+    sent = as_json(plan)["sent_by_busiest_bytes"]
+    assert as_json(plan, gb_s=0.5)["sent_seconds"] == pytest.approx(sent / 5e8) and "gb_s" not in as_json(plan)
+    shown = column(plan_table(ALIKE, SPECS, [plan, other], RUN.optimizer, gb_s=1e-6))
+    assert shown["sent at 1e-06 GB/s"] == time_text(sent * 1e6).replace(GLUE, " ")
+    assert "GB/s" not in plan_table(ALIKE, SPECS, [plan], RUN.optimizer)
 
 
 def test_ranks_without_a_matrix_are_counted():

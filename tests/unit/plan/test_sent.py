@@ -48,10 +48,10 @@ def test_any_buckets_are_counted_rank_by_rank_and_element_by_element(wire, reduc
                 shard = {*range(*bucket.shard(rank))}
                 first = bucket.start + number * bucket.cut_numel
                 cut = {*range(first, first + bucket.cut_numel)}
-                own = cut if bucket.way == "cuts" else shard
+                own = cut if bucket.transport == "cuts" else shard
                 gradients += SIZES[wire] * (bucket.numel - len(own))
                 parameters += 2 * others * len(own)
-                if bucket.way == "cuts":
+                if bucket.transport == "cuts":
                     gradients += sums_in * len(cut - shard)
                     parameters += 2 * len(shard - cut)
             assert (sent.gradients[rank], sent.parameters[rank]) == (gradients, parameters)
@@ -69,7 +69,7 @@ def test_each_dtype_of_parameters_is_counted_for_itself():
 def test_at_stage_3_both_passes_gather_the_cuts_and_owners_send_to_all_cuts():
     # Of 10 elements a rank has a cut of 5, of 3 one of 2.
     planned = Layout("balanced", 2, 1, (
-        Bucket(0, "float32", True, 0, (10, 4), (Slot("a", 0, 10), Slot("b", 10, 3)), way="cuts"),))
+        Bucket(0, "float32", True, 0, (10, 4), (Slot("a", 0, 10), Slot("b", 10, 3)), transport="cuts"),))
     sent = sent_bytes(planned, wires=["float32"], reduction="ordered", stage=3)["float32"]
     fetched = 2 * 4 * (5 + 2)
     # Rank 0 sends a cut of 7, and of those keeps 7; of the other cut 3 go to rank 0.

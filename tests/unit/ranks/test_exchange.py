@@ -7,11 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.network import transport
-from ds_layerwise.plan.network.links import TCP, Group, group_of
-from ds_layerwise.plan.network.transfer_plan import begun_backwards, deal, seen_by, transfer_bytes
-from ds_layerwise.plan.network.transport import Load
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards, deal, seen_by, transfer_bytes
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
@@ -19,7 +17,7 @@ from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
-from tests.support.ways import in_cuts
+from tests.support.transports import in_cuts
 
 pytestmark = rooms("transfer", "transfer_plan")
 
@@ -174,29 +172,25 @@ def test_ranks_agree_on_rounds(seed):
 
 
 def test_a_bucket_that_is_not_in_cuts_takes_no_part():
-    layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (4, 8), (Slot("a", 0, 4), Slot("b", 4, 8))),))
+    layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (8, 8), (Slot("a", 0, 4), Slot("b", 8, 8))),))
     assert rounds_of(layout.buckets, 0) == []
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_ranks_send_the_predicted_bytes(seed, monkeypatch):
-    layout, told = a_layout(seed), []
-    monkeypatch.setattr(Group, "all_to_all", lambda group, most, mean: told.append((most, mean)) or 0)
-    for ep_size in {bucket.ep_size for bucket in layout.buckets if bucket.way == "cuts"}:
-        buckets = [bucket for bucket in layout.buckets if bucket.way == "cuts" and bucket.ep_size == ep_size]
-        holders = buckets[0].holders
-        sent, received = [0] * holders, [0] * holders
-        for rank in range(0, layout.world_size, ep_size):
+def test_ranks_send_the_predicted_bytes(seed):
+    layout = a_layout(seed)
+    for dtype, sent in sent_bytes(layout, wires=["float32"] * len(layout.buckets), reduction="ordered",
+                                  stage=1).items():
+        buckets = [bucket for bucket in layout.buckets if bucket.dtype == dtype]
+        cuts = sum((bucket.holders - 1) * bucket.cut_numel for bucket in buckets)
+        for rank in range(layout.world_size):
+            there = back = 0
             for each in rounds_of(buckets, rank):
-                own = rank // ep_size
-                received[own] += sum(each.by_holder) - each.by_holder[own]
-                sent[own] += sum(each.by_owner) - each.by_owner[own]
-        told.clear()
-        transport.exchange((Load.of_bucket(bucket, "float32") for bucket in buckets), group_of(holders, TCP, ep_size))
-        if sum(sent):
-            assert told[0] == (4 * max(sent + received), 4 * sum(received) / holders)
-        else:
-            assert not told
+                own = rank // each.deal.ep_size
+                there += sum(each.by_owner) - each.by_owner[own]
+                back += sum(each.by_holder) - each.by_holder[own]
+            assert sent.gradients[rank] == 4 * (cuts + there)
+            assert sent.parameters[rank] == DTYPES[dtype].itemsize * (cuts + back)
 
 
 @pytest.mark.parametrize("sums", ["float32", "bfloat16"])
@@ -212,7 +206,7 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
     wires = {1: Wire(1), 2: Wire(2)}
     there = transfer_bytes(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
     back = transfer_bytes(begun_backwards(layout.buckets), layout.world_size)
-    assert any(bucket.way == "cuts" for bucket in layout.buckets) == any(there) == any(back)
+    assert any(bucket.transport == "cuts" for bucket in layout.buckets) == any(there) == any(back)
     for rank in range(layout.world_size):
         shards, cuts = memory_of(layout, rank, shared=False)
         shards = [shard.float() for shard in shards]

@@ -1,14 +1,12 @@
 """Collectives of ranks fit together and suit NCCL, at sizes that no machine at hand has."""
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 from torch import distributed, nn
 
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.links import NVLINK_IB, TCP
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import streams
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
@@ -19,7 +17,7 @@ from tests.support import streams as played_streams
 from tests.support.model_specs import load_model_specs
 from tests.support.played_ranks import META, Player, check_calls, check_groups
 from tests.support.rooms import rooms
-from tests.support.ways import in_cuts
+from tests.support.transports import in_cuts
 
 pytestmark = rooms("bucket_transfers", "transfer", "grad_sync", "param_sync", "nodes", "comm")
 
@@ -43,17 +41,10 @@ def specs(size):
     return [*found, ParamSpec("norms", (12, 200), "float32", False)]
 
 
-def layout_of(kind, size, *, reduction, per_node, links=NVLINK_IB):
-    layout = plan_layout(specs(size), size, bucket_numel=700_000, policy="lpt" if kind == "even" else "balanced",
-                         links=links.model_copy(update={"ranks_per_node": per_node}), reduction=reduction)
-    if kind == "mixed":
-        return in_cuts(ragged(layout), lambda bucket: bucket.index % 2)
-    return {"cuts": in_cuts, "ragged": ragged}.get(kind, lambda layout: layout)(layout)
-
-
-def ragged(layout):
-    return replace(layout, buckets=tuple(replace(bucket, way="ragged" if bucket.whole else "even")
-                                         for bucket in layout.buckets))
+def layout_of(kind, size):
+    layout = plan_layout(specs(size), size, bucket_numel=700_000, policy="lpt" if kind == "even" else "balanced")
+    return in_cuts(layout, {"cuts": lambda bucket: True, "mixed": lambda bucket: bucket.index % 2}.get(
+        kind, lambda bucket: False), even=kind == "mixed")
 
 
 def syncs(layout, rank, stage, wires):
@@ -129,38 +120,37 @@ def kinds(calls):
 
 
 SENT, SUMMED, GATHERED = "all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor"
-RAGGED = {"reduce_scatter", "all_gather"}
 
 
 @pytest.mark.parametrize("size, per_node, kind, reduction, stage, expected", [
-    (3, 1, "mixed", "native", 1, {SENT, SUMMED, GATHERED, *RAGGED}),
-    (3, 3, "mixed", "ordered", 2, {SENT, GATHERED, "all_gather"}),
+    (3, 1, "mixed", "native", 1, {SENT, SUMMED, GATHERED}),
+    (3, 3, "mixed", "ordered", 2, {SENT, GATHERED}),
     (48, 8, "even", "native", 2, {SUMMED, GATHERED}),
-    (48, 8, "mixed", "native", 2, {SENT, SUMMED, GATHERED, *RAGGED}),
-    (48, 8, "mixed", "ordered", 1, {SENT, GATHERED, "all_gather"}),
+    (48, 8, "mixed", "native", 2, {SENT, SUMMED, GATHERED}),
+    (48, 8, "mixed", "ordered", 1, {SENT, GATHERED}),
     (72, 72, "planned", "native", 1, {SENT, SUMMED, GATHERED}),
-    (72, 8, "mixed", "ordered", 2, {SENT, GATHERED, "all_gather"}),
+    (72, 8, "mixed", "ordered", 2, {SENT, GATHERED}),
 ])
 def test_on_devices(size, per_node, kind, reduction, stage, expected, monkeypatch):
-    layout = layout_of(kind, size, reduction=reduction, per_node=per_node)
+    layout = layout_of(kind, size)
     calls = play(layout, range(size), monkeypatch, native=reduction == "native", on_device=True, per_node=per_node,
                  stage=stage)
     assert kinds(calls) == expected
 
 
 @pytest.mark.parametrize("size, per_node, kind, stage", [
-    (3, 1, "mixed", 1), (3, 2, "ragged", 2), (48, 24, "mixed", 2), (48, 8, "cuts", 1)])
+    (3, 1, "mixed", 1), (3, 2, "planned", 2), (48, 24, "mixed", 2), (48, 8, "cuts", 1)])
 def test_over_gloo_whatever_arrives_when(size, per_node, kind, stage, monkeypatch):
-    layout = layout_of(kind, size, reduction="ordered", per_node=per_node, links=TCP)
+    layout = layout_of(kind, size)
     calls = play(layout, range(size), monkeypatch, native=False, on_device=False, per_node=per_node, stage=stage,
                  steps=2)
-    # gloo has neither of them for parts of different length, and its sums are dearer.
+    # gloo's sums are dearer.
     assert kinds(calls) <= {SENT, GATHERED}
 
 
 def test_sums_are_made_inside_a_node_before_they_leave_it(monkeypatch):
     size, per_node = 48, 8
-    layout = layout_of("even", size, reduction="ordered", per_node=per_node)
+    layout = layout_of("even", size)
     calls = play(layout, range(size), monkeypatch, native=False, on_device=True, per_node=per_node, stage=1)
     to_each_node = sum(bucket.cut_numel for bucket in layout.buckets)
     for rank, of_rank in calls.items():
@@ -171,8 +161,7 @@ def test_sums_are_made_inside_a_node_before_they_leave_it(monkeypatch):
 
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_some_ranks_of_many(reduction, monkeypatch):
-    layout = plan_layout(load_model_specs("llama-3-70b"), 1024, bucket_numel=500_000_000,
-                         reduction=reduction)
+    layout = plan_layout(load_model_specs("llama-3-70b"), 1024, bucket_numel=500_000_000)
     calls = play(layout, [0, 1, 520, 1016], monkeypatch, native=reduction == "native", on_device=True,
                  per_node=8, stage=1)
     assert kinds(calls) == {SENT, GATHERED} | ({SUMMED} if reduction == "native" else set())

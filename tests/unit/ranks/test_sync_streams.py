@@ -2,7 +2,6 @@
 
 import random
 import weakref
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -10,7 +9,6 @@ import torch
 from torch import nn
 
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.network.transport import InLevels
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
@@ -20,7 +18,7 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
-from tests.support.ways import in_cuts
+from tests.support.transports import in_cuts
 
 pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "transfer", "scratch")
 
@@ -39,15 +37,12 @@ class Group(NamedTuple):
 
 
 LEVELS = {"inside": Group("inside", 2, 1), "across": Group("across", 2, 0)}
-EVERY = frozenset(range(99))
 
-#: How sums are made, and parts gathered, on rank 1 of four.
+#: How sums are made, on rank 1 of four.
 WIRES = {
     "ordered": {},
     "native": {"native": True},
     "levels": LEVELS,
-    "rings in levels": {"native": True, "rings": InLevels(EVERY, EVERY), **LEVELS},
-    "some in levels": {"rings": InLevels(frozenset(), frozenset(range(0, 99, 2))), **LEVELS},
 }
 
 
@@ -75,24 +70,18 @@ def machine(monkeypatch):
     monkeypatch.setattr(comm.dist, "all_to_all_single", all_to_all_single)
     for name in ("reduce_scatter_tensor", "all_gather_into_tensor"):
         monkeypatch.setattr(comm.dist, name, one)
-    monkeypatch.setattr(comm.dist, "reduce_scatter", lambda out, sent, *, group, async_op: begin(
-        sent, [out], group, async_op))
-    monkeypatch.setattr(comm.dist, "all_gather", lambda out, own, *, group, async_op: begin(
-        [own], out, group, async_op))
     return machine
 
 
-def a_layout(way):
+def a_layout(kind):
     layout = plan_layout([ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2),
                                     2 if name in EXPERTS else 1) for name, shape in SHAPES.items()], 4, bucket_numel=1)
-    layout = replace(layout, buckets=tuple(
-        replace(bucket, way="ragged" if bucket.whole else "even") for bucket in layout.buckets))
-    return in_cuts(layout, {"ragged": lambda bucket: False, "cuts": lambda bucket: True,
-                            "mixed": lambda bucket: bucket.index % 2}[way])
+    return in_cuts(layout, {"even": lambda bucket: False, "cuts": lambda bucket: True,
+                            "mixed": lambda bucket: bucket.index % 2}[kind], even=True)
 
 
-def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
-    layout, rank = a_layout(way), 1
+def make_syncs(stage, kind, how, wire_dtype=torch.bfloat16, **of_stage_2):
+    layout, rank = a_layout(kind), 1
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     # Of those that hold the same experts there is one on each node.
     by_ep_size = {1: Wire(Group("all", 4, rank), on_host=False, **WIRES[how]),
@@ -108,9 +97,9 @@ def make_syncs(stage, way, how, wire_dtype=torch.bfloat16, **of_stage_2):
 
 
 @pytest.mark.parametrize("how", WIRES)
-@pytest.mark.parametrize("way", ["ragged", "cuts", "mixed"])
+@pytest.mark.parametrize("kind", ["even", "cuts", "mixed"])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage, way, how, monkeypatch):
+def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage, kind, how, monkeypatch):
     computing, sums, average = machine.current, [], bucket_transfers.average
 
     def averaging(*args):
@@ -120,7 +109,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
     monkeypatch.setattr(bucket_transfers, "average", averaging)
     for seed in range(4):
         with machine, torch.no_grad():
-            sync, param_sync, params, values = make_syncs(stage, way, how, random.Random(seed).choice(
+            sync, param_sync, params, values = make_syncs(stage, kind, how, random.Random(seed).choice(
                 [torch.bfloat16, torch.float32]))
             param_sync.overlap_with_forward(nn.ParameterDict(params))
             side, layout = sync._scheduler.side._stream, sync.layout
@@ -191,8 +180,8 @@ def test_a_bucket_is_inside_its_node_while_the_one_before_is_between_nodes(machi
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("way", ["ragged", "cuts"])
-def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, way, monkeypatch):
+@pytest.mark.parametrize("kind", ["even", "cuts"])
+def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, kind, monkeypatch):
     over, collective = [], machine.collective
 
     def begin(reads, writes, group):
@@ -203,7 +192,7 @@ def test_a_bucket_is_copied_while_the_one_before_travels(machine, stage, way, mo
         return work
 
     with machine, torch.no_grad():
-        sync, _, params, _ = make_syncs(stage, way, "native")
+        sync, _, params, _ = make_syncs(stage, kind, "native")
         monkeypatch.setattr(machine, "collective", begin)
         for name in params:
             params[name].grad = torch.ones(SHAPES[name])

@@ -44,7 +44,7 @@ def run(monkeypatch, stage, *, backward, collective, copy, most=None):
     # Like an embedding, so that every rank has an equal part of each bucket.
     layout = plan_layout([ParamSpec(str(i), (ROWS, ROWS), "bfloat16", False) for i in range(BUCKETS)], RANKS,
                          bucket_numel=NUMEL)
-    assert len(layout.buckets) == BUCKETS and {bucket.way for bucket in layout.buckets} == {"even"}
+    assert len(layout.buckets) == BUCKETS and {bucket.transport for bucket in layout.buckets} == {"even"}
     params = {slot.name: nn.Parameter(torch.empty(ROWS, ROWS, dtype=torch.bfloat16, device=META))
               for bucket in layout.buckets for slot in bucket.slots}
     reduced = ShardBuffer(layout, 0, [torch.empty(bucket.cut_numel, device=META) for bucket in layout.buckets])

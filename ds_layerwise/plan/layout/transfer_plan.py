@@ -23,7 +23,7 @@ import numpy as np
 
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.layout.shards import Ints
-from ds_layerwise.plan.network.transport import MAX_PENDING, itemsize
+from ds_layerwise.plan.layout.transport import MAX_PENDING, itemsize
 
 #: The rows of a :class:`Placement`.
 Rows = list[tuple[int, int, int, int, int, int]]
@@ -231,7 +231,7 @@ def deal(
     numbers = {name: number for number, name in enumerate(param_names(buckets))}
     kinds = defaultdict(list)
     for bucket in buckets:
-        if bucket.whole if by_param else bucket.way == "cuts":
+        if bucket.whole if by_param else bucket.transport == "cuts":
             kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
     deals = []
     for (ep_size, dtype), same in kinds.items():

@@ -1,1 +1,0 @@
-"""Links between ranks, and the times of collectives on them."""

@@ -1,1 +1,0 @@
-"""``ds-layerwise links``: measured links."""
