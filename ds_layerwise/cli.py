@@ -37,6 +37,12 @@ _GONE = {
 }
 
 
+_LINKS_GONE = (
+    "links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows how "
+    "long a step's bytes take"
+)
+
+
 class _Gone(argparse.Action):
     """An option that went. Its constant is the way out."""
 
@@ -50,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if list(sys.argv[1:] if argv is None else argv)[:1] == ["links"]:
+        return _refuse(LayerWiseError(_LINKS_GONE))
     options = _parser().parse_args(argv)
     # All commands work on the host. Without this, DeepSpeed prints on stdout that it looks for a
     # device.
@@ -105,9 +113,6 @@ def _parser() -> argparse.ArgumentParser:
 
     _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices"))
 
-    links = commands.add_parser("links")
-    links.add_argument("rest", nargs=argparse.REMAINDER)
-    links.set_defaults(run=_links)
     command("schema", _schema, "a JSON schema of this backend's part of a config, for editors")
 
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
@@ -351,13 +356,6 @@ def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> in
     )
     say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
     return 0
-
-
-def _links(_: argparse.Namespace) -> int:
-    raise LayerWiseError(
-        "links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows "
-        "how long a step's bytes take"
-    )
 
 
 def _schema(_: argparse.Namespace) -> int:
