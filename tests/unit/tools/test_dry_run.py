@@ -153,7 +153,6 @@ def test_several_numbers_of_ranks_are_columns_with_the_same_numbers(files):
                           ("states", "states"), ("on the host", "host")):
             assert shown[name] == short(held[key])
         assert shown["works in, at most"] == short(plan["working_bytes"]["total"])
-        # Shards are even here, and no rank sends more than the mean one.
         sent = plan["dtypes"]["bfloat16"]["sent_by_busiest_bytes"]
         mean = plan["dtypes"]["bfloat16"]["sent_bytes"]
         # Where shards are even no rank sends more than the mean one.
