@@ -65,7 +65,6 @@ def assert_same(engine, model, path, told_beside=""):
     """Check that a plan says of ``model`` what the engine says: its layout, numbers, routes and table."""
     size = engine.optimizer.world_size
     arguments = ["plan", "--model", model, "--config", path, "--ranks", size, "--reduction", "ordered"]
-    arguments += ["--ranks_per_node", size]
     code, out, err = run(*arguments, "--json", "--list")
     assert code == 0 and err.endswith(told_beside) and err.count("\n") == bool(told_beside)
     plan, = json.loads(out)
@@ -139,17 +138,16 @@ UNEVEN = ("ds_layerwise: nodes have different numbers of ranks ({}), so sums are
 class TestNodes(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("counts, per_node, told", [
-        ((3, 1), 3, "3, 1"), ((2, 2), 2, ""), ((4,), 8, ""), ((1, 1, 1, 1), 1, "")])
-    def test_nodes_with_different_numbers_of_ranks_are_told_once_and_planned_alike(self, counts, per_node, told,
-                                                                                   monkeypatch, capsys, tmp_path):
+    @pytest.mark.parametrize("counts, told", [
+        ((3, 1), "3, 1"), ((2, 2), ""), ((4,), ""), ((1, 1, 1, 1), "")])
+    def test_nodes_with_different_numbers_of_ranks_are_told_once_and_planned_alike(self, counts, told, monkeypatch,
+                                                                                   capsys, tmp_path):
         on_nodes(monkeypatch, counts)
         engine, said = said_at_start(capsys, LlamaForCausalLM(SMALL), config := ds_config(bucket_numel=3000))
         assert said == ([UNEVEN.format(told)] if told and dist.get_rank() == 0 else [])
         SMALL.save_pretrained(tmp_path / str(dist.get_rank()))
         (ds_json := tmp_path / f"{dist.get_rank()}.json").write_text(json.dumps(config))
-        plan = DryRun.of(str(tmp_path / str(dist.get_rank())), ds_json, [4], reduction="ordered",
-                         ranks_per_node=per_node)
+        plan = DryRun.of(str(tmp_path / str(dist.get_rank())), ds_json, [4], reduction="ordered")
         assert plan.forecasts[0].layout.digest() == engine.optimizer.layout.digest()
         assert plan.forecasts[0] == engine.optimizer.forecast()
         assert bool(nodes.make_levels({1: None}, nodes.node_of_each_rank())) == (counts == (2, 2))
