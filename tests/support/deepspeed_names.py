@@ -201,8 +201,8 @@ IMPORTED = (
 READ = (
     *_used("deepspeed", "read", "__version__ initialize"),
     # Functions that send something do not tell what they take.
-    *_used("deepspeed.comm", "read", "all_gather all_gather_into_tensor all_reduce all_to_all_single broadcast recv "
-             "reduce_scatter reduce_scatter_tensor send"),
+    *_used("deepspeed.comm", "read", "all_gather_into_tensor all_reduce all_to_all_single broadcast recv "
+             "reduce_scatter_tensor send"),
     *_used("deepspeed.comm", "read", "get_rank get_world_size", ("group",)),
     Used("deepspeed.comm.ReduceOp", "read"),
     Used("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
@@ -296,9 +296,8 @@ READ = (
     Used("deepspeed.moe.experts.Experts.group_name", "read"),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
     Used(f"{_ACCELERATOR}.Stream", "read"),
-    *_used(_ACCELERATOR, "read", "current_device_name current_stream empty_cache is_synchronized_device "
+    *_used(_ACCELERATOR, "read", "current_stream empty_cache is_synchronized_device "
              "supported_dtypes synchronize", ("self",)),
-    Used(f"{_ACCELERATOR}.device_name", "read"),
     Used(f"{_ACCELERATOR}.is_fp64_supported", "read", ("self",), since="0.19.6"),
     Used(f"{_ACCELERATOR}.pin_empty", "read", ("self", "dtype"), since="0.19.7"),
     Used(f"{_ACCELERATOR}.pin_memory", "read", ("self", "tensor")),
