@@ -251,7 +251,7 @@ def deal(
             table: Rows = []
             for owner in sorted(shards):
                 table += shards[owner][1]
-            placement = Placement(*np.array(table, np.int64).T)
+            placement = Placement(*np.array(table, np.int64).reshape(-1, len(Placement._fields)).T)
             bucket_of = {owner: index for owner, (index, _) in shards.items()}
             indices = frozenset(bucket_of.values())
             holders = same[0].holders

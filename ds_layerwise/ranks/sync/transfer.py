@@ -90,12 +90,12 @@ class Transfer:
         packed = pack([nothing, *(run.to(nothing.device) for run in runs)])
         before, stays, behind = _split(round_, own)
         new: list[tuple[Tensor, Tensor]] = []
-        is_in_place = not (add or round_.rows) and own.dtype == nothing.dtype
+        is_in_place = not (add or round_.deal.by_param) and own.dtype == nothing.dtype
         if is_in_place and not (before.numel() and behind.numel()):
             received = before if before.numel() else behind
         else:
             received = nothing.new_empty(sum(round_.by_holder))
-            if not round_.rows:
+            if not round_.deal.by_param:
                 first, rest = received.split_with_sizes([before.numel(), behind.numel()])
                 new += [(before, first), (behind, rest)]
         work = comm.all_to_all(
@@ -130,7 +130,7 @@ class Transfer:
         nothing = self._nothing[round_.deal.dtype]
         own = nothing if shard is None else shard
         before, stays, behind = _split(round_, own)
-        if round_.rows:
+        if round_.deal.by_param:
             sent = own.new_zeros(sum(round_.by_holder))
             for _, value, rows in _rows(round_, own, sent):
                 lay_in_rows(value, rows)
@@ -161,7 +161,7 @@ def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
     """Return the elements of ``shard`` before the part that stays, in it, and after it; none if its
     parameters are cut by themselves.
     """
-    if round_.rows:
+    if round_.deal.by_param:
         shard = shard[:0]
     return shard.split_with_sizes(round_.parts)
 

@@ -169,11 +169,7 @@ class TestWhatIsLoaded(DistributedTest):
                 engine.load_checkpoint(folder, tag=tag, load_optimizer_states=states_too)
         assert engine.global_steps == 3 and (weights(engine.module) == before).all()
 
-    @pytest.mark.parametrize("version", ["0.1", "now"])
-    def test_another_save_under_the_same_tag(self, version, tmp_path, monkeypatch):
-        if version == "0.1":
-            monkeypatch.setattr(Manifest, "write", lambda self, folder, write=Manifest.write: write(
-                Manifest(self.files), folder))
+    def test_another_save_under_the_same_tag(self, tmp_path):
         engine = self.saved(tmp_path)
         mine = tmp_path if dist.get_rank() == 0 else tmp_path.with_name(f"{tmp_path.name} of 1")
         if dist.get_rank() == 1:

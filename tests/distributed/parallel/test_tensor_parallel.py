@@ -269,13 +269,10 @@ class TestCheckpoints(DistributedTest):
         assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight", None])
 
     @pytest.mark.world_size(1)
-    def test_the_command_line(self, run_of_4, run_of_1, tmp_path, capsys):
+    def test_the_command_line(self, run_of_4, tmp_path, capsys):
         first = str(run_of_4 / "first")
-        assert main(["verify", first, first, "--quiet"]) == 0
-        printed = capsys.readouterr().out
-        assert "step 2, 2 ranks, 2 parts" in printed and printed.endswith("equal bit for bit\n")
-        assert main(["verify", first, str(run_of_1 / "whole"), "--quiet"]) == 1
-        assert "the models are cut into 2 and 1 parts" in capsys.readouterr().out
+        assert main(["verify", first, "--quiet"]) == 0
+        assert "step 2, 2 ranks, 2 parts" in capsys.readouterr().out
         for command in ("to-universal", "consolidate"):
             assert main([command, first, str(tmp_path / command), "--quiet"]) == 2
             assert "cut into 2 parts; put them together with DeepSpeed's ds_to_uni" in capsys.readouterr().err

@@ -21,7 +21,7 @@ from ds_layerwise.optimizers.registry import names
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
-from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
+from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
@@ -82,6 +82,11 @@ def owned(dtype, accumulation, device=META, **params):
     return optimizer, Owned(0, routes, FlatBuffer(layout, device), grads, settings)
 
 
+def update_of(optimizer):
+    """The first update of a run, after which nothing changes masters."""
+    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, lambda pieces, master_of: None)
+
+
 @pytest.mark.parametrize("wide", [True, False])
 @pytest.mark.parametrize("scalar", names(whole=False))
 @pytest.mark.parametrize("dtype, ns_dtype, method", [
@@ -93,7 +98,7 @@ def test_a_step_neither_waits_nor_leaves_the_device(dtype, ns_dtype, method, sca
     with torch.no_grad(), mine.updating(), Watch() as watch:
         squares = mine.reduced.sum_of_squares()
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
+            mine.update(index, update_of(optimizer))
     assert (watch.waiting, watch.across) == ([], [])
     assert squares.dtype == (torch.float64 if wide else torch.float32) and bool(watch.wide) is wide
 
@@ -104,7 +109,7 @@ def test_neither_does_weight_decay(matrix, scalar, decay):
     optimizer, mine = owned(torch.bfloat16, None, matrix_optimizer=matrix, scalar_optimizer=scalar, **decay)
     with torch.no_grad(), mine.updating(), Watch() as watch:
         for index in reversed(range(len(mine.layout.buckets))):
-            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
+            mine.update(index, update_of(optimizer))
     assert (watch.waiting, watch.across, watch.wide) == ([], [], [])
 
 
@@ -139,7 +144,7 @@ class TestADeviceMadeInPython(DistributedTest):
                     with mine.updating():
                         squares = mine.reduced.sum_of_squares()
                         for index in reversed(range(len(mine.layout.buckets))):
-                            mine.update(index, optimizer.param_groups, DECISION.rescale_, step=1)
+                            mine.update(index, update_of(optimizer))
                     assert squares.device == made, (matrix, scalar, dtype)
                     asks |= {matrix} if counts.asked else set()
         # torch's eigenvalues wait by themselves.
