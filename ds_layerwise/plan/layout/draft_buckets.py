@@ -95,7 +95,9 @@ def draft_balanced(
 ) -> Draft:
     """Lay out whole parameters with one owner each, for the transport that sends less."""
     by_rank = _by_rank(items, owners)
-    lengths = {rank: sum(item.span for item in own) for rank, own in sorted(by_rank.items())}
+    lengths = {}
+    for rank, own in sorted(by_rank.items()):
+        lengths[rank] = sum(item.span for item in own)
     numel = sum(lengths.values())
     longest = max(lengths.values())
     if transport_of(numel, longest, holders) == "even":

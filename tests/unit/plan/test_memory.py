@@ -150,7 +150,7 @@ def test_transfers_are_those_of_two_buckets(settings, expected):
 
 @pytest.mark.parametrize("reduction", ["native", "ordered"])
 def test_transfers_of_a_bucket_do_not_grow_with_the_ranks(reduction):
-    """One rank owns all of it."""
+    """Also if one rank owns all of it."""
     most = []
     for ranks in (2, 4, 8, 64, 512):
         bucket = Bucket(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),), transport="cuts")
