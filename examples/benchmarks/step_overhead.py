@@ -6,10 +6,9 @@ machine is at hand.
 
 Real layouts and the real synchronisation of one rank run on tensors without memory, in two levels
 where a run would take them. Collectives, which a device does by itself, are stubs. So are the
-operations that pack, divide and, at stage 3, look for writes (12 launches for 4 MiB of a rank's
-cuts, twice a step). The launching is left: the hook of every gradient, every bucket reduced and
-gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the rounds that
-send the cuts of updated matrices in place of the gathers. Numbers are medians.
+operations that pack and divide. The launching is left: the hook of every gradient, every bucket
+reduced and gathered once, and one exchange each way where buckets travel in cuts; at stage 3 the
+rounds that send the cuts of updated matrices in place of the gathers. Numbers are medians.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
-from ds_layerwise.ranks.sync import cut_sync, transfer
+from ds_layerwise.ranks.sync import transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
@@ -132,7 +131,6 @@ class Stubs:
         transfer.unpack = lambda packed, places: None
         torch._foreach_div_ = lambda tensors, by: None
         torch.Tensor.div_ = lambda tensor, by: tensor
-        cut_sync.checksum_of = lambda memory: memory.new_empty(2, dtype=torch.int64)
         torch.sum = lambda rows, dim, *, dtype, out: out
 
     def collective(self, *_: object, **__: object) -> Any:
@@ -142,7 +140,8 @@ class Stubs:
 
 
 class Cuts:
-    """The cuts of one rank at stage 3, of a model whose modules hold no whole parameter."""
+    """The cuts of one rank at stage 3, of a model whose modules hold no whole parameter, and that
+    nobody else writes."""
 
     def __init__(self, layout: Layout) -> None:
         slots = [
@@ -160,16 +159,16 @@ class Cuts:
         return self._of[name]
 
     def release(self) -> None:
-        """Do nothing: no parameter is whole, nor in the next three methods."""
+        """Do nothing: no parameter is whole, and nobody writes a cut."""
 
-    fetch_persistent = follow_persistent = release
+    fetch_persistent = follow_persistent = take_note = release
 
     def persistent(self) -> dict[str, torch.Tensor]:
         """Return no parameter."""
         return {}
 
-    def persistent_written(self) -> torch.Tensor:
-        """Return that nobody has written one."""
+    def written(self) -> torch.Tensor:
+        """Return that nobody has written a cut."""
         return torch.zeros((), dtype=torch.bool, device=META)
 
 
