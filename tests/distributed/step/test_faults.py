@@ -13,7 +13,7 @@ import pytest
 import torch
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
-from ds_layerwise.ranks.sync import exchange
+from ds_layerwise.ranks.sync import transfer
 from tests.support import internals
 from tests.support.checkpoints import assert_same_run, states
 from tests.support.forks import fork_ranks
@@ -163,7 +163,7 @@ def train_until_it_ends(how, moment, folder):
         if moment == "backward":
             engine.module.tall.weight.register_hook(end)
         elif moment == "sums":
-            exchange.pack = no_memory
+            transfer.pack = no_memory
         else:
             internals.owned(engine).update = end
     try:

@@ -14,7 +14,7 @@ import torch
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.ranks.owned.host_memory import HostMemory
-from ds_layerwise.ranks.sync import exchange
+from ds_layerwise.ranks.sync import transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from tests.support.checkpoints import assert_same_run, states
 from tests.support.harness import DistributedTest
@@ -37,7 +37,7 @@ CASES = {
 }
 
 PLACES = {"newton_schulz": (muon_family, "newton_schulz"), "slots": (HostMemory, "__enter__"),
-          "gather": (Wire, "gather"), "to_cuts": (exchange.Exchange, "to_cuts"), "unpack": (exchange, "unpack")}
+          "gather": (Wire, "gather"), "to_cuts": (transfer.Transfer, "to_cuts"), "unpack": (transfer, "unpack")}
 
 
 class OutOfMemory:
