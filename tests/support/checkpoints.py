@@ -39,6 +39,25 @@ def assert_equal_states(found, expected, where=""):
         assert torch.equal(found[key], value), (where, key)
 
 
+def assert_equal_contents(found, expected, where):
+    """Equal tensors, dtypes and builtins, however deep."""
+    assert type(found) is type(expected), where
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype and torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_equal_contents(found[key], value, (*where, key))
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, value in enumerate(expected):
+            assert_equal_contents(found[index], value, (*where, index))
+    elif hasattr(expected, "__dict__"):
+        assert_equal_contents(vars(found), vars(expected), where)
+    else:
+        assert found == expected, where
+
+
 def assert_same_run(engine, expected, where="", of=whole_states):
     """Check that two engines have the same weights and the same ``of(engine)``, bit for bit: by default, masters and
     states."""

@@ -15,7 +15,7 @@ from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest, names_in
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.checkpoint.formats import universal
 from ds_layerwise.errors import LayerWiseError
-from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
 from tests.support.cli import BF16, MODEL_FILE, TIED, Everything, assert_refused, run, saved
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
@@ -23,25 +23,6 @@ from tests.support.training import ds_config, start
 from tests.support.universal import convert
 
 pytestmark = rooms("cli", "consolidate", "to_universal")
-
-
-def assert_equal_contents(found, expected, where):
-    """Equal tensors, dtypes and builtins, however deep."""
-    assert type(found) is type(expected), where
-    if isinstance(expected, torch.Tensor):
-        assert found.dtype == expected.dtype and torch.equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
-        for key, value in expected.items():
-            assert_equal_contents(found[key], value, (*where, key))
-    elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for index, value in enumerate(expected):
-            assert_equal_contents(found[index], value, (*where, index))
-    elif hasattr(expected, "__dict__"):
-        assert_equal_contents(vars(found), vars(expected), where)
-    else:
-        assert found == expected, where
 
 
 class TestToUniversal(DistributedTest):

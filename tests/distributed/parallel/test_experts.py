@@ -11,9 +11,11 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
+from ds_layerwise.checkpoint.files.manifest import names_in
+from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import RoutingError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
 from tests.support.costs import memory_bytes
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
@@ -286,6 +288,10 @@ class TestCheckpoints(DistributedTest):
                 assert torch.equal(weights[name].flatten(), states[name, key]), name
         assert cli.main(["to-universal", str(folder), str(folder / "converted")]) == 0
         assert cli.main(["verify", str(folder / "converted")]) == 0
+        converted, by_engine = folder / "converted", folder / "saved_universal"
+        assert names_in(converted) == names_in(by_engine)
+        for name in names_in(by_engine):
+            assert_equal_contents(load_safely(converted / name), load_safely(by_engine / name), (name, ))
 
     def test_resume(self, runs):
         world = dist.get_world_size()
