@@ -110,7 +110,7 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
     config = json.loads(CONFIG.read_text())
     config["zero_optimization"]["stage"] = stage
     (plan,) = DryRun.of(name, config, [model.ranks]).forecasts
-    sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent().values())
+    sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent.values())
     held = max(rank.total for rank in plan.memory)
     report = plan.report
     return Cost(sent / model.ranks, held, report.work_max_over_mean, report.padding_fraction)
