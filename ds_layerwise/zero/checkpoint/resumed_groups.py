@@ -85,7 +85,7 @@ def resumed(
     Raises:
         ValueError: a value of the checkpoint is of another kind than this run's.
     """
-    stays = {*_OF_THIS_RUN, *optimizer.fixed_keys, *HYPER_KEYS}
+    stays = {*_OF_THIS_RUN, *optimizer.fixed_keys}
     starts_from = ""
     if goes_on is False:
         stays |= _OF_SCHEDULERS
@@ -107,7 +107,8 @@ def resumed(
             why = f"{starts_from} starts from its lr"
         else:
             check_kind(optimizer.param_groups[index], saved, name)
-            values = {key: saved[key] for key in saved.keys() - (stays - built.keys())}
+            unused = set(HYPER_KEYS) - built.keys()
+            values = {key: saved[key] for key in saved.keys() - stays - unused}
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
