@@ -189,7 +189,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         return queued
 
     def exit_backward(self) -> None:
-        """Leave a backward pass. It counts as a pass of this step if it had gradients; see
+        """Leave a backward pass, which counts if it had gradients; see
         :mod:`.zero.step_progress`.
         """
         engine = self._engine()
@@ -381,14 +381,14 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self._run.places.release()
 
     def checkpoint_event_prologue(self) -> None:
-        """Bring everything back, and wait for parameters, before a save or a load. A collective."""
+        """Bring everything back before a save or a load. A collective."""
         self.reload_states()
         self.wait_for_params()
         self._run.follow_cuts()
         self.empty_partition_cache()
 
     def checkpoint_event_epilogue(self) -> None:
-        """Make persistent parameters of ZeRO stage 3 whole again after a save. A collective."""
+        """Make persistent parameters of stage 3 whole again. A collective."""
         self._run.places.fetch_persistent()
 
     @contextmanager
@@ -423,11 +423,8 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     _restore_from_bit16_weights = refresh_fp32_params
 
     def reload_weights(self) -> None:
-        """Let masters follow weights that a script has written in a way that shows nowhere: through
-        ``data``, into another rank's part of them, or into cuts of ZeRO stage 3. Masters of
-        unchanged weights keep their precision, and optimizer states do not change.
-
-        Every rank must call this, after the writes and before the next forward pass.
+        """Let masters follow weights that a script has written where no counter shows it. Every
+        rank must call this, before the next forward pass.
 
         Raises:
             LayerWiseError: on every rank, if ranks have different weights, or weights are
@@ -509,9 +506,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         return start_report.forecast(self._run)
 
     def describe(self) -> str:
-        """Return the start-up table: which optimizer trains each parameter and why, and the cost
-        per rank.
-        """
+        """Return the start-up table: routes, their reasons, and the cost per rank."""
         return start_report.table(self._run, self.attention)
 
     def listed(self) -> list[dict[str, Any]]:
