@@ -7,7 +7,8 @@ says.
 states. Two numbers measure a rank's memory. *tensors* adds up every tensor of the process that is
 alive between two steps and was not before the model was built, each memory once: exact, whoever
 made them. On a CPU the buffers in which two buckets travel stay, so it is more than what is held,
-by at most the *transfers* of the plan, with what a pass needs, as DeepSpeed leaves parameters whole. *process* is anonymous memory (``Pss_Anon`` in /proc, so
+by at most the *transfers* of the plan, with what a pass needs: DeepSpeed leaves parameters whole.
+*process* is anonymous memory (``Pss_Anon`` in /proc, so
 Linux alone) over that before the model was built; it includes the allocator's reserves. The peak of
 gradients comes from the same count of tensors, at every moment of a backward pass when a bucket
 starts, over the memory between two steps. That of a step is counted after every operation, over the
@@ -233,7 +234,7 @@ def measure(job: Job, watched: Any) -> None:
 def rows(results: list[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     lines = [
-        "| run | rank | held | tensors | beside | transfers and pass, at most | process | gradients held | "
+        "| run | rank | held | tensors | beside | transfers, at most | process | gradients held | "
         "one bucket of gradients | peak over what is held | peak of a step over it | update, at "
         "most |",
         "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
