@@ -34,7 +34,9 @@ def in_cuts(layout: Layout, only=lambda bucket: True, *, even: bool = False) -> 
     return replace(layout, buckets=tuple(buckets))
 
 
-def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True) -> None:
-    """Let every engine made from here on have its whole buckets, or those that ``only`` selects, in cuts."""
+def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True, *, even: bool = False) -> None:
+    """Let every engine made from here on have its whole buckets, or those that ``only`` selects, in cuts, and with
+    ``even`` the others in shards of one length."""
     made = run_plan.__dict__["plan_layout"]
-    monkeypatch.setattr(run_plan, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only))
+    monkeypatch.setattr(
+        run_plan, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only, even=even))

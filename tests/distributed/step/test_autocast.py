@@ -1,6 +1,7 @@
 """Mixed precision by torch.autocast, switched on by the user or by the torch_autocast section."""
 
 import copy
+import re
 
 import deepspeed.comm as dist
 import pytest
@@ -115,7 +116,9 @@ class TestSection(DistributedTest):
         config = self.config("bfloat16", stage=stage, gas=gas, overlap=overlap)
         engine, _ = train_and_compare(Mixed(), config, oracle, gas=gas)
         assert all(p.dtype == torch.float32 for p in engine.module.parameters())
-        assert "travel in bfloat16 and float32" in engine.optimizer.describe()
+        forecast = engine.optimizer.forecast()
+        assert forecast.wire_as("float32") == "bfloat16 and float32"
+        assert re.search(r"of float32 +│ +float32, bfloat16 +and +float32", engine.optimizer.describe())
 
     def test_fp16_scales_the_loss(self, stage, class_tmpdir):
         oracle = Oracle(Small(), stage=stage, gas=1, dtype=torch.float16, wire=dict.fromkeys(SAFE, torch.float16),
