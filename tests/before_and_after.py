@@ -192,7 +192,8 @@ SETUPS = {
 def snapshot(engine):
     """Return the model's weights, and every master and state, whole, by name."""
     from ds_layerwise import StepError
-    values = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        values = {f"weight {name}": value.clone() for name, value in engine.module.state_dict().items()}
     for name, p in engine.module.named_parameters():
         if p.requires_grad:
             values[f"master {name}"] = safe_get_full_fp32_param(p)
