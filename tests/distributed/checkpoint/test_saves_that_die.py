@@ -58,7 +58,7 @@ SCENARIOS = {
     "the same tag": Scenario(resume_on=2),
     "the same tag by two renames": Scenario(can_exchange=False),
     "the same tag, universal too": Scenario(universal=True),
-    "a new tag, universal too, at stage 3": Scenario(tag="second", universal=True, stage=3, resume_on=2),
+    "the same tag, universal too, at stage 3": Scenario(universal=True, stage=3, resume_on=2),
     "a new tag, universal too, by renames": Scenario(tag="second", universal=True, can_exchange=False, resume_on=3),
 }
 
@@ -134,8 +134,8 @@ class TestKilledRanks(OwnDistributedTest):
     exec_timeout = 1200
 
     @pytest.mark.parametrize("name", [
-        pytest.param(name, marks=[] if name == "a new tag, universal too, at stage 3" else pytest.mark.thorough)
-        for name in SCENARIOS])
+        pytest.param(name, marks=[] if name in ("a new tag", "the same tag, universal too, at stage 3")
+                     else pytest.mark.thorough) for name in SCENARIOS])
     def test_a_rank_that_is_killed_anywhere_in_a_save_loses_nothing(self, name, tmp_path):
         scenario, rng = SCENARIOS[name], random.Random(name)
         assert fork_ranks(2, save_and_die, scenario, tmp_path / "none", None, None) == [(0, ""), (0, "")]
@@ -145,7 +145,7 @@ class TestKilledRanks(OwnDistributedTest):
             deaths |= {(victim, len(events) * i // MOMENTS + rng.randrange(len(events) // MOMENTS))
                        for i in range(MOMENTS)}
             deaths |= {(victim, i) for i, event in enumerate(events) if event in VISIBLE}
-            if "point" in events and name.startswith("a new tag"):
+            if "point" in events and name == "a new tag":
                 deaths |= {(victim, i) for i in range(events.index("point"), len(events), EVERY)}
         assert len(deaths) >= 2 * MOMENTS + 2
         folders = []
