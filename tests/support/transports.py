@@ -1,10 +1,14 @@
-"""Layouts whose buckets have another transport than the planner chose."""
+"""Layouts whose buckets have another transport than the planner chose, and the memory of transfers to the byte."""
 
+from collections import deque
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.transfer_plan import moves
+from ds_layerwise.plan.layout.transport import itemsize
 from ds_layerwise.zero.setup import run_plan
 
 
@@ -40,3 +44,30 @@ def plan_in_cuts(monkeypatch: pytest.MonkeyPatch, only=lambda bucket: True, *, e
     made = run_plan.__dict__["plan_layout"]
     monkeypatch.setattr(
         run_plan, "plan_layout", lambda *args, **kwargs: in_cuts(made(*args, **kwargs), only, even=even))
+
+
+def held_bytes(deal, *, in_place: bool):
+    """Return the bytes that a round holds, by rank of the layout. The elements of a rank's cuts that travel are copied
+    together. A shard is sent and received in place, unless the part in its owner's own cut splits it, or it has another
+    dtype there, or several parameters in it are cut by themselves."""
+    if deal.by_param:
+        sizes = deal.row_sizes()
+        numel = sizes.sum() + sizes * deal.holders
+    else:
+        moved = moves(deal.placement)
+        before, stays, behind = deal.split_by_cut(moved)
+        numel = -stays
+        np.add.at(numel, moved.holder, moved.numel)
+        numel += ((before > 0) & (behind > 0) | (not in_place)) * (before + behind)
+    return np.repeat(numel * itemsize(deal.dtype), deal.ep_size)
+
+
+def held_at_a_time(deals, world_size: int, *, pending: int = 2, owners_have: str | None = None):
+    """Return the most bytes that rounds hold at a time, by rank, with ``pending`` of them pending. Shards have the
+    dtype ``owners_have`` at their owners; None if it is the one that is sent."""
+    most = np.zeros(world_size, np.int64)
+    held: deque[np.ndarray] = deque(maxlen=pending)
+    for deal in deals:
+        held.append(held_bytes(deal, in_place=owners_have in (None, deal.dtype)))
+        most = np.maximum(most, np.sum(list(held), axis=0))
+    return most

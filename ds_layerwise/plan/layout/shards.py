@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, chain, compress, repeat
+from itertools import accumulate, compress, repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -100,14 +100,6 @@ class Numels(Sequence[int]):
         add(self.size - done, 0)
         return runs
 
-    def with_longer_last(self, more: int) -> Numels:
-        """Return these shards with ``more`` elements added to the last non-empty one."""
-        if self.each is None:
-            lengths = self.lengths
-        else:
-            lengths = tuple(self)
-        return Numels.of_filled(self.size, tuple(self.filled), (*lengths[:-1], lengths[-1] + more))
-
     def __len__(self) -> int:
         """Return the number of shards."""
         return self.size
@@ -194,37 +186,3 @@ class Shards(NamedTuple):
             True,
             each,
         )
-
-
-class InOwnCuts(NamedTuple):
-    """All non-empty shards of many buckets in one list, each with the number of its elements in its
-    own holder's cut.
-    """
-
-    counts: list[int]
-    """The number of shards of each bucket in the list."""
-    filled: Ints
-    """The numbers of the shards."""
-    lengths: Ints
-    stays: Ints
-    """The number of elements of each shard in its own holder's cut."""
-
-
-def in_own_cuts(buckets: Sequence[Shards], cuts: Sequence[int]) -> InOwnCuts:
-    """Return the shards of ``buckets``, whose transport has equal cuts with the lengths ``cuts``.
-
-    There may be ten thousand buckets.
-    """
-    counts = [len(shards.filled) for shards in buckets]
-    filled = _joined((shards.filled for shards in buckets), counts)
-    lengths = _joined((shards.lengths for shards in buckets), counts)
-    numels = np.array([shards.numel for shards in buckets], np.int64)
-    before = np.repeat(np.cumsum(numels) - numels, counts)
-    cut = np.repeat(np.array(cuts, np.int64), counts)
-    stops = np.cumsum(lengths) - before
-    stays = np.minimum(stops, (filled + 1) * cut) - np.maximum(stops - lengths, filled * cut)
-    return InOwnCuts(counts, filled, lengths, np.maximum(stays, 0))
-
-
-def _joined(parts: Iterable[Sequence[int]], counts: Sequence[int]) -> Ints:
-    return np.fromiter(chain.from_iterable(parts), np.int64, sum(counts))

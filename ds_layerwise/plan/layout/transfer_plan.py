@@ -1,20 +1,15 @@
 """The plan of a transfer between owners, which hold whole shards, and cuts, of which every rank
-holds one of each item: the ranges that move, in rounds, and the memory of a round.
+holds one of each item: the ranges that move, in rounds.
 
 Note: rounds
     An owner has shards in several buckets. It takes part in each round with the next of them. So
     the elements of a cut bucket that arrive from all ranks, in rank order, are that shard as it
     lies in memory. Owners are balanced over the model, and so is a round.
-
-Note: memory of a round
-    The elements of a rank's cuts that travel are copied together, in both directions. A shard is
-    sent and received in place, unless the part in its owner's own cut splits it, or it has another
-    dtype there, or several parameters in it are cut by themselves.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import NamedTuple
@@ -23,7 +18,6 @@ import numpy as np
 
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.plan.layout.shards import Ints
-from ds_layerwise.plan.layout.transport import MAX_PENDING, itemsize
 
 #: The rows of a :class:`Placement`.
 Rows = list[tuple[int, int, int, int, int, int]]
@@ -61,7 +55,7 @@ class Moves(NamedTuple):
     item: Ints
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """A part of a cut or of a shard."""
 
     item: int
@@ -132,23 +126,6 @@ class Deal(NamedTuple):
         stays[travels] = behind[travels] = 0
         return before, stays, behind
 
-    def held_bytes(self, *, in_place: bool) -> Ints:
-        """Return the bytes that the round holds, by rank of the layout; see the note.
-
-        Args:
-            in_place: False if shards have another dtype than what is sent.
-        """
-        if self.by_param:
-            sizes = self.row_sizes()
-            numel = sizes.sum() + sizes * self.holders
-        else:
-            moved = moves(self.placement)
-            before, stays, behind = self.split_by_cut(moved)
-            is_copied = (before > 0) & (behind > 0) | (not in_place)
-            numel = _sums(moved.holder, moved.numel, self.holders) - stays
-            numel += is_copied * (before + behind)
-        return np.repeat(numel * itemsize(self.dtype), self.ep_size)
-
 
 class Round(NamedTuple):
     """An all-to-all of a transfer, from the view of one rank."""
@@ -160,15 +137,15 @@ class Round(NamedTuple):
     """The number of elements of this rank's shard to exchange with the cuts of each rank."""
     by_owner: Sequence[int]
     """The number of elements of this rank's cuts to exchange with each rank."""
-    runs: Sequence[Part]
+    runs: Sequence[Stretch]
     """The parts of this rank's cuts to exchange, by owner."""
     parts: tuple[int, int, int] = (0, 0, 0)
     """The number of elements of this rank's shard before the part that stays in this rank's own
     cut, in that part, and after it.
     """
-    stay: Part | None = None
+    stay: Stretch | None = None
     """The part that stays, in the cut."""
-    rows: Sequence[Part] = ()
+    rows: Sequence[Stretch] = ()
     """The parameters of this rank's shard, if they are cut by themselves."""
 
 
@@ -201,8 +178,8 @@ def _sums(place: Ints, numel: Ints, size: int) -> Ints:
     return sums
 
 
-def _parts(*columns: Ints) -> list[Part]:
-    return list(map(Part, *(column.tolist() for column in columns)))
+def _parts(*columns: Ints) -> list[Stretch]:
+    return list(map(Stretch, *(column.tolist() for column in columns)))
 
 
 def param_names(buckets: Iterable[Bucket]) -> list[str]:
@@ -283,20 +260,3 @@ def begun_backwards(buckets: Sequence[Bucket], *, by_param: bool = False) -> lis
 def seen_by(rank: int, deals: Iterable[Deal]) -> list[Round]:
     """Return the rounds of ``deals`` from the view of a rank of the layout."""
     return [dealt.seen_by(rank // dealt.ep_size) for dealt in deals]
-
-
-def transfer_bytes(
-    deals: Iterable[Deal], world_size: int, *, owners_have: str | None = None
-) -> Ints:
-    """Return the most bytes that rounds hold at a time, by rank; see the note.
-
-    Args:
-        deals: in the order in which they begin. As many rounds are pending at a time as buckets.
-        owners_have: the dtype of the shards at their owners; None if it is the dtype that is sent.
-    """
-    most = np.zeros(world_size, np.int64)
-    pending: deque[Ints] = deque(maxlen=MAX_PENDING)
-    for dealt in deals:
-        pending.append(dealt.held_bytes(in_place=owners_have in (None, dealt.dtype)))
-        most = np.maximum(most, np.sum(list(pending), axis=0))
-    return most

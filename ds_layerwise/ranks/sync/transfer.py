@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.transfer_plan import Part, Round
+from ds_layerwise.plan.layout.transfer_plan import Round, Stretch
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, lay_in_rows, out_of_rows
@@ -166,7 +166,7 @@ def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
     return shard.split_with_sizes(round_.parts)
 
 
-def _parts(runs: Sequence[Part], cut_of: CutOf) -> list[Tensor]:
+def _parts(runs: Sequence[Stretch], cut_of: CutOf) -> list[Tensor]:
     """Return ``runs`` of this rank's cuts: views, or whole cuts."""
     parts = []
     for run in runs:
@@ -177,7 +177,7 @@ def _parts(runs: Sequence[Part], cut_of: CutOf) -> list[Tensor]:
     return parts
 
 
-def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Part, Tensor, Tensor]]:
+def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Stretch, Tensor, Tensor]]:
     """Return the parameters of ``shard`` that are cut by themselves, each with its cuts in
     ``moved``, a row for each rank.
     """

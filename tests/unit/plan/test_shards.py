@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.layout.shards import Numels, Shards, in_own_cuts
+from ds_layerwise.plan.layout.shards import Numels, Shards
 from tests.support.rooms import rooms
 
 pytestmark = rooms("shards")
@@ -33,10 +33,6 @@ def test_they_are_as_a_tuple(numels):
                   Numels.of_filled(size, tuple(i for i in range(size) if numels[i]), tuple(filter(None, numels)))):
         assert other == short and hash(other) == hash(short) and other.runs() == runs
     assert all((Numels.of(other) == short) == (other == numels) for other in EVERY)
-    if any(numels):
-        last = max(i for i in range(size) if numels[i])
-        longer = (*numels[:last], numels[last] + 64, *numels[last + 1:])
-        assert short.with_longer_last(64) == longer and short.with_longer_last(64) == Numels.of(longer)
 
 
 @pytest.mark.parametrize("runs", [[[0, 64]], [[5, 64], [-2, 0]], [[2, -64]], [[4, None]], [["2", 64]], [[2, 1.5]]])
@@ -52,18 +48,6 @@ def test_starts_lengths_and_sums_follow_from_the_numels(numels):
     assert list(shards.starts) == [1000 + sum(numels[:i]) for i in filled]
     assert (shards.numel, shards.is_even) == (sum(numels), len(set(numels)) == 1)
     assert shards.shortest == min(filter(None, numels), default=0)
-
-
-def test_elements_in_the_own_cut_of_their_holder_are_counted():
-    for cuts in (1, 32, 64, 100):
-        found = in_own_cuts([Shards.of(Numels.of(numels), 1000) for numels in EVERY], [cuts] * len(EVERY))
-        expected = []
-        for numels in EVERY:
-            for i, numel in enumerate(numels):
-                mine = range(sum(numels[:i]), sum(numels[:i + 1]))
-                expected += [(i, numel, sum(i * cuts <= at < (i + 1) * cuts for at in mine))] if numel else []
-        assert list(zip(*(each.tolist() for each in found[1:]), strict=True)) == expected
-        assert found.counts == [sum(map(bool, numels)) for numels in EVERY]
 
 
 def test_only_those_that_are_filled_are_in_memory():

@@ -9,7 +9,7 @@ import torch
 from ds_layerwise.plan.forecast.memory import memory_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.layout.transfer_plan import begun_backwards, transfer_bytes
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, OwnShards
@@ -17,6 +17,7 @@ from ds_layerwise.ranks.sync import cut_sync
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
+from tests.support.transports import held_at_a_time
 
 pytestmark = rooms("cut_sync", "transfer", "transfer_plan", "buffers", "memory", "sent")
 
@@ -146,10 +147,9 @@ def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
 def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
     specs = some_specs(3)
     layout = plan_layout(specs, world_size, bucket_numel=60, alignment=4, stage=3)
-    monkeypatch.setattr("ds_layerwise.plan.layout.transfer_plan.MAX_PENDING", 1)
     ranks = Ranks(layout, monkeypatch)
     monkeypatch.setattr(cut_sync.comm, "all_to_all", lambda *args, **kwargs: comm.Pending())
-    most = transfer_bytes(begun_backwards(layout.buckets, by_param=True), world_size)
+    most = held_at_a_time(begun_backwards(layout.buckets, by_param=True), world_size, pending=1)
     for rank, sync in enumerate(ranks.syncs):
         for round_ in sync._transfer.rounds:
             memory = LiveMemory(held=ranks.values[rank].tensors)

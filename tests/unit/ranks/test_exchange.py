@@ -9,7 +9,7 @@ from torch import nn
 
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
-from ds_layerwise.plan.layout.transfer_plan import begun_backwards, deal, seen_by, transfer_bytes
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards, deal, seen_by
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
@@ -17,7 +17,7 @@ from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
-from tests.support.transports import in_cuts
+from tests.support.transports import held_at_a_time, in_cuts
 
 pytestmark = rooms("transfer", "transfer_plan")
 
@@ -204,8 +204,8 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
     monkeypatch.setattr(ParamSync, "_gather", lambda sync, bucket, memory: sync._pending.update(
         {bucket.index: comm.Pending()}))
     wires = {1: Wire(1), 2: Wire(2)}
-    there = transfer_bytes(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
-    back = transfer_bytes(begun_backwards(layout.buckets), layout.world_size)
+    there = held_at_a_time(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
+    back = held_at_a_time(begun_backwards(layout.buckets), layout.world_size)
     assert any(bucket.transport == "cuts" for bucket in layout.buckets) == any(there) == any(back)
     for rank in range(layout.world_size):
         shards, cuts = memory_of(layout, rank, shared=False)
