@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ds_layerwise.optimizers.base.fields import NonNegative, check
 
@@ -15,6 +15,15 @@ _DEFAULTS = {
     "param_persistence_threshold": 100_000,
     "model_persistence_threshold": sys.maxsize,
 }
+
+
+class Whole(NamedTuple):
+    """The bytes of parameters that are whole on a rank, beside its cuts."""
+
+    always: int
+    """The bytes of persistent parameters, also between two steps."""
+    most: int
+    """The most bytes during a forward or backward pass, with the persistent ones."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +45,9 @@ class Fetching:
             found[key] = int(default)
         return cls(**found)
 
-    def most_whole(self, params: Iterable[tuple[int, int]]) -> int:
-        """Return the most bytes of parameters that are whole on a rank during a forward or backward
-        pass, beside its cuts.
-
-        Args:
-            params: the numbers of elements and bytes of each parameter, in model order.
-        """
-        stays = numel = nbytes = largest = 0
+    def whole(self, params: Iterable[tuple[int, int]]) -> Whole:
+        """Return what is whole of ``params``: the elements and bytes of each, in model order."""
+        stays = always = numel = nbytes = largest = 0
         for size, its_bytes in params:
             numel += size
             nbytes += its_bytes
@@ -53,6 +57,7 @@ class Fetching:
                 and stays + size <= self.model_persistence_threshold
             ):
                 stays += size
+                always += its_bytes
         # A parameter larger than the limit is fetched all the same.
         elements = min(numel, max(self.max_live_parameters, largest, stays))
-        return nbytes * elements // numel if numel else 0
+        return Whole(always, nbytes * elements // numel if numel else 0)

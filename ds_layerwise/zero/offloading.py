@@ -72,6 +72,13 @@ class Offloading:
         while self._hooks:
             self._hooks.pop().remove()
 
+    @property
+    def has_gradients(self) -> bool:
+        """True if memory of gradients is on the host."""
+        kinds = OffloadStateTypeEnum
+        gradients = {kinds.contiguous_grad_buffer.value, kinds.lp_grads.value}
+        return not gradients.isdisjoint(self.parking.kinds)
+
     def check_not_offloaded(self) -> None:
         """Raise an error if anything is on the host.
 

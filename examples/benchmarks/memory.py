@@ -7,8 +7,7 @@ says.
 states. Two numbers measure a rank's memory. *tensors* adds up every tensor of the process that is
 alive between two steps and was not before the model was built, each memory once: exact, whoever
 made them. On a CPU the buffers in which two buckets travel stay, so it is more than what is held,
-by at most the *transfers* of the plan, with what a pass needs: DeepSpeed leaves parameters whole.
-*process* is anonymous memory (``Pss_Anon`` in /proc, so
+by at most the *transfers* of the plan. *process* is anonymous memory (``Pss_Anon`` in /proc, so
 Linux alone) over that before the model was built; it includes the allocator's reserves. The peak of
 gradients comes from the same count of tensors, at every moment of a backward pass when a bucket
 starts, over the memory between two steps. That of a step is counted after every operation, over the
@@ -217,7 +216,7 @@ def measure(job: Job, watched: Any) -> None:
                 "held": held.total,
                 "tensors": tensors,
                 "beside": tensors - held.total,
-                "transfers": plan.working.transfers + plan.working.in_pass,
+                "transfers": plan.working.transfers,
                 "process": process * 1e6,
                 "grads": held.grads,
                 "peak": peak.most,

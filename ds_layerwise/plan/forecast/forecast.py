@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from ds_layerwise.config.fetching import Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
@@ -179,6 +180,7 @@ class Forecast:
         wires = wires_of(layout, specs)
         stored_as = {dtype: run.stored_as(dtype) for dtype in layout.dtypes}
         master_dtype = run.layerwise.master_dtype
+        whole = _whole(specs, run)
         memory = memory_bytes(
             layout,
             state_bytes=state_bytes_of(routes),
@@ -189,11 +191,12 @@ class Forecast:
             host_ratio=run.host_ratio,
             params_on_host=run.params_on_host,
             master_dtype=master_dtype,
+            persistent=whole.always,
         )
         update = update_bytes(layout, routes, master_dtype, tp_size=tp_size)
         working = Working(
             update=update + max(rank.staging for rank in memory),
-            in_pass=_waiting(layout, run) + _whole(specs, run),
+            in_pass=_waiting(layout, run) + whole.most - whole.always,
             transfers=transfer_bytes(
                 layout, stage=run.stage, stored_as=stored_as, wires=wires, reduction=reduction
             ),
@@ -268,12 +271,11 @@ def _waiting(layout: Layout, run: RunConfig) -> int:
     return sum(sorted(nbytes, reverse=True)[: most and most + 1])
 
 
-def _whole(specs: Sequence[ParamSpec], run: RunConfig) -> int:
-    """Return the most bytes of parameters that DeepSpeed makes whole on each rank at stage 3."""
+def _whole(specs: Sequence[ParamSpec], run: RunConfig) -> Whole:
+    """Return the bytes of parameters that DeepSpeed makes whole on each rank at stage 3."""
     if run.fetching is None:
-        return 0
-    sizes = [(spec.numel, spec.numel * itemsize(spec.dtype)) for spec in specs]
-    return run.fetching.most_whole(sizes)
+        return Whole(0, 0)
+    return run.fetching.whole((spec.numel, spec.numel * itemsize(spec.dtype)) for spec in specs)
 
 
 def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:

@@ -71,7 +71,7 @@ class Working(NamedTuple):
     """
     in_pass: int
     """The gradients that wait for the reduction of others at stages 2 and 3, and at stage 3 the
-    parameters that DeepSpeed makes whole for a forward or backward pass.
+    parameters that DeepSpeed makes whole for a forward or backward pass alone.
     """
     transfers: int
     """The copies that pending buckets send and receive."""
@@ -104,12 +104,13 @@ def memory_bytes(
     host_ratio: float = 0.0,
     params_on_host: bool = False,
     master_dtype: MasterDtype = "float32",
+    persistent: int = 0,
 ) -> tuple[RankMemory, ...]:
     """Count the bytes that each rank holds between two steps.
 
     From stage 2 on a rank keeps gradients of the elements that it owns alone, in float32. At stage
-    3 it keeps the parameters that it owns, and its cuts of all parameters. Parameters that
-    DeepSpeed leaves whole between two steps are not counted.
+    3 it keeps the parameters that it owns, its cuts of all parameters, and those that DeepSpeed
+    leaves whole, with a copy that shows what a script writes into them.
 
     Args:
         state_bytes: the function for the bytes of states; see :func:`state_bytes_of`.
@@ -123,6 +124,7 @@ def memory_bytes(
         params_on_host: True if the cuts of stage 3 are in host memory.
         master_dtype: the form of masters of bfloat16 parameters. Masters are float32 if there is a
             ``host_ratio``.
+        persistent: the bytes of parameters that DeepSpeed leaves whole at stage 3.
 
     Raises:
         LayoutError: the size of a dtype is unknown.
@@ -152,7 +154,11 @@ def memory_bytes(
     memory = []
     for rank in range(layout.world_size):
         on_device = RankMemory(
-            params[rank], grads + reduced[rank], masters[rank], states[rank], host=hosted
+            params[rank] + 2 * persistent,
+            grads + reduced[rank],
+            masters[rank],
+            states[rank],
+            host=hosted,
         )
         memory.append(_with_host(layout, rank, on_device, host_ratio, state_bytes))
     return tuple(memory)

@@ -107,13 +107,15 @@ class BeforeUpdate:
         must not raise it, because the other ranks wait in the sum.
         """
         error = None
+        for check in (self._run.interrupted.check, self._offloading.check_not_offloaded):
+            try:
+                check()
+            except StepError as caught:
+                error = error or caught
+        if self._offloading.has_gradients:
+            # All ranks offload together, so no rank waits for these.
+            return error
         try:
-            self._run.interrupted.check()
-        except StepError as caught:
-            error = caught
-        try:
-            # All ranks offload together, so no rank waits for an offloaded one.
-            self._offloading.check_not_offloaded()
             error = error or self._catch_up()
             # Any other exception ended a collective that includes the other ranks, so they do not
             # wait in the sum.
