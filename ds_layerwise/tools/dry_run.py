@@ -80,7 +80,7 @@ class DryRun:
         optimizer = LayerWiseOptimizer(
             module.parameters(), run.optimizer, scheduler=filled.get("scheduler")
         )
-        routed = route(module, optimizer, run, _ep_size)
+        routed = route(module, optimizer, run, partial(_ep_size, run.stage))
         groups = run.layerwise.norm_groups
         require_members(groups, set(norm_groups_of(module, routed, groups).values()))
         routes, specs = routed.routes, routed.specs
@@ -111,13 +111,18 @@ def _refuse_unknown(given: Mapping[str, Any], run: RunConfig) -> None:
         )
 
 
-def _ep_size(expert: str, group_name: str) -> int:
+def _ep_size(stage: int, expert: str, group_name: str) -> int:
     """Return the number of ranks that share the experts of a group, from the name that DeepSpeed
     gives the group.
 
     Raises:
-        ConfigError: the name is not DeepSpeed's.
+        ConfigError: the name is not DeepSpeed's, or DeepSpeed has no experts at ``stage``.
     """
+    if stage == 3:
+        raise ConfigError(
+            f"zero_optimization.stage is 3, and {expert} is an expert of group {group_name}, which "
+            "DeepSpeed refuses; plan at stage 2"
+        )
     size = group_name.removeprefix("ep_size_")
     if not size.isdecimal():
         raise ConfigError(

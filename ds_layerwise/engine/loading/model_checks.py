@@ -156,18 +156,20 @@ def _resumes(scheduler: Any, saved: Any) -> bool:
     any, and keep their own values for what is missing.
 
     A script's scheduler may add an attribute at some event, such as the end of a warm-up. Its state
-    then has that attribute in addition to those of this run.
+    then has that attribute in addition to those of this run. One without any state adds none.
 
     Raises:
         ValueError: a value in it is of another kind than this run's; names it.
     """
+    if not hasattr(scheduler, "state_dict"):
+        return saved is not None
     own = scheduler.state_dict()
     if not isinstance(own, Mapping) or not isinstance(saved, Mapping):
         return isinstance(saved, type(own))
     names = _names(own)
     there = _names(saved)
-    is_of_library = type(scheduler).__module__.startswith(("torch.", "deepspeed."))
-    if not names <= there or is_of_library and names != there:
+    adds_none = type(scheduler).__module__.startswith(("torch.", "deepspeed.")) or not names
+    if not names <= there or adds_none and names != there:
         return False
     check_kind(own, saved, "the state of the learning rate scheduler")
     return True

@@ -169,10 +169,13 @@ class TestParamMap(DistributedTest):
         assert (rows["embed.weight"]["min_lr"], rows["embed.weight"]["weight_decay"]) == (0.0078125, 0.25)
         assert rows["flat.bias"]["weight_decay"] == 0 and rows["flat.weight"]["weight_decay"] == 0.1
 
-        # A plan has the same keys; what Python has overridden it does not know.
+        # A plan has the same rows; what Python has overridden it does not know.
         plan = DryRun.of(MetaModel(model()), given, [RANKS])
         assert as_json(plan.forecasts[0]).keys() == written.keys()
-        assert [row.keys() for row in plan.listed(plan.forecasts[0])] == [row.keys() for row in parameters]
+        for row, expected in zip(plan.listed(plan.forecasts[0]), parameters, strict=True):
+            assert row.keys() == expected.keys()
+            assert (row["name"], list(row["shape"])) == (expected["name"], expected["shape"])
+            assert row["weight_decay"] == expected["weight_decay"], row
 
     def test_a_file_that_cannot_be_written_is_an_error_on_every_rank(self, tmp_path):
         with pytest.raises(ConfigError if dist.get_rank() == 0 else LayerWiseError,

@@ -30,6 +30,11 @@ class Strict(Warm):
         self.first, self.last_epoch = state["first"], state["last_epoch"]
 
 
+class Stateless:
+    def state_dict(self):
+        return {}
+
+
 def chain(optimizer, *kinds):
     return of_torch.ChainedScheduler([KINDS[kind](optimizer) for kind in kinds])
 
@@ -61,6 +66,7 @@ KINDS = {
     "of DeepSpeed": lambda o: WarmupLR(o),
     "of a script": lambda o: Warm(o, first=1, rest=2),
     "strict": lambda o: Strict(o, first=1, other=3),
+    "without state": lambda o: Stateless(),
 }
 
 
@@ -81,6 +87,7 @@ def test_each_goes_on_from_its_own_kind_alone(now):
     ("one cycle", ["_anneal_func_type", "_is_initial", "use_beta1"], ["verbose", "anneal_func"]),
     ("cosine", ["_get_lr_called_within_step"], ["_of_a_later_version"]),
     ("cyclic", ["base_momentums", "max_momentums", "use_beta1"], []),
+    ("one cycle", ["_schedule_phases"], []),
     # One attribute of a script's class may come when something happens.
     ("of a script", [], ["since_the_warm_up"]), ("strict", [], ["of_its_own"]),
 ])
@@ -108,3 +115,4 @@ def test_a_state_that_is_no_dict_must_be_of_the_same_kind():
     assert _resumes(Counts((1, 2)), (3, 4)) and _resumes(Counts(4), 5)
     for now, saved in (((1, 2), {"last_epoch": 3}), (7, [7]), ({"a": 1}, (3, 4))):
         assert not _resumes(Counts(now), saved)
+    assert _resumes(object(), {"anything": 1}) and not _resumes(Counts({}), None)

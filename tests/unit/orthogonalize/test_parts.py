@@ -332,3 +332,8 @@ def test_the_models_of_the_package_have_the_parts_that_transformers_finds():
     assert {leaf: routes[name.format(leaf)].seen(0) for leaf in ("q_b_proj", "kv_b_proj", "kv_a_proj_with_mqa")} == {
         "q_b_proj": {"nope": (16384, 1536), "rope": (8192, 1536)}, "kv_b_proj": {"k": (16384, 512), "v": (16384, 512)},
         "kv_a_proj_with_mqa": {"latent": (512, 7168), "rope": (64, 7168)}}
+    assert not any(each.parts for each in routes_of(shipped("deepseek-v3"), auto_split=False).values())
+    told = routes_of(shipped("deepseek-v3"), [Override(name="*.kv_b_proj.weight", num_heads=128),
+                                              Override(name="*.q_b_proj.weight", split={})])
+    assert told[name.format("kv_b_proj")].matrix_shape == (128, 256, 512)
+    assert told[name.format("q_b_proj")].parts is None

@@ -1,4 +1,4 @@
-"""The bytes that a rank holds and works in, against counts by hand."""
+"""The bytes that a rank holds and works in, and the balance of a layout, against counts by hand."""
 
 from random import Random
 
@@ -7,6 +7,7 @@ import pytest
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.transport import sum_dtype
@@ -15,7 +16,7 @@ from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
 
-pytestmark = rooms("memory")
+pytestmark = rooms("memory", "forecast")
 
 
 def layout():
@@ -175,3 +176,39 @@ def test_an_update_works_in_a_batch_of_equal_matrices():
     split = Layout("balanced", 2, 64, (Bucket(0, "float32", False, 0, (64, 64), (Slot("e", 0, 100),)),))
     routes = {"e": Route(name="e", recipe=adamw, reason="", group=0)}
     assert update_bytes(split, routes, "bfloat16+remainder") == adamw.workspace((64,))
+
+
+# --- the report on a layout ------------------------------------------------------------------------------------------
+
+def test_the_report_counts_what_the_layout_says():
+    report = LayoutReport.of(layout(), [
+        ParamSpec("a", (6, 10), "bfloat16", True, 700), ParamSpec("b", (64,), "bfloat16", True, 100),
+        ParamSpec("c", (10,), "bfloat16", True, 7), ParamSpec("d", (70,), "float32", False)])
+    assert report.num_buckets == 2
+    assert report.numel == 60 + 64 + 10 + 70
+    assert report.padding == 2 * 192 - 204
+    assert report.padding_fraction == 180 / 204
+    assert report.work == (800, 0, 7)
+    assert report.whole_numel == (124, 0, 10)
+    assert report.work_max_over_mean == 800 * 3 / 807
+    assert report.whole_max_over_mean == 124 * 3 / 134
+
+
+def test_experts_count_for_each_rank_that_owns_some_of_the_same():
+    dense = Bucket(0, "float32", True, 0, (64, 0, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64)), transport="cuts")
+    experts = Bucket(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), ep_size=2,
+                     transport="cuts")
+    found = Layout("balanced", 4, 32, (dense, experts))
+    report = LayoutReport.of(found, [
+        ParamSpec("a", (60,), "float32", True, 1), ParamSpec("b", (64,), "float32", True, 2),
+        ParamSpec("e", (128,), "float32", True, 30, 2), ParamSpec("f", (50,), "float32", True, 400, 2)])
+    assert (report.work, report.whole_numel) == ((31, 30, 400, 402), (188, 128, 50, 114))
+    assert (report.numel, report.padding) == (302, 320 - 302)
+    assert [rank.states for rank in memory_bytes(found)] == [4 * 188, 4 * 128, 4 * 50, 4 * 114]
+
+
+def test_nothing_to_lay_out_costs_nothing():
+    report = LayoutReport.of(Layout("balanced", 2, 64, ()), [])
+    assert (report.padding_fraction, report.work_max_over_mean) == (0.0, 1.0)
+    assert max_over_mean([0, 0]) == 1.0
+    assert max_over_mean([3, 1]) == 1.5

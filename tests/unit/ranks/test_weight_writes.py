@@ -74,7 +74,21 @@ def test_a_checksum_sees_every_bit_of_every_element_and_leaves_values_alone(dtyp
     assert torch.equal(bits, kept)
 
 
-@pytest.mark.parametrize("place", [0, 3])
+@pytest.mark.parametrize("first", [1, 2, 3])
+def test_a_checksum_is_the_same_wherever_the_values_lie(first):
+    values = torch.randn(50, generator=torch.Generator().manual_seed(1)).bfloat16()
+    elsewhere = torch.cat([values[:first], values])[first:]
+    assert checksum(elsewhere) == checksum(values)
+    assert checksum(elsewhere.view(5, 10).t()) == checksum(values.view(5, 10).t().contiguous())
+
+
+def test_pieces_that_change_places_are_told(monkeypatch):
+    monkeypatch.setattr(weight_writes, "_AT_A_TIME", 3)
+    values = torch.arange(24.0)
+    assert checksum(values.roll(6)) != checksum(values)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2, 3])
 def test_values_that_change_places_are_told(place):
     values = torch.randperm(256, generator=torch.Generator().manual_seed(1)).view(64, 4).bfloat16()
     seen = {checksum(values)}
