@@ -1,6 +1,7 @@
 """Collectives of ranks fit together and suit NCCL, at sizes that no machine at hand has."""
 
 import random
+from collections import Counter
 
 import pytest
 import torch
@@ -159,9 +160,18 @@ def test_sums_are_made_inside_a_node_before_they_leave_it(monkeypatch):
         assert left == to_each_node * (size // per_node - 1)
 
 
-@pytest.mark.parametrize("reduction", ["native", "ordered"])
-def test_some_ranks_of_many(reduction, monkeypatch):
-    layout = plan_layout(load_model_specs("llama-3-70b"), 1024, bucket_numel=500_000_000)
-    calls = play(layout, [0, 1, 520, 1016], monkeypatch, native=reduction == "native", on_device=True,
-                 per_node=8, stage=1)
-    assert kinds(calls) == {SENT, GATHERED} | ({SUMMED} if reduction == "native" else set())
+@pytest.mark.parametrize("model, ranks, reduction, stage", [
+    ("llama-3-8b", (0, 3, 7), "native", 2), ("llama-3-8b", (0, 9, 63), "native", 1),
+    ("llama-3-8b", (0, 130, 511), "native", 2), ("llama-3-70b", (0, 1, 520, 1023), "native", 1),
+    ("llama-3-70b", (0, 1, 520, 1023), "ordered", 1)])
+def test_some_ranks_of_many(model, ranks, reduction, stage, monkeypatch):
+    layout = plan_layout(load_model_specs(model), ranks[-1] + 1, bucket_numel=500_000_000)
+    calls = play(layout, ranks, monkeypatch, native=reduction == "native", on_device=True, per_node=8, stage=stage)
+    cuts = any(bucket.transport == "cuts" for bucket in layout.buckets)
+    assert kinds(calls) == {GATHERED, *[SUMMED] * (reduction == "native"), *[SENT] * (cuts or reduction == "ordered")}
+    for of_rank in calls.values():
+        count = Counter(call.kind for call in of_rank)
+        # Each of the two passes of a step is reduced at stage 2. What is in cuts goes on to owners and comes back.
+        assert count[GATHERED] == len(layout.buckets)
+        assert count[SUMMED] == (stage * len(layout.buckets) if reduction == "native" else 0)
+        assert reduction == "ordered" or count[SENT] <= 2 * len(layout.buckets), count
