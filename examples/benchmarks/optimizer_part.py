@@ -9,6 +9,10 @@ there at once, so that a step is their reduction, the update, and the gather of 
 which autograd hands them out is measured alone, and subtracted. All sides take turns in the same
 processes, and a turn is as long as its slowest rank's; numbers are medians.
 
+"Textbook products" are the three products of each of five Newton-Schulz iterations, in float32, of
+the matrices that a rank owns, and nothing else: neither collectives nor momentum. A ratio to them
+says the same on different CPUs.
+
 Stock's Newton-Schulz runs in one dtype for each method: "standard" in bfloat16 where the CPU has
 it, "gram" in float32 where the CPU has no float16. Ours has the same number of steps in the same
 dtype, and "auto" is compared with the faster of both.
@@ -46,7 +50,12 @@ STEPS = 5
 #: "auto" over the faster.
 BARS = {2: 0.70, 4: 0.60}
 AUTO_BAR = 0.55
+#: For ours in float32 over the textbook products, on two ranks.
+PRODUCTS_BAR = 0.72
 BARE = "autograd alone"
+TEXTBOOK = "textbook products, float32"
+#: The coefficients of five equal iterations, https://kellerjordan.github.io/posts/muon/.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
 
 #: Names of dtypes in ``ns_dtype``.
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -137,7 +146,30 @@ def sides_of(config: GPTConfig) -> dict[str, Callable[[], object]]:
             },
         )[0]
         sides[name] = partial(_step, engine)
+    sides[TEXTBOOK] = partial(_multiply, _owned(engine))
     return sides
+
+
+def _owned(engine: Any) -> list[Tensor]:
+    """Return matrices with the shapes of those that this rank owns, wide or square."""
+    routes = engine.optimizer.routes
+    matrices = []
+    for bucket in engine.optimizer.layout.buckets:
+        for slot in bucket.slots if bucket.whole else ():
+            if engine.global_rank in bucket.owners(slot):
+                matrix = torch.randn(routes[slot.name].matrix_shape)
+                matrices.append(matrix if matrix.shape[-2] <= matrix.shape[-1] else matrix.mT)
+    return matrices
+
+
+def _multiply(matrices: list[Tensor]) -> None:
+    for matrix in matrices:
+        found = matrix / matrix.norm()
+        for _ in range(STEPS):
+            gram = found @ found.mT
+            found = torch.addmm(
+                found, torch.addmm(gram, gram, gram, beta=_B, alpha=_C), found, beta=_A
+            )
 
 
 def _step(engine: Any) -> None:
@@ -177,7 +209,9 @@ def seconds_on(ranks: int, config: GPTConfig, rounds: int) -> Seconds:
             for name, _, seconds in (line.partition("\t") for line in into.read_text().splitlines())
         }
     bare = found.pop(BARE)
-    return {BARE: bare, **{name: seconds - bare for name, seconds in found.items()}}
+    of_products = found.pop(TEXTBOOK)
+    steps = {name: seconds - bare for name, seconds in found.items()}
+    return {BARE: bare, TEXTBOOK: of_products, **steps}
 
 
 def rows_of(ranks: int, taken: Mapping[str, float]) -> list[str]:
@@ -198,6 +232,8 @@ def rows_of(ranks: int, taken: Mapping[str, float]) -> list[str]:
             AUTO_BAR,
         )
     )
+    ratio = taken["LayerWiseMuon, float32"] / taken[TEXTBOOK]
+    bars.append(("in float32 over textbook products", ratio, PRODUCTS_BAR if ranks == 2 else None))
     return [
         f"| {ranks} ranks, {what} | {found:.3f} | "
         + ("| |" if bar is None else f"{bar:.2f} | {'yes' if found <= bar else 'no'} |")
