@@ -20,7 +20,7 @@ from torch import Tensor
 from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.registry import REGISTRY
-from ds_layerwise.orthogonalize.spectral import capped
+from ds_layerwise.orthogonalize.newton_schulz import capped
 
 try:
     from emerging_optimizers import orthogonalized_optimizers as theirs

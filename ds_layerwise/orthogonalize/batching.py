@@ -1,5 +1,5 @@
-"""Batches of matrices with equal shapes, which share products: fewer launches, and the same
-bits.
+"""Batches of matrices with equal shapes, which share products: fewer launches, and the same bits;
+and their norms.
 """
 
 from __future__ import annotations
@@ -12,11 +12,22 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
+#: The largest number of elements in matrices that share products on an accelerator; one matrix may
+#: be larger.
+MAX_BATCH_NUMEL = 64 * 2**20
 
-#: Like :data:`.orthogonalize.newton_schulz_cost.MAX_BATCH_NUMEL`, for a CPU. There a batch
-#: saves little, and matrices that do not fit into the cache cost up to a fifth.
+#: The same for a CPU. There a batch saves little, and matrices that do not fit into the cache cost
+#: up to a fifth.
 MAX_BATCH_NUMEL_CPU = 2**17
+
+#: The number of elements up to which matrices of other buckets are added to those of a bucket,
+#: enough to fill an accelerator.
+FULL_BATCH_NUMEL = 16 * 2**20
+
+#: The number of elements whose squares torch sums at a time on a CPU, one after another in float32.
+#: For normal entries, a sum over 2^20 loses 1e-5 of the norm, one over 2^27 1.4 %, and this number
+#: 1e-7; for other entries it loses at most 3e-4.
+_AT_A_TIME = 1 << 16
 
 
 def max_batch_numel(device: torch.device) -> int:
@@ -24,6 +35,13 @@ def max_batch_numel(device: torch.device) -> int:
     if device.type == "cpu":
         return MAX_BATCH_NUMEL_CPU
     return MAX_BATCH_NUMEL
+
+
+def most_together(count: int, numel: int, most: int) -> int:
+    """Return how many of ``count`` matrices of ``numel`` elements go together: as many as fit into
+    ``most`` elements, at least one.
+    """
+    return min(count, max(1, most // numel))
 
 
 class Some(NamedTuple):
@@ -113,3 +131,26 @@ def matrices_of(tensors: Sequence[Tensor]) -> list[Tensor]:
         else:
             matrices.append(tensor)
     return matrices
+
+
+def frobenius_norms(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the norms of ``k`` matrices of any shape, ``(k,)``.
+
+    The norm of a contiguous matrix does not depend on the others.
+    """
+    if matrices[0].device.type != "cpu" or all(matrix.numel() <= _AT_A_TIME for matrix in matrices):
+        # Compute one norm per matrix: over a batch, the order of the sum would depend on the batch
+        # size.
+        return torch.stack(torch._foreach_norm(list(matrices)))
+    parts = [torch.split(matrix.reshape(-1), _AT_A_TIME) for matrix in matrices]
+    norms = torch.stack(torch._foreach_norm(list(chain.from_iterable(parts))))
+    totals = []
+    for of_matrix in torch.split(norms, list(map(len, parts))):
+        totals.append(torch.linalg.vector_norm(of_matrix, dtype=torch.float64).to(norms.dtype))
+    return torch.stack(totals)
+
+
+def norms_of(stacked: Tensor) -> Tensor:
+    """Return :func:`frobenius_norms` of ``(..., rows, cols)`` as ``(..., 1, 1)``."""
+    matrices = stacked.reshape(-1, *stacked.shape[-2:]).unbind()
+    return frobenius_norms(list(matrices)).view(*stacked.shape[:-2], 1, 1)

@@ -23,15 +23,19 @@ Note: precision
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, nearest
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
-from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL, most_together, norms_of, stack
+from ds_layerwise.orthogonalize.symmetric import ALIGNMENT
+
+NsMethod = Literal["gram", "standard"]
 
 #: The coefficients ``(a, b, c)`` of each step: ``X <- aX + b(XX')X + c(XX')(XX')X``.
 Coefficients = tuple[tuple[float, float, float], ...]
@@ -93,6 +97,9 @@ _EXACT_NORMS = (1e-12, 1e18)
 
 #: The tables that diverge in half precision.
 NEED_FLOAT32 = ("cans",)
+
+#: The number of Newton-Schulz steps of ``polar_express`` for one sign in :func:`capped`.
+CLIP_STEPS = 8
 
 
 def coefficients(table: str | Sequence[Sequence[float]], steps: int) -> Coefficients:
@@ -264,3 +271,115 @@ def _factor(x: Tensor, coefficients: Coefficients, total: Callable[[Tensor], Ten
             gram = symmetric.commuting(gram, z, gram, beta=a)
             gram = symmetric.commuting(gram, gram, z, beta=a)
     return q
+
+
+def capped(matrices: Sequence[Tensor], most: float) -> Tensor:
+    """Return k matrices in which every singular value s is replaced by min(s, most), in float32.
+
+    Let X be a wide matrix divided by ``most``, O = sign(X), whose singular values are all 1, and P
+    half of I + sign(XX' - I), which projects on the singular vectors with values above 1. The
+    result is X + P (O - X), times ``most``. Both signs are eight steps of ``polar_express``. These
+    bring singular values of at least a thousandth of the norm to 1 within 1e-5, and leave smaller
+    ones below; P does not select those. The function is Emerging-Optimizers' ``spectral_hardcap``.
+    Its formula, half of O + X - (O - X) sign(O - X)' O
+    (https://leloykun.github.io/ponder/spectral-clipping/), needs an exact O: for a square matrix of
+    noise it lifts the smallest singular values up to an eighth of ``most``.
+
+    Matrices are padded to multiples of :data:`.ALIGNMENT`, as in Newton-Schulz, so that on a CPU
+    the bits of products do not depend on other matrices in the batch.
+
+    Args:
+        matrices: of equal shapes, ``(rows, cols)`` or ``(batch, rows, cols)``. Not modified.
+
+    Returns:
+        ``(k, rows, cols)``, in new memory.
+    """
+    # Stack here, so that the stack is freed as soon as there is a copy of it.
+    wide = stack(matrices)
+    is_tall = wide.shape[-2] > wide.shape[-1]
+    if is_tall:
+        wide = wide.mT
+    m, n = wide.shape[-2:]
+    wide = symmetric.padded(wide)
+    towards = _sign(wide)
+    wide = wide / most
+    gram = symmetric.gram(wide)
+    gram.diagonal(dim1=-2, dim2=-1)[:, :m].sub_(1)
+    above = _sign(gram)
+    del gram
+    above.diagonal(dim1=-2, dim2=-1)[:, :m].add_(1)
+    result = symmetric.product(above, towards.sub_(wide), wide, beta=2).mul_(0.5 * most)[:, :m, :n]
+    if is_tall:
+        return result.mT
+    return result
+
+
+def _sign(matrices: Tensor) -> Tensor:
+    return newton_schulz(
+        matrices, coefficients("polar_express", CLIP_STEPS), method="standard", dtype=torch.float32
+    )
+
+
+def newton_schulz_flops(
+    rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1
+) -> int:
+    """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``. A product of m x k
+    and k x n counts as 2mnk.
+
+    ``gram`` iterates on the small square, in the segments that fp16 and float32 need; square
+    matrices run as ``standard``, as in DeepSpeed.
+    """
+    m, n = sorted((rows, cols))
+    if method == "standard" or m == n:
+        return batch * steps * (4 * m * m * n + 2 * m**3)
+    segments = len(gram_segments(steps))
+    rectangular = 2 * segments
+    square = 4 * steps - 3 * segments
+    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
+
+
+def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:
+    """Return the lengths of the segments of steps. Each segment recomputes the Gram matrix.
+
+    The first segment has two steps. Later ones have two steps in bf16, and in fp16 if there are
+    more than five steps, else three. So five steps in fp16 or float32 restart once; see the note on
+    precision.
+    """
+    every = 2 if bf16 or (fp16 and steps > 5) else 3
+    starts = [0, *range(2, steps, every)]
+    return tuple(stop - start for start, stop in zip(starts, [*starts[1:], steps], strict=True))
+
+
+def padded_batch(shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return the number of matrices that share products on an accelerator, and their sides with
+    padding, the shorter one first.
+    """
+    *batch, rows, cols = shape
+    together = most_together(math.prod(batch), rows * cols, MAX_BATCH_NUMEL)
+    m, n = sorted(side + -side % ALIGNMENT for side in (rows, cols))
+    return together, m, n
+
+
+def newton_schulz_workspace(
+    shape: tuple[int, ...], *, method: NsMethod, beside: int = 0, after: int = 0
+) -> int:
+    """Return the most bytes that an update of ``(rows, cols)`` or ``(batch, rows, cols)`` needs,
+    for the batch size of an accelerator. A CPU needs no more at a time.
+
+    In ``standard`` the direction, the iterate, the next one and two small squares live together. In
+    ``gram`` it is the direction and the iterate with four squares, or the next iterate with one.
+    Sums of rows or columns are four vectors more. All are counted as float32; half precision takes
+    two and a half matrices of that shape, or three if it is square. Not counted are the gathered
+    data of tensor-parallel ranks, and what a CPU alone needs: 16 more elements per row of some
+    squares, and a copy of tall matrices where adamuon takes their norms.
+
+    Args:
+        beside: the number of further matrices of that shape that are held at the same time.
+        after: the number of matrices of that shape that are held when the iteration is over.
+    """
+    rows, cols = shape[-2:]
+    together, m, n = padded_batch(shape)
+    most = max(2 * m * n + 4 * m * m, 3 * m * n + m * m)
+    if method == "standard" or rows == cols:
+        most = 3 * m * n + 2 * m * m
+    return 4 * together * (max(most + beside * rows * cols, after * rows * cols) + 4 * n)

@@ -33,7 +33,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ds_layerwise.orthogonalize.newton_schulz_cost import ALIGNMENT
+#: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. On a CPU,
+#: the start of a matrix in memory changes the last bits of a product; with this padding, every
+#: matrix of a batch starts as it would alone.
+ALIGNMENT = 16
 
 #: The largest number of strips.
 _MOST = 8

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
-from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
 from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory

@@ -43,7 +43,7 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules import muon_family
-from ds_layerwise.orthogonalize.newton_schulz_cost import MAX_BATCH_NUMEL
+from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.ranks.owned import owned
 from ds_layerwise.ranks.sync.bucket_transfers import Wire

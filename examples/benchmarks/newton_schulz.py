@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
+from ds_layerwise.orthogonalize.newton_schulz import coefficients, gram_segments, newton_schulz
 
 STEPS = 5
 SHAPES = [(8, 128, 128), (8, 256, 256), (8, 256, 1024), (4, 512, 512), (4, 512, 2048)]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.orthogonalize.newton_schulz_cost import NsMethod
+from ds_layerwise.orthogonalize.newton_schulz import NsMethod
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import Route

@@ -17,8 +17,7 @@ from ds_layerwise.optimizers.base.low_bit import KeptMoments
 from ds_layerwise.optimizers.base.one_step import Hyper, State
 from ds_layerwise.optimizers.base.recipe import COUNT, OneByOne, Shape, States, StateSpec
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.orthogonalize.newton_schulz_cost import most_together
-from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.orthogonalize.batching import most_together, norms_of
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 
 #: The largest number of elements in squares (side, side) of one stack that are factorised together;

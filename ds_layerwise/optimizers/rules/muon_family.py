@@ -19,8 +19,10 @@ from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States, StateS
 from ds_layerwise.optimizers.devices import has_products
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
 from ds_layerwise.orthogonalize.batching import (
+    FULL_BATCH_NUMEL,
     Some,
     batches,
+    frobenius_norms,
     matrices_of,
     max_batch_numel,
     stack,
@@ -28,18 +30,14 @@ from ds_layerwise.orthogonalize.batching import (
 )
 from ds_layerwise.orthogonalize.newton_schulz import (
     NEED_FLOAT32,
+    NsMethod,
+    capped,
     coefficients,
     compute_dtype,
     newton_schulz,
-)
-from ds_layerwise.orthogonalize.newton_schulz_cost import (
-    FULL_BATCH_NUMEL,
-    NsMethod,
     newton_schulz_flops,
     newton_schulz_workspace,
 )
-from ds_layerwise.orthogonalize.norms import frobenius_norms
-from ds_layerwise.orthogonalize.spectral import capped
 from ds_layerwise.orthogonalize.tensor_shards import (
     Axis,
     ShardPeers,

@@ -12,7 +12,7 @@ from ds_layerwise.optimizers.base.fields import Positive
 from ds_layerwise.optimizers.base.one_step import Hyper, State
 from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States
 from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, Kronecker, eigh
-from ds_layerwise.orthogonalize.norms import norms_of
+from ds_layerwise.orthogonalize.batching import norms_of
 
 Grafting = Literal["adam", "none"]
 Statistics = Literal["average", "sum"]

@@ -30,12 +30,12 @@ from torch import Tensor
 from ds_layerwise.optimizers.base.fields import OrNull, Positive, Share
 from ds_layerwise.optimizers.base.recipe import Recipe, Shape
 from ds_layerwise.orthogonalize.batching import matrices_of, unstack
-from ds_layerwise.orthogonalize.newton_schulz_cost import (
+from ds_layerwise.orthogonalize.newton_schulz import (
+    CLIP_STEPS,
     newton_schulz_flops,
     newton_schulz_workspace,
     padded_batch,
 )
-from ds_layerwise.orthogonalize.spectral import CLIP_STEPS
 
 #: A Frobenius norm below this counts as 0.
 TINY = 1e-15

@@ -15,7 +15,7 @@ from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.base.one_step import Hyper, Site
 from ds_layerwise.optimizers.registry import REGISTRY
-from ds_layerwise.orthogonalize.spectral import capped
+from ds_layerwise.orthogonalize.newton_schulz import capped
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.routing.routes import Route, with_changes
 from tests.support.family import train
@@ -24,7 +24,7 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.training import relative_error
 
-pytestmark = rooms("muon_family", "update_hooks", "spectral", "batching")
+pytestmark = rooms("muon_family", "update_hooks", "newton_schulz", "batching")
 
 LR, MOMENTUM, DECAY, STEPS = 0.1, 0.9, 0.2, 4
 SHAPES = [(12, 40), (40, 12), (16, 16)]

@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.optimizers.base.one_step import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.orthogonalize.batching import batches
-from ds_layerwise.orthogonalize.newton_schulz_cost import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL
+from ds_layerwise.orthogonalize.batching import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL, batches
 from ds_layerwise.plan.forecast.forecast import LayoutReport
 from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.planner.planner import plan_layout
@@ -21,7 +20,7 @@ from tests.support.live_memory import LiveMemory
 from tests.support.model_specs import bare, routes_of, shipped, specs_in
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon_family", "batching", "newton_schulz", "newton_schulz_cost", "forecast", "update_sets")
+pytestmark = rooms("muon_family", "batching", "newton_schulz", "forecast", "update_sets")
 
 META = torch.device("meta")
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)

@@ -1,19 +1,27 @@
-"""Newton-Schulz against the same polynomial applied to singular values in float64."""
+"""Newton-Schulz against the same polynomial applied to singular values in float64, and its FLOPs against the products
+that run."""
 
 import itertools
+import math
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import batches, stack, unstack
-from ds_layerwise.orthogonalize.newton_schulz import TABLES, coefficients, newton_schulz
-from ds_layerwise.orthogonalize.newton_schulz_cost import gram_segments
+from ds_layerwise.orthogonalize.newton_schulz import (
+    TABLES,
+    coefficients,
+    gram_segments,
+    newton_schulz,
+    newton_schulz_flops,
+)
 from tests.support.reference import largest_singular_value
 from tests.support.rooms import rooms
 
-pytestmark = rooms("newton_schulz", "newton_schulz_cost", "batching")
+pytestmark = rooms("newton_schulz", "batching")
 
 #: (method, dtype) -> relative error and largest singular value allowed on a condition number of 100. The exact
 #: result's largest is about 1.2; an iteration that has lost its precision overshoots.
@@ -201,3 +209,23 @@ def test_unstack_undoes_stack(max_numel):
             place.copy_(part)
     for tensor, copy in zip(tensors, copies, strict=True):
         assert torch.equal(tensor, copy)
+
+
+@pytest.mark.parametrize("method", ["gram", "standard"])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 8, 10])
+@pytest.mark.parametrize("shape", [(16, 32), (32, 16), (32, 32), (3, 16, 112)])
+def test_flops_are_those_of_the_products_that_run(shape, steps, method):
+    *batch, rows, cols = shape
+    with FlopCounterMode(display=False) as counter:
+        newton_schulz(torch.ones(shape), coefficients("simple", steps), method=method, dtype=torch.float32)
+    predicted = newton_schulz_flops(rows, cols, steps=steps, method=method, batch=math.prod(batch))
+    assert predicted == counter.get_total_flops()
+
+
+def test_flops_of_five_steps_in_units_of_the_cubed_short_side():
+    m = 10
+    assert newton_schulz_flops(m, m, method="standard") == 30 * m**3
+    assert newton_schulz_flops(m, m) == 30 * m**3  # a square runs as standard
+    assert newton_schulz_flops(4 * m, m, method="standard") == 90 * m**3
+    assert newton_schulz_flops(m, 4 * m) == 60 * m**3
+    assert newton_schulz_flops(m, 4 * m, batch=3) == 180 * m**3

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from ds_layerwise.orthogonalize.batching import frobenius_norms, norms_of
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
-from ds_layerwise.orthogonalize.norms import frobenius_norms, norms_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("norms")
+pytestmark = rooms("batching")
 
 #: Of 4 M entries float32 sums lose 1e-3.
 LARGE = (64, 2**16 + 3)

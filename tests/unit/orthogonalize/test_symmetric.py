@@ -7,7 +7,7 @@ from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
 from tests.support.rooms import rooms
 
-pytestmark = rooms("symmetric", "newton_schulz", "newton_schulz_cost")
+pytestmark = rooms("symmetric", "newton_schulz")
 
 SIMPLE5 = coefficients("simple", 5)
 CPU = torch.device("cpu")

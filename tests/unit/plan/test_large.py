@@ -8,7 +8,7 @@ from torch import nn
 
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.orthogonalize.newton_schulz_cost import newton_schulz_flops
+from ds_layerwise.orthogonalize.newton_schulz import newton_schulz_flops
 from ds_layerwise.plan.forecast.forecast import on_the_wire
 from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes

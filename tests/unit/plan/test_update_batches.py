@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ds_layerwise.orthogonalize.newton_schulz_cost import most_together
+from ds_layerwise.orthogonalize.batching import most_together
 from ds_layerwise.plan.planner.update_batches import Matrices, together
 from tests.support.rooms import rooms
 
