@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.one_step import Hyper
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe import Hyper, Recipe
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.orthogonalize.newton_schulz import capped
 

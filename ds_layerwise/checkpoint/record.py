@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.optimizers.foreign.class_paths import are_one_family, family_at
+from ds_layerwise.optimizers.any_torch import are_one_family, family_at
 
 #: The text in a header for a save between the first micro-batch of a step and its update.
 WITHIN_STEP = "within a step"

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from ds_layerwise.config.config_file import at
 from ds_layerwise.config.sections import belongs_in, only_known
 from ds_layerwise.errors import ConfigError, nearest
-from ds_layerwise.optimizers.base.fields import NonNegative, Positive, check, plain
+from ds_layerwise.optimizers.fields import NonNegative, Positive, check, plain
 
 #: The keys elsewhere in a DeepSpeed config that must be false with this backend, each with the way
 #: out.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from ds_layerwise.optimizers.base.fields import NonNegative, check
+from ds_layerwise.optimizers.fields import NonNegative, check
 
 #: DeepSpeed's defaults, by keys without their prefix ``stage3_``, in elements.
 _DEFAULTS = {

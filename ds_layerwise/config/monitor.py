@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ds_layerwise.optimizers.base.fields import Count, Section
+from ds_layerwise.optimizers.fields import Count, Section
 
 
 class Monitor(Section):

@@ -20,7 +20,7 @@ from ds_layerwise.config.ds_config import (
 from ds_layerwise.config.fetching import Fetching
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, is_ours
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import check
+from ds_layerwise.optimizers.fields import check
 
 #: DeepSpeed's default for zero_optimization.reduce_bucket_size.
 DEFAULT_BUCKET_NUMEL = 500_000_000

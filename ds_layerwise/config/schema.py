@@ -19,7 +19,7 @@ from ds_layerwise.config.sections import (
 )
 from ds_layerwise.config.targets.norm_groups import NormGroup
 from ds_layerwise.config.targets.overrides import Override
-from ds_layerwise.optimizers.base.fields import Positive, Section, merged_keys
+from ds_layerwise.optimizers.fields import Positive, Section, merged_keys
 from ds_layerwise.optimizers.registry import REGISTRY, any_of, recipes_of_settings
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon

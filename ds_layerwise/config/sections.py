@@ -20,8 +20,9 @@ from ds_layerwise.config.targets.norm_groups import NormGroup, norm_groups_of
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.config.targets.qk_clip_settings import QkClip
 from ds_layerwise.errors import FOREIGN, ConfigError, nearest, unknown_key
-from ds_layerwise.optimizers.base.dtypes import MasterDtype
-from ds_layerwise.optimizers.base.fields import (
+from ds_layerwise.optimizers.any_torch import ClientOptimizerConfig
+from ds_layerwise.optimizers.dtypes import MasterDtype
+from ds_layerwise.optimizers.fields import (
     Betas,
     Count,
     Decay,
@@ -35,8 +36,7 @@ from ds_layerwise.optimizers.base.fields import (
     entries_of,
     merged_keys,
 )
-from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.foreign.any_torch import ClientOptimizerConfig
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.registry import (
     NOT_HERE,
     any_of,
@@ -439,7 +439,7 @@ class LayerWiseConfig(Section):
     """Treat the known parts of fused matrices as matrices; see :mod:`.routing.find_fused_parts`."""
     master_dtype: MasterDtype = "float32"
     """The form of the masters of bfloat16 parameters; see
-    :mod:`ds_layerwise.optimizers.split_masters`.
+    :mod:`ds_layerwise.optimizers.dtypes`.
     """
     rounding_seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """The seed for stochastic rounding of states (``stochastic_rounding``)."""

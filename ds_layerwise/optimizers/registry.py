@@ -10,8 +10,8 @@ import torch
 from pydantic import BeforeValidator
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.foreign import any_torch, class_paths
+from ds_layerwise.optimizers import any_torch
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.rules import elementwise, muon_family
 from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
@@ -66,7 +66,7 @@ def recipe_at(name: str, *, for_matrices: bool) -> type[Recipe]:
     Args:
         for_matrices: for a class by its path, True if it gets matrices; False for the rest.
     """
-    if class_paths.is_path(name):
+    if any_torch.is_path(name):
         return any_torch.recipe_of(name, for_matrices=for_matrices)
     return REGISTRY[name]
 
@@ -74,7 +74,7 @@ def recipe_at(name: str, *, for_matrices: bool) -> type[Recipe]:
 @lru_cache(maxsize=None)
 def any_of(*named: str) -> Any:
     """Return the type of a key that allows one of ``named``, or the path of a class."""
-    return Annotated[Literal[named] | class_paths.Path, BeforeValidator(_still_here)]
+    return Annotated[Literal[named] | any_torch.Path, BeforeValidator(_still_here)]
 
 
 def _still_here(name: object) -> object:

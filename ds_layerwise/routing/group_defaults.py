@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
-from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
+from ds_layerwise.optimizers.any_torch import ClientTorch
 from ds_layerwise.routing.routes import Route
 
 #: The names that model families give a norm over queries or keys, and its content.

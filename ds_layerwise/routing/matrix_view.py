@@ -13,7 +13,7 @@ import math
 
 from torch import Tensor, nn
 
-from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.optimizers.recipe import Shape
 from ds_layerwise.routing.module_of import kind_of
 
 #: The modules of transformers in which a parameter (inputs, heads, width) is one matrix.

@@ -15,9 +15,9 @@ from typing import Any
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.config.targets.fused_parts import Parts, Split
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.base.fields import build
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape, StateSpec
-from ds_layerwise.optimizers.foreign.class_paths import is_path
+from ds_layerwise.optimizers.any_torch import is_path
+from ds_layerwise.optimizers.fields import build
+from ds_layerwise.optimizers.recipe import Recipe, Shape, StateSpec
 from ds_layerwise.optimizers.registry import REGISTRY, recipe_at
 from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 

@@ -47,8 +47,8 @@ from torch import Tensor, nn
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.base.recipe import Recipe
-from ds_layerwise.optimizers.foreign.any_torch import ClientTorch
+from ds_layerwise.optimizers.any_torch import ClientTorch
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
 from ds_layerwise.routing.group_defaults import OF_TABLES, QK_NORM, is_vector, own_name
 from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads

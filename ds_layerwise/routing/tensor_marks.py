@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.optimizers.recipe import Shape
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 
 #: The attribute in which AutoTP stores its information about a parameter:

@@ -16,8 +16,7 @@ import time
 
 import torch
 
-from ds_layerwise.optimizers.base.one_step import Hyper
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe import Hyper, Recipe
 from ds_layerwise.optimizers.registry import REGISTRY, names
 
 SHAPES = [(256, 256), (256, 1024), (512, 512)]

@@ -12,7 +12,7 @@ import deepspeed.comm as dist
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from tests.support.checkpoints import masters
 from tests.support.reference import Recipe, Reference, Run, train, trainable, whole_number_gradients
 from tests.support.training import MATRICES, Net, assert_same_on_all_ranks, recipe_for, relative_error, whole

@@ -26,8 +26,7 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, param
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
-from ds_layerwise.optimizers.base.low_bit import KeptMoments, KeptMomentum
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe import KeptMoments, KeptMomentum, Recipe
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized

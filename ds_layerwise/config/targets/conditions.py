@@ -12,8 +12,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.base.fields import Name, Section
-from ds_layerwise.optimizers.base.recipe import Shape
+from ds_layerwise.optimizers.fields import Name, Section
+from ds_layerwise.optimizers.recipe import Shape
 
 #: One text, or several of which one must match.
 Texts = Name | Annotated[tuple[Name, ...], Field(min_length=1)]

@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import Count, OrNull, Section, build, check
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape, States
+from ds_layerwise.optimizers.fields import Count, OrNull, Section, build, check
+from ds_layerwise.optimizers.recipe import Recipe, Shape, States
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 
 SplitAxis = Literal["out", "in"]

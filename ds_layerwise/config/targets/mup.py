@@ -26,8 +26,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from ds_layerwise.optimizers.base.fields import Count, Section
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.optimizers.fields import Count, Section
+from ds_layerwise.optimizers.recipe import Recipe, Shape
 
 #: The values of ``scale_mode`` whose rates transfer between widths.
 _CARRY_OVER = ("unit_rms_norm", "original")

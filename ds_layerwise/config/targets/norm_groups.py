@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from ds_layerwise.config.targets.conditions import Conditions
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import NonNegative, OrNull, build
+from ds_layerwise.optimizers.fields import NonNegative, OrNull, build
 
 #: The names of groups. A monitor may use them in file names.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")

@@ -11,7 +11,7 @@ from ds_layerwise.config.targets.conditions import Conditions, Facts
 from ds_layerwise.config.targets.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
 from ds_layerwise.config.targets.param_keys import ParamKey
 from ds_layerwise.errors import ConfigError, unknown_key
-from ds_layerwise.optimizers.base.fields import (
+from ds_layerwise.optimizers.fields import (
     Betas,
     Count,
     Decay,

@@ -13,7 +13,7 @@ from typing import Any
 
 from ds_layerwise.config.targets.conditions import Conditions, Facts, each_of, has_attribute
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, RoutingError
-from ds_layerwise.optimizers.base.fields import build, normalised
+from ds_layerwise.optimizers.fields import build, normalised
 
 
 @dataclass(frozen=True, slots=True)

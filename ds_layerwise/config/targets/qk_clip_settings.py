@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import (
+from ds_layerwise.optimizers.fields import (
     Count,
     Name,
     OrNull,

@@ -13,10 +13,20 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
-from ds_layerwise.optimizers.base.decay import WeightDecayMethod
-from ds_layerwise.optimizers.base.low_bit import KeptAverage, KeptMoments, KeptMomentum
-from ds_layerwise.optimizers.base.one_step import ANYWHERE, Hyper, Site, State
-from ds_layerwise.optimizers.base.recipe import COUNT, Recipe, Shape, States
+from ds_layerwise.optimizers.recipe import (
+    ANYWHERE,
+    COUNT,
+    Hyper,
+    KeptAverage,
+    KeptMoments,
+    KeptMomentum,
+    Recipe,
+    Shape,
+    Site,
+    State,
+    States,
+    WeightDecayMethod,
+)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,18 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.base.fields import Count, Decay, NonNegative, OrNull
-from ds_layerwise.optimizers.base.low_bit import KeptMoments
-from ds_layerwise.optimizers.base.one_step import Hyper, State
-from ds_layerwise.optimizers.base.recipe import COUNT, OneByOne, Shape, States, StateSpec
 from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.fields import Count, Decay, NonNegative, OrNull
+from ds_layerwise.optimizers.recipe import (
+    COUNT,
+    Hyper,
+    KeptMoments,
+    OneByOne,
+    Shape,
+    State,
+    States,
+    StateSpec,
+)
 from ds_layerwise.orthogonalize.batching import most_together, norms_of
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 

@@ -12,11 +12,19 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import Decay, Positive
-from ds_layerwise.optimizers.base.low_bit import KeptMomentum
-from ds_layerwise.optimizers.base.one_step import ANYWHERE, Hyper, Site, State
-from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States, StateSpec
 from ds_layerwise.optimizers.devices import has_products
+from ds_layerwise.optimizers.fields import Decay, Positive
+from ds_layerwise.optimizers.recipe import (
+    ANYWHERE,
+    Hyper,
+    HyperText,
+    KeptMomentum,
+    Shape,
+    Site,
+    State,
+    States,
+    StateSpec,
+)
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
 from ds_layerwise.orthogonalize.batching import (
     FULL_BATCH_NUMEL,

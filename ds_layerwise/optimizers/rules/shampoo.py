@@ -8,9 +8,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.fields import Positive
-from ds_layerwise.optimizers.base.one_step import Hyper, State
-from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States
+from ds_layerwise.optimizers.fields import Positive
+from ds_layerwise.optimizers.recipe import Hyper, HyperText, Shape, State, States
 from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, Kronecker, eigh
 from ds_layerwise.orthogonalize.batching import norms_of
 

@@ -10,8 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.one_step import Hyper, State
-from ds_layerwise.optimizers.base.recipe import HyperText, Shape, States, StateSpec
+from ds_layerwise.optimizers.recipe import Hyper, HyperText, Shape, State, States, StateSpec
 from ds_layerwise.optimizers.rules.kronecker import (
     EIGH_FLOPS,
     Kronecker,

@@ -27,8 +27,8 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.fields import OrNull, Positive, Share
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.optimizers.fields import OrNull, Positive, Share
+from ds_layerwise.optimizers.recipe import Recipe, Shape
 from ds_layerwise.orthogonalize.batching import matrices_of, unstack
 from ds_layerwise.orthogonalize.newton_schulz import (
     CLIP_STEPS,

@@ -16,7 +16,7 @@ from functools import cache
 from ds_layerwise.config.fetching import Whole
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.base.recipe import Recipe, Shape
+from ds_layerwise.optimizers.recipe import Recipe, Shape
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
 from ds_layerwise.plan.forecast.memory import (
     RankMemory,

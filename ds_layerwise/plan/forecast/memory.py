@@ -10,9 +10,8 @@ from heapq import nlargest
 from math import prod
 from typing import NamedTuple
 
-from ds_layerwise.optimizers.base import dtypes
-from ds_layerwise.optimizers.base.dtypes import MasterDtype
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.dtypes import MasterDtype, master_bytes
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.layout.layout import Bucket, Layout
 from ds_layerwise.plan.layout.transport import (
     MAX_PENDING,
@@ -141,7 +140,7 @@ def memory_bytes(
     for bucket in layout.buckets:
         stored = grads_in[bucket.dtype]
         for rank, numel in bucket.non_empty_shards():
-            masters[rank] += dtypes.master_bytes(numel, bucket.dtype, master_dtype)
+            masters[rank] += master_bytes(numel, bucket.dtype, master_dtype)
             if stage > 1 or stored != "float32":
                 reduced[rank] += SUM_BYTES * numel
         for rank, name, numel in _owned(bucket):
@@ -263,7 +262,7 @@ def pieces_on_host(
 
 def _master_bytes(bucket: Bucket) -> int:
     """Return the bytes of the float32 master of one element."""
-    return dtypes.master_bytes(1, bucket.dtype, "float32")
+    return master_bytes(1, bucket.dtype, "float32")
 
 
 def update_bytes(

@@ -11,7 +11,7 @@ from typing import Any
 from rich.table import Table
 
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.forecast.forecast import Forecast, max_over_mean
 from ds_layerwise.plan.forecast.param_tables import recipe_parts
 from ds_layerwise.plan.forecast.sent import Sent

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
+from ds_layerwise.optimizers.dtypes import DTYPE_BYTES
 
 #: The transports of a bucket to its owners and back; see the note and
 #: :class:`.plan.layout.layout.Bucket`.

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.low_bit import (
+from ds_layerwise.optimizers.dtypes import (
     chance_of,
     of_codes,
     round_by_chance_,
     scales_of,
     to_codes_,
 )
-from ds_layerwise.optimizers.base.recipe import StateSpec
+from ds_layerwise.optimizers.recipe import StateSpec
 
 
 class Form:

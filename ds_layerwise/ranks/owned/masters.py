@@ -9,8 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.dtypes import BLOCK
-from ds_layerwise.optimizers.split_masters import merge_, split_
+from ds_layerwise.optimizers.dtypes import BLOCK, merge_, split_
 from ds_layerwise.ranks.owned.forms import Form
 from ds_layerwise.ranks.owned.weight_writes import follow_
 
@@ -83,7 +82,7 @@ class OwnMasters(Masters):
 
 class SplitMasters(Masters):
     """The remainders and marks of a whole bfloat16 shard; see
-    :mod:`ds_layerwise.optimizers.split_masters`. They follow written weights whenever they are
+    :mod:`ds_layerwise.optimizers.dtypes`. They follow written weights whenever they are
     read.
 
     Blocks start at shard starts, and parameters at block borders, so cutting a parameter does not

@@ -13,9 +13,8 @@ from torch import Tensor
 from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.config.targets.fused_parts import whole_states
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.base.dtypes import MasterDtype
-from ds_layerwise.optimizers.base.one_step import Hyper, Site, State, UpdateError
-from ds_layerwise.optimizers.base.recipe import StateSpec
+from ds_layerwise.optimizers.dtypes import MasterDtype
+from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece

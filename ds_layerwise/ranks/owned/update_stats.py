@@ -13,8 +13,8 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ds_layerwise.optimizers.base.one_step import State
 from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.recipe import State
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 
 #: The states that may hold a rule's momentum. The first one that the rule has is used.

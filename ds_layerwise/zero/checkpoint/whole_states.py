@@ -26,8 +26,8 @@ from ds_layerwise.checkpoint.formats.single_file import (
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.optimizers.base.recipe import Shape
-from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
+from ds_layerwise.optimizers.any_torch import AnyTorch
+from ds_layerwise.optimizers.recipe import Shape
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm

@@ -26,9 +26,9 @@ from ds_layerwise.checkpoint.plain_values import plain as saved
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
-from ds_layerwise.optimizers.base.fields import check, normalised, plain
-from ds_layerwise.optimizers.foreign import any_torch, class_paths
-from ds_layerwise.optimizers.foreign.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
+from ds_layerwise.optimizers import any_torch
+from ds_layerwise.optimizers.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
+from ds_layerwise.optimizers.fields import check, normalised, plain
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.groups.rate_checks import check_floors
@@ -230,7 +230,7 @@ def _path_of(client: Optimizer) -> str:
     """Return the name of the class for a config: in the outermost package that exports it, because
     saved states refer to the class by that name.
     """
-    return class_paths.path_of(type(client))
+    return any_torch.path_of(type(client))
 
 
 def _recipes_of(client: Optimizer, split: UnitOfClass) -> tuple[ClientTorch, ...]:

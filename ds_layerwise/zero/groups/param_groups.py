@@ -17,8 +17,8 @@ from torch import Tensor
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, StepError, nearest
-from ds_layerwise.optimizers.base.fields import check, merged_keys, normalised, plain
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.fields import check, merged_keys, normalised, plain
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.routing.group_defaults import OF_OTHER_SCHEDULES

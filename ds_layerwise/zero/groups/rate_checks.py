@@ -8,8 +8,8 @@ from itertools import product
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import NonNegative, check
-from ds_layerwise.optimizers.foreign.any_torch import AnyTorch
+from ds_layerwise.optimizers.any_torch import AnyTorch
+from ds_layerwise.optimizers.fields import NonNegative, check
 from ds_layerwise.routing.routes import ParamGroups, Routes
 
 #: The key with the rate that a scheduler reaches, or starts from, instead of the groups' ``lr``,

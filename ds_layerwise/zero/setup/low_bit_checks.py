@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED
-from ds_layerwise.optimizers.base.low_bit import MOST_KEPT
+from ds_layerwise.optimizers.dtypes import BLOCK, MOST_KEPT, SCALED
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import ParamGroups, Routes
 

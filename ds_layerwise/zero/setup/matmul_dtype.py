@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from ds_layerwise.errors import few
-from ds_layerwise.optimizers.base.recipe import Recipe
 from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 

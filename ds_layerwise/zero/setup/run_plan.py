@@ -15,7 +15,7 @@ from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import HYPER_KEYS
 from ds_layerwise.config.targets.norm_groups import NormGroup
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.recipe import Recipe
+from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies

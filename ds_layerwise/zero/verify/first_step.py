@@ -29,8 +29,8 @@ from deepspeed.utils import logger
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.base.one_step import State, UpdateError
 from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.recipe import State, UpdateError
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config.targets.fused_parts import whole_states
-from ds_layerwise.optimizers.base.one_step import Hyper, Site, State
-from ds_layerwise.optimizers.base.recipe import StateSpec
 from ds_layerwise.optimizers.devices import widest_float
+from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec
 from ds_layerwise.routing.part_views import Seen, seen_parts
 from ds_layerwise.routing.routes import Route
 

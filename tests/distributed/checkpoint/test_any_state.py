@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.optimizers.base.fields import Decay
-from ds_layerwise.optimizers.base.one_step import ANYWHERE
-from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec
+from ds_layerwise.optimizers.fields import Decay
+from ds_layerwise.optimizers.recipe import ANYWHERE, Recipe, StateSpec
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.plan.forecast.report import as_json
 from tests.support import internals

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.optimizers.base.decay import WeightDecayMethod
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper, WeightDecayMethod
 from ds_layerwise.optimizers.registry import REGISTRY, names
 from ds_layerwise.optimizers.rules import elementwise
 from ds_layerwise.optimizers.rules.muon_family import Muon
@@ -21,7 +20,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
-pytestmark = rooms("elementwise", "muon_family", "decay", "routes", "record", "reshard", "param_groups")
+pytestmark = rooms("elementwise", "muon_family", "recipe", "routes", "record", "reshard", "param_groups")
 
 MUON = Muon(ns_method="standard", ns_dtype="fp32")
 CAUTIOUS = {"cautious_weight_decay": True}

@@ -19,7 +19,7 @@ from torch.distributed import get_process_group_ranks
 
 import ds_layerwise
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
+from ds_layerwise.optimizers.dtypes import DTYPE_BYTES
 from ds_layerwise.plan.layout.transfer_plan import deal, seen_by
 from tests.support.expected import assert_trained_as, by_the_oracle
 from tests.support.harness import DistributedTest

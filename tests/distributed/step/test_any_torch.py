@@ -15,7 +15,7 @@ from tests.support.reference import trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import MATRICES, Net, ds_config, start, train_engine, train_engines
 
-pytestmark = rooms("any_torch", "class_paths", "torch_states", "registry", "owned", "sections")
+pytestmark = rooms("any_torch", "torch_states", "registry", "owned", "sections")
 
 STEPS = 6
 

@@ -22,7 +22,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import ON_HOST, Net, ds_config, train_engine, train_engines
 
-pytestmark = rooms("client_groups", "class_paths", "engine_hooks")
+pytestmark = rooms("client_groups", "any_torch", "engine_hooks")
 
 STEPS = 6
 MATRIX_NAMES = ("square.weight", "tall.weight", "flat.weight", "twin.weight")

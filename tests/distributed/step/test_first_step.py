@@ -10,7 +10,7 @@ from deepspeed.utils import logger, safe_get_full_grad, safe_set_full_grad
 from torch import nn
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
-from ds_layerwise.optimizers.base.one_step import UpdateError
+from ds_layerwise.optimizers.recipe import UpdateError
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.zero.step import clip
 from ds_layerwise.zero.verify import first_step

@@ -8,7 +8,7 @@ from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as Kind
 from deepspeed.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from tests.support import internals
@@ -31,7 +31,7 @@ from tests.support.training import (
 from tests.support.universal import convert
 from tests.unit.optimizers.test_low_bit import by_chance
 
-pytestmark = rooms("forms", "low_bit", "low_bit_checks", "dtypes", "owned", "memory", "checkpointing")
+pytestmark = rooms("forms", "dtypes", "low_bit_checks", "owned", "memory", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}
@@ -82,7 +82,7 @@ def by_the_rules(kind, steps, seed=0):
 
 
 def rounded(value, which, settings):
-    from ds_layerwise.optimizers.base.low_bit import chance_of
+    from ds_layerwise.optimizers.dtypes import chance_of
     if not settings.get("stochastic_rounding"):
         return value.bfloat16().float()
     return by_chance(value.flatten(), chance_of(*which), 0).view(value.shape)

@@ -6,7 +6,7 @@ import torch
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import LayerWiseError, RoutingError, StepError
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.routing.routes import recipe_named

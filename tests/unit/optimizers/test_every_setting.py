@@ -25,10 +25,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.dtypes import StateDtype
-from ds_layerwise.optimizers.base.low_bit import KeptStates
-from ds_layerwise.optimizers.base.one_step import Hyper, Site
-from ds_layerwise.optimizers.foreign.any_torch import MatrixTorch, ScalarTorch
+from ds_layerwise.optimizers.any_torch import MatrixTorch, ScalarTorch
+from ds_layerwise.optimizers.dtypes import StateDtype
+from ds_layerwise.optimizers.recipe import Hyper, KeptStates, Site
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.muon_family import Orthogonalized, TpMode
 from tests.support import elementwise, family, preconditioned
@@ -37,8 +36,8 @@ from tests.support.peers import on_ranks
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("registry", "recipe", "overrides", "routing_rules", "muon_family", "kronecker", "elementwise",
-                   "update_hooks", "any_torch", "class_paths", "decay")
+pytestmark = rooms("registry", "recipe", "overrides", "routing_rules",
+                   "muon_family", "kronecker", "elementwise", "update_hooks", "any_torch")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.5, 0.95), eps=1e-3)
 SGD = "torch.optim:SGD"
@@ -105,7 +104,7 @@ def test_states_are_what_their_names_say(name):
     # What one rule with such a state offers all of them do, so that its key holds for the whole run.
     fields = {"momentum_buffer": "momentum_dtype", "exp_avg": "exp_avg_dtype", "exp_avg_sq": "exp_avg_sq_dtype"}
     needed = {field for state, field in fields.items() if state in states}
-    assert needed <= set(recipe.model_fields), f"derive {name!r} from a class of low_bit.py, for self.like"
+    assert needed <= set(recipe.model_fields), f"derive {name!r} from a class of recipe.py, for self.like"
 
 
 # --- from a config to a recipe ----------------------------------------------------------------------------------------

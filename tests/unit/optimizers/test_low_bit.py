@@ -10,20 +10,30 @@ import torch
 from torch import nn
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base import low_bit
-from ds_layerwise.optimizers.base.dtypes import BLOCK, SCALED, master_bytes, state_bytes
-from ds_layerwise.optimizers.base.low_bit import chance_of, of_codes, round_by_chance_, scales_of, to_codes_
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers import dtypes
+from ds_layerwise.optimizers.dtypes import (
+    BLOCK,
+    SCALED,
+    chance_of,
+    master_bytes,
+    merge_,
+    of_codes,
+    round_by_chance_,
+    scales_of,
+    split_,
+    state_bytes,
+    to_codes_,
+)
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.optimizers.split_masters import merge_, split_
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("split_masters", "low_bit", "forms", "low_bit_checks", "dtypes")
+pytestmark = rooms("dtypes", "forms", "low_bit_checks")
 
 
 def split(masters):
@@ -226,10 +236,10 @@ class TestCodes:
         assert bool(found[256:512].isnan().all()) and not found[:256].any() and not found[512:].any()
 
     def test_8bit_without_torchao_is_an_error(self, monkeypatch):
-        low_bit.torchao_maps.cache_clear()
+        dtypes.torchao_maps.cache_clear()
         monkeypatch.setitem(__import__("sys").modules, "torchao.optim", None)
         with pytest.raises(ConfigError, match=r"'8bit' need torchao .*pip install 'torchao>=0.18'"):
-            low_bit.torchao_maps()
+            dtypes.torchao_maps()
 
     def test_bytes(self):
         for numel in (1, 256, 257, 5000):

@@ -13,7 +13,7 @@ from pytorch_optimizer.optimizer.utils.matrix import zero_power_via_newton_schul
 
 from ds_layerwise.config.sections import OptimizerConfig, Override, Recipes
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.base.one_step import Hyper, Site
+from ds_layerwise.optimizers.recipe import Hyper, Site
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.orthogonalize.newton_schulz import capped
 from ds_layerwise.plan.forecast.forecast import specs_of

@@ -7,7 +7,7 @@ import torch
 from ds_layerwise.checkpoint.record import Header
 from ds_layerwise.config.sections import HYPER_KEYS, OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
@@ -16,7 +16,7 @@ from ds_layerwise.zero.checkpoint.resumed_groups import resumed, take_over
 from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
-pytestmark = rooms("muon_family", "elementwise", "registry", "param_groups", "one_step", "recipe")
+pytestmark = rooms("muon_family", "elementwise", "registry", "param_groups", "recipe")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.fields import merged_keys
+from ds_layerwise.optimizers.fields import merged_keys
 from ds_layerwise.optimizers.registry import names
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon

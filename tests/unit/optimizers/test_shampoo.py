@@ -4,7 +4,7 @@ import pytest
 import torch
 from pytorch_optimizer import Shampoo
 
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules.shampoo import Shampoo as Recipe
 from tests.support import preconditioned
 from tests.support.rooms import rooms

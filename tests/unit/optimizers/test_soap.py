@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.base.one_step import Hyper, UpdateError
+from ds_layerwise.optimizers.recipe import Hyper, UpdateError
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules import kronecker
 from ds_layerwise.optimizers.rules.kronecker import EIGH_FLOPS, qr_flops

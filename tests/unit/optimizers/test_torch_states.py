@@ -13,14 +13,13 @@ from torch.optim import Adafactor, AdamW, Optimizer
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError, StepError
-from ds_layerwise.optimizers.base.one_step import Hyper, UpdateError
-from ds_layerwise.optimizers.foreign.any_torch import recipe_of
-from ds_layerwise.optimizers.foreign.class_paths import is_path
-from ds_layerwise.optimizers.foreign.torch_states import kept_of
+from ds_layerwise.optimizers.any_torch import is_path, recipe_of
+from ds_layerwise.optimizers.recipe import Hyper, UpdateError
 from ds_layerwise.optimizers.registry import recipe_at
+from ds_layerwise.optimizers.torch_states import kept_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("any_torch", "class_paths", "torch_states")
+pytestmark = rooms("any_torch", "torch_states")
 
 HYPER = Hyper(lr=0.01, weight_decay=0.0, momentum=0.9, betas=(0.9, 0.9), eps=1e-8)
 

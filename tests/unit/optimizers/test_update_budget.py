@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.config.sections import Recipes
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL, batches
 from ds_layerwise.plan.forecast.forecast import LayoutReport

@@ -7,7 +7,7 @@ import torch
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.one_step import Hyper
+from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.elementwise import Adam, AdamW, Lion, Sgd
 from ds_layerwise.optimizers.rules.muon_family import Muon
@@ -16,7 +16,7 @@ from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 
-pytestmark = rooms("decay", "muon_family", "elementwise", "recipe", "routes")
+pytestmark = rooms("recipe", "muon_family", "elementwise", "routes")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 METHODS = ["decoupled", "independent", "l2", "palm"]

@@ -10,8 +10,7 @@ from torch import nn
 from ds_layerwise.config.sections import Override
 from ds_layerwise.config.targets.fused_parts import Part, Parts, whole_states
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.base.one_step import Hyper
-from ds_layerwise.optimizers.base.recipe import Recipe, StateSpec
+from ds_layerwise.optimizers.recipe import Hyper, Recipe, StateSpec
 from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.memory import state_bytes_of, update_bytes

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ds_layerwise.optimizers.base.one_step import Hyper, Site
+from ds_layerwise.optimizers.recipe import Hyper, Site
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, gram_segments, newton_schulz
 from ds_layerwise.orthogonalize.tensor_shards import newton_schulz_of_shards, whole_shape

@@ -10,7 +10,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
 from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.foreign.any_torch import ClientTorch, subclass
+from ds_layerwise.optimizers.any_torch import ClientTorch, subclass
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import require_a_matrix
 from tests.support.rooms import rooms

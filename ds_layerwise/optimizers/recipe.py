@@ -1,22 +1,88 @@
 """A recipe: an optimizer with all its settings, its states and costs as a function of the shape,
 and its update. It knows neither ranks nor buckets.
+
+Note: weight decay
+    It draws weights towards zero in addition to a rule's update, the same for all rules. With W the
+    weights, g their gradient, wd ``weight_decay``, lr the learning rate that the rule updates W
+    with, and u the direction of the update, W <- W - lr u::
+
+        decoupled    W <- W - lr wd W    AdamW, arXiv 1711.05101
+        independent  W <- W - wd W       arXiv 1711.05101 with its own schedule
+        l2           g <- g + wd W       torch.optim.Adam; before moments and momentum
+        palm         W <- W - lr^2 wd W  PaLM, arXiv 2204.02311
+
+    ``cautious``: an element decays only where sign(u) sign(W) >= 0 (arXiv 2510.12402), which is
+    where u draws it towards zero, too, or is zero: as the paper and microsoft/dion have it for
+    every rule, and modded-nanogpt for its matrices (its Adam leaves elements alone whose u is
+    zero). u is that of this step, and W what it was before: decay and update are both subtracted
+    from the same W.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
+from pydantic import model_validator
 from torch import Tensor
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.optimizers.base.decay import WeightDecay
-from ds_layerwise.optimizers.base.dtypes import StateDtype, state_bytes
-from ds_layerwise.optimizers.base.one_step import ANYWHERE, Hyper, Site, State, UpdateError
-from ds_layerwise.orthogonalize.tensor_shards import Axis
+from ds_layerwise.optimizers.dtypes import StateDtype, state_bytes, torchao_maps
+from ds_layerwise.optimizers.fields import Section
+from ds_layerwise.orthogonalize.tensor_shards import Axis, ShardPeers
+
+State = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hyper:
+    """The settings of a parameter group at this step. A scheduler may change any of them between
+    steps.
+    """
+
+    lr: float
+    weight_decay: float
+    momentum: float
+    betas: tuple[float, float]
+    eps: float
+    of_client: Mapping[str, Any] = field(default_factory=dict)
+    """All settings in the group of a client optimizer, under the names of its class; empty for
+    other optimizers.
+    """
+
+
+@dataclass(frozen=True)
+class Site:
+    """The place where an update runs."""
+
+    fast_dtypes: frozenset[torch.dtype] = frozenset()
+    """The dtypes in which the device multiplies much faster than in float32; see
+    :func:`.optimizers.devices.fast_dtypes`.
+    """
+    cut: tuple[Axis, ShardPeers] | None = None
+    """The axis along which tensor parallelism has cut the matrices, and the ranks with the other
+    shards; None for whole matrices.
+    """
+
+
+#: The place of whole matrices, on a device on which no dtype is faster than float32.
+ANYWHERE = Site()
+
+
+class UpdateError(StepError):
+    """An update that a rule cannot make.
+
+    Args:
+        index: the index of the parameter in the rule's lists. A rule does not know names.
+    """
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(why)
+        self.index = index
+
 
 Shape = tuple[int, ...]
 
@@ -53,8 +119,10 @@ class StateSpec:
 
 States = dict[str, StateSpec]
 
+WeightDecayMethod = Literal["decoupled", "independent", "l2", "palm"]
 
-class Recipe(WeightDecay):
+
+class Recipe(Section):
     """The rule of a parameter with all its settings. Equal recipes compute the same.
 
     Each subclass is one optimizer. Its fields are the settings of a run, or of the parameters that
@@ -63,6 +131,8 @@ class Recipe(WeightDecay):
     whole parameter, ``(numel,)`` for a piece of a split one.
     """
 
+    rule: ClassVar[str]
+    """The name in configs and in the registry."""
     whole: ClassVar[bool]
     """True if it needs whole parameters; False if they may be cut anywhere."""
     family: ClassVar[str]
@@ -94,6 +164,11 @@ class Recipe(WeightDecay):
     """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for
     never.
     """
+
+    weight_decay_method: WeightDecayMethod = "decoupled"
+    """The method of weight decay; see the note on weight decay."""
+    cautious_weight_decay: bool = False
+    """Decay only the elements that the update also draws towards zero."""
 
     def states(self, shape: Shape) -> States:
         """Return the states of a parameter of ``shape``, by torch's names."""
@@ -151,14 +226,14 @@ class Recipe(WeightDecay):
         """Return the fields with the dtypes of states that may be stored in fewer bits, by
         state.
         """
-        return {state: field for state, field in _KEPT_BY.items() if field in cls.model_fields}
+        return {state: key for state, key in _KEPT_BY.items() if key in cls.model_fields}
 
     def low_bit_dtypes(self) -> dict[str, StateDtype]:
         """Return the dtypes of states that are stored in fewer bits than float32, by state."""
         dtypes = {}
-        for state, field in self.kept_by().items():
-            if getattr(self, field) != "float32":
-                dtypes[state] = getattr(self, field)
+        for state, key in self.kept_by().items():
+            if getattr(self, key) != "float32":
+                dtypes[state] = getattr(self, key)
         return dtypes
 
     def like(self, shape: Shape, *names: str) -> States:
@@ -232,6 +307,59 @@ class Recipe(WeightDecay):
         """
         return None
 
+    @model_validator(mode="after")
+    def _can_decay_so(self) -> Recipe:
+        if self.cautious_weight_decay and self.weight_decay_method == "l2":
+            raise ValueError(
+                f"cautious_weight_decay is true, and weight_decay_method of {self.rule} is 'l2', "
+                "which adds weight decay to the gradient before there is an update to compare "
+                "signs with; set weight_decay_method to 'decoupled', 'independent' or 'palm', or "
+                "cautious_weight_decay to false"
+            )
+        return self
+
+    def with_l2(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor], hyper: Hyper
+    ) -> list[Tensor]:
+        """Return the gradients for a rule: ``grads`` themselves or, with l2, new tensors."""
+        if self.weight_decay_method != "l2" or not hyper.weight_decay:
+            return list(grads)
+        return list(torch._foreach_add(list(grads), list(params), alpha=hyper.weight_decay))
+
+    def decay_(self, params: Sequence[Tensor], directions: Sequence[Tensor], hyper: Hyper) -> None:
+        """Decay ``params`` in place. With l2 this does nothing, because :meth:`with_l2` has done
+        it.
+
+        Args:
+            directions: the updates that are subtracted from ``params`` next, up to a factor that is
+                not negative. They are only read, and only with ``cautious_weight_decay``.
+        """
+        kept = 1 - self.decay_share(hyper)
+        if kept == 1:
+            return
+        if not self.cautious_weight_decay:
+            torch._foreach_mul_(list(params), kept)
+            return
+        # One after another, so that temporaries are at most twice the largest parameter.
+        for param, direction in zip(params, directions, strict=True):
+            # Use signs, because a product of small numbers may round to zero.
+            agree = torch.sign(param).mul_(torch.sign(direction)) >= 0
+            param.mul_(torch.where(agree, param.new_full((), kept), 1.0))
+
+    def decay_share(self, hyper: Hyper) -> float:
+        """Return the fraction of itself that a weight loses in a step."""
+        lr = hyper.lr
+        rates = {"decoupled": lr, "independent": 1.0, "palm": lr * lr, "l2": 0.0}
+        return rates[self.weight_decay_method] * hyper.weight_decay
+
+    def decay_summary(self) -> str:
+        """Return the method of weight decay as text, if it is not this optimizer's default; else
+        empty.
+        """
+        method = self.weight_decay_method
+        default = type(self).model_fields["weight_decay_method"].default
+        return ", ".join([method] * (method != default) + ["cautious"] * self.cautious_weight_decay)
+
     def init_state(self, param: Tensor) -> State:
         """Return the state before the first update: zeros with the names, shapes and dtypes of
         :meth:`states`, on the device of ``param`` or on the host.
@@ -263,6 +391,43 @@ class Recipe(WeightDecay):
             UpdateError: it cannot update one of them; others may be updated.
         """
         raise NotImplementedError
+
+
+class KeptStates(Recipe):
+    """A recipe with a field for each state that may be stored in fewer bits."""
+
+    stochastic_rounding: bool = False
+    """Use stochastic rounding for bfloat16 states, so that small changes add up."""
+
+    def check(self, device: torch.device | None) -> None:
+        """Refuse "8bit" without torchao.
+
+        Raises:
+            ConfigError: names the setting.
+        """
+        if "8bit" in self.low_bit_dtypes().values():
+            torchao_maps()
+
+
+class KeptMomentum(KeptStates):
+    """A recipe with a ``momentum_buffer``."""
+
+    momentum_dtype: StateDtype = "float32"
+    """The dtype of the momentum between updates."""
+
+
+class KeptAverage(KeptStates):
+    """A recipe with an ``exp_avg``."""
+
+    exp_avg_dtype: StateDtype = "float32"
+    """The dtype of the average of gradients."""
+
+
+class KeptMoments(KeptAverage):
+    """A recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
+
+    exp_avg_sq_dtype: StateDtype = "float32"
+    """The dtype of the average of squared gradients."""
 
 
 class OneByOne(Recipe):

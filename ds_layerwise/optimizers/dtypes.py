@@ -1,8 +1,24 @@
-"""States that are stored in fewer bits than float32 between updates: their settings and formats,
-bfloat16, optionally with stochastic rounding, and 8-bit codes. Rules get them as float32.
+"""The dtypes of masters and states, their bytes, and the formats in fewer bits than float32.
 
-The random numbers are a hash of the value's place and step, so they are the same for any number of
-ranks and after a resume, and do not use torch's generators.
+States are stored as bfloat16, optionally with stochastic rounding, or as 8-bit codes between
+updates. Rules get them as float32. The random numbers are a hash of the value's place and step, so
+they are the same for any number of ranks and after a resume, and do not use torch's generators.
+
+Note: masters of 17 bits
+    Beside bfloat16 weights, a float32 master is stored as the bits that its weight lacks, and a
+    mark that shows whether the weight has changed. It is its weight with 16 zero bits appended,
+    plus a remainder from -2^15 to 2^15, both as 32-bit integers: weights are rounded to nearest,
+    ties to even. That is one remainder more than 16 bits can hold, so -2^15 and 2^15 share a code.
+    One more bit tells them apart; it is 1 for about one master in 2^17.
+
+    The 64 bits of a block of masters are combined (exclusive or) with a 64-bit hash of its weights.
+    If the weights are unchanged, a second exclusive or removes the hash and leaves the bits, and
+    only bits of masters with the shared code may be 1. If any other bit is 1, a weight of the block
+    was written.
+
+    Reference: the remainders of Transformer Engine's FusedAdam (``store_param_remainders``). It
+    rounds ties away from zero, so its weights differ from those of a run with float32 masters, and
+    it does not notice written weights.
 """
 
 from __future__ import annotations
@@ -10,14 +26,24 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.optimizers.base.dtypes import SCALED, StateDtype
-from ds_layerwise.optimizers.base.recipe import Recipe
+
+#: The formats of masters.
+MasterDtype = Literal["float32", "bfloat16+remainder"]
+
+#: The formats of states with one element per element of the parameter.
+StateDtype = Literal["float32", "bfloat16", "8bit"]
+
+#: The number of masters that share one mark; see the note.
+BLOCK = 64
+
+#: The number of elements of an 8-bit state that share one scale.
+SCALED = 256
 
 #: The largest fraction of itself that a low-bit average may keep in a step, so that 8 bits of
 #: precision can represent its changes: a new value that differs by a quarter of the average then
@@ -27,42 +53,37 @@ MOST_KEPT = 1 - 2**-6
 #: The number of elements per operation, which takes about 60 bytes of memory for each.
 _AT_A_TIME = 1 << 20
 
+_TIE = 1 << 15
 
-class KeptStates(Recipe):
-    """A recipe with a field for each state that may be stored in fewer bits."""
-
-    stochastic_rounding: bool = False
-    """Use stochastic rounding for bfloat16 states, so that small changes add up."""
-
-    def check(self, device: torch.device | None) -> None:
-        """Refuse "8bit" without torchao.
-
-        Raises:
-            ConfigError: names the setting.
-        """
-        if "8bit" in self.low_bit_dtypes().values():
-            torchao_maps()
-
-
-class KeptMomentum(KeptStates):
-    """A recipe with a ``momentum_buffer``."""
-
-    momentum_dtype: StateDtype = "float32"
-    """The dtype of the momentum between updates."""
+#: The bytes of one element, by torch's names of dtypes.
+DTYPE_BYTES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
-class KeptAverage(KeptStates):
-    """A recipe with an ``exp_avg``."""
+def state_bytes(numel: int, dtype: str) -> int:
+    """Return the bytes of a state of ``numel`` elements."""
+    if dtype == "8bit":
+        return numel + 4 * -(-numel // SCALED)
+    return numel * DTYPE_BYTES[dtype]
 
-    exp_avg_dtype: StateDtype = "float32"
-    """The dtype of the average of gradients."""
 
-
-class KeptMoments(KeptAverage):
-    """A recipe with an ``exp_avg`` and an ``exp_avg_sq``."""
-
-    exp_avg_sq_dtype: StateDtype = "float32"
-    """The dtype of the average of squared gradients."""
+def master_bytes(numel: int, param_dtype: str, kept_as: MasterDtype) -> int:
+    """Return the bytes of ``numel`` masters, a multiple of 64; 0 for float32 parameters."""
+    if param_dtype == "float32":
+        return 0
+    if kept_as == "bfloat16+remainder" and param_dtype == "bfloat16":
+        return 2 * numel + 8 * (numel // BLOCK)
+    return 4 * numel
 
 
 def chance_of(*what: object) -> int:
@@ -197,3 +218,85 @@ def torchao_maps() -> Any:
             "in 'bfloat16'"
         ) from error
     return quant_utils
+
+
+def split_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> None:
+    """Store ``masters`` as weights, remainders and marks. :func:`merge_` restores them.
+
+    For a NaN, only that it is a NaN is kept.
+
+    Args:
+        masters: 1-D float32, with a length that is a multiple of 64.
+        values: bfloat16, of the same length, written.
+        remainders: int16, of the same length, written.
+        marks: int64, one per 64 masters, written.
+    """
+    for start in range(0, masters.numel(), _AT_A_TIME):
+        some = slice(start, start + _AT_A_TIME)
+        values[some].copy_(masters[some])
+        lacks = masters[some].view(torch.int32) - _upper(values[some])
+        remainders[some].copy_(lacks)
+        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
+        torch.bitwise_xor(_hash(values[some]), _packed(lacks == _TIE), out=marks[of])
+
+
+def merge_(
+    masters: Tensor,
+    values: Tensor,
+    remainders: Tensor,
+    marks: Tensor,
+) -> Tensor:
+    """Set ``masters`` to those that :func:`split_` got.
+
+    If a weight of a block has been written since, all masters of the block are set to the weights.
+
+    Returns:
+        0-d bool on the device of ``masters``: True if there was such a block. The host does not
+        wait.
+    """
+    written = torch.zeros((), dtype=torch.bool, device=masters.device)
+    for start in range(0, masters.numel(), _AT_A_TIME):
+        some = slice(start, start + _AT_A_TIME)
+        lacks = remainders[some].to(torch.int32)
+        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
+        left = marks[of] ^ _hash(values[some])
+        foreign = (left & ~_packed(lacks == -_TIE)) != 0
+        ties = (left.unsqueeze(-1) >> _places(left.device)) & 1
+        lacks += ties.to(torch.int32).view(-1) << 16
+        lacks.view(-1, BLOCK).masked_fill_(foreign.unsqueeze(-1), 0)
+        upper = _upper(values[some])
+        torch.add(upper, lacks, out=masters[some].view(torch.int32))
+        written |= foreign.any()
+    return written
+
+
+def _upper(values: Tensor) -> Tensor:
+    """Return the bits of bfloat16 as the upper bits of int32."""
+    return values.view(torch.int16).to(torch.int32) << 16
+
+
+def _places(device: torch.device) -> Tensor:
+    return torch.arange(BLOCK, device=device)
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """Return an int64 for every 64 of ``bits``."""
+    return (bits.view(-1, BLOCK).long() << _places(bits.device)).sum(-1)
+
+
+def _hash(values: Tensor) -> Tensor:
+    """Return a 64-bit hash of each block of 64 bfloat16, which also depends on the positions of
+    values.
+    """
+    words = values.view(torch.int64).view(-1, BLOCK // 4)
+    # An odd factor, so that nothing is lost: the golden ratio's bits, as in splitmix64.
+    mixed = words * -7046029254386353131
+    # Information in the highest bits must reach the others before words are summed.
+    mixed = mixed ^ (mixed >> 32)
+    weights = _places(values.device)[: BLOCK // 4] * 5871781006564002452 + 3935559000370003845
+    return (mixed * (weights | 1)).sum(-1)

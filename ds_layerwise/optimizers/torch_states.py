@@ -28,8 +28,8 @@ from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
 
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, few
-from ds_layerwise.optimizers.base.dtypes import DTYPE_BYTES
-from ds_layerwise.optimizers.base.recipe import Shape, States, StateSpec
+from ds_layerwise.optimizers.dtypes import DTYPE_BYTES
+from ds_layerwise.optimizers.recipe import Shape, States, StateSpec
 
 #: The name of the state that counts steps.
 COUNT = "step"

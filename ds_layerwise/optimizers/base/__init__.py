@@ -1,1 +1,0 @@
-"""Recipes: their settings, states and weight decay."""

@@ -1,1 +1,0 @@
-"""Optimizers of other libraries, by class or as objects of a script."""
