@@ -82,3 +82,12 @@ class Attempt:
     def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> bool:
         self.error = error if isinstance(error, Exception) else None
         return self.error is not None
+
+    def raise_original(self) -> None:
+        """Raise the exception, if there is one, and drop the reference to it: its traceback keeps
+        tensors alive.
+        """
+        error = self.error
+        self.error = None
+        if error is not None:
+            raise error

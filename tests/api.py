@@ -11,8 +11,7 @@ from typing import Any
 
 import ds_layerwise
 from ds_layerwise.engine import engine_hooks
-from ds_layerwise.engine.loading import loading
-from ds_layerwise.engine.saving import saving
+from ds_layerwise.engine.checkpoints import loading, saving
 from tests.support.documents import DOCS
 from tests.support.house_rules import Function
 

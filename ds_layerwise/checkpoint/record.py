@@ -80,7 +80,7 @@ class RuleRecord:
     """The properties of a parameter's optimizer that a checkpoint stores.
 
     ``family`` is equal for optimizers that read each other's states, such as Adam and AdamW, or one
-    class under two of its paths, see :func:`.class_paths.family_at`. ``gradient_average``
+    class under two of its paths, see :func:`.any_torch.family_at`. ``gradient_average``
     names the state that is an exponential moving average of the gradient; other families may
     continue from it. ``meaning`` describes the meaning of states beyond their names and shapes, and
     ``scale`` the size of updates at a learning rate; empty if there is nothing to add, or it is

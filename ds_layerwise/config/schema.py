@@ -10,6 +10,8 @@ from typing import Any, Literal, Union, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from ds_layerwise.config.conditions import NormGroup
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import (
     ALWAYS_TRUE,
     GroupSettings,
@@ -17,8 +19,6 @@ from ds_layerwise.config.sections import (
     fields_of,
     params_model,
 )
-from ds_layerwise.config.targets.norm_groups import NormGroup
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.optimizers.fields import Positive, Section, merged_keys
 from ds_layerwise.optimizers.registry import REGISTRY, any_of, recipes_of_settings
 from ds_layerwise.optimizers.rules.elementwise import AdamW

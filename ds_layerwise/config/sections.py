@@ -13,12 +13,10 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, create_model
 
-from ds_layerwise.config.monitor import Monitor
-from ds_layerwise.config.presets import PRESETS, started
-from ds_layerwise.config.targets.mup import Mup
-from ds_layerwise.config.targets.norm_groups import NormGroup, norm_groups_of
-from ds_layerwise.config.targets.overrides import Override
-from ds_layerwise.config.targets.qk_clip_settings import QkClip
+from ds_layerwise.config.conditions import NormGroup, norm_groups_of
+from ds_layerwise.config.mup import Mup
+from ds_layerwise.config.overrides import Override
+from ds_layerwise.config.qk_clip_settings import QkClip
 from ds_layerwise.errors import FOREIGN, ConfigError, nearest, unknown_key
 from ds_layerwise.optimizers.any_torch import ClientOptimizerConfig
 from ds_layerwise.optimizers.dtypes import MasterDtype
@@ -62,6 +60,45 @@ OnHyperChange = Literal["checkpoint", "config"]
 #: The default learning rates of stock DeepSpeed's Muon and of its auxiliary Adam.
 DEFAULT_MUON_LR = 0.02
 DEFAULT_ADAM_LR = 3e-4
+
+#: Published values of ``optimizer.params``, by name; a config's own values take precedence. If an
+#: update has AdamW's size, there is no learning rate: the rate is then that of the run.
+PRESETS: dict[str, dict[str, Any]] = {
+    # arXiv 2502.16982, section 2.2; betas and eps from the authors' published code,
+    # MoonshotAI/Moonlight.
+    "kimi": {
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": "simple",
+        "ns_steps": 5,
+        "scale_mode": "match_rms_adamw",
+        "weight_decay": 0.1,
+        "betas": (0.9, 0.95),
+        "eps": 1e-8,
+    },
+    # https://kellerjordan.github.io/posts/muon/; betas and eps from KellerJordan/Muon.
+    "keller_jordan": {
+        "muon_lr": 0.02,
+        "momentum": 0.95,
+        "nesterov": True,
+        "ns_coefficients": "simple",
+        "ns_steps": 5,
+        "scale_mode": "original",
+        "weight_decay": 0.0,
+        "betas": (0.9, 0.95),
+        "eps": 1e-10,
+    },
+    # The defaults of Muon in NVIDIA-NeMo/Emerging-Optimizers 0.5.0.
+    "soap_muon_beyond": {
+        "momentum": 0.9,
+        "nesterov": False,
+        "ns_coefficients": "polar_express",
+        "ns_steps": 16,
+        "scale_mode": "spectral",
+        "extra_scale_factor": 0.2,
+        "weight_decay": 0.1,
+    },
+}
 
 #: The keys that every parameter group has once it is built.
 HYPER_KEYS = (
@@ -200,7 +237,7 @@ class OptimizerConfig(GroupSettings):
     """The weight decay of element-wise recipes, in place of ``weight_decay``; None for the same."""
     preset: OrNull[Literal[tuple(PRESETS)]] = None  # type: ignore[valid-type]
     """The published recipe that sets the values missing in the config; see
-    :mod:`.config.presets`.
+    :mod:`.config.sections`.
     """
     from_preset: tuple[str, ...] = ()
     """The keys set by the preset."""
@@ -324,6 +361,14 @@ def _named(params: Mapping[str, Any], key: str, default: str, known: Sequence[st
     return name
 
 
+#: The settings of the size of an update. If a config sets the first one, none of them comes from
+#: the preset.
+_SIZE = ("scale_mode", "extra_scale_factor", "muon_lr")
+
+#: The hooks that replace the scale of a preset; see :class:`.update_hooks.UpdateHooks`.
+_HOOKS = ("hyperball", "relative_update")
+
+
 def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any]:
     """Return the settings of the preset in ``params``, except those that ``params`` sets itself."""
     if params.get("preset") is None:
@@ -335,7 +380,10 @@ def _preset(params: Mapping[str, Any], model: type[Section]) -> Mapping[str, Any
                 f"optimizer.params.preset is {name!r}, which sets {key}, and matrix_optimizer "
                 f"{params.get('matrix_optimizer')!r} has no such setting; remove one of the two"
             )
-    return started(name, params)
+    left_out = {*params}
+    if "scale_mode" in params or any(map(params.get, _HOOKS)):
+        left_out.update(_SIZE)
+    return {key: value for key, value in PRESETS[name].items() if key not in left_out}
 
 
 @lru_cache(maxsize=None)
@@ -394,6 +442,26 @@ def _with_rates(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+class Monitor(Section):
+    """Statistics of updates, for each optimizer by name, over all parameters that it trains."""
+
+    example = '{"update_rms": true}'
+
+    update_rms: bool = False
+    """Report the root mean square of the changes of float32 weights, including learning rate and
+    weight decay.
+    """
+    momentum_norm: bool = False
+    """Report the norm of the momentum (``momentum_buffer``, or ``exp_avg``) after an update."""
+    every: Count = 1
+    """The number of updates from one report to the next."""
+
+    @property
+    def asks(self) -> bool:
+        """True if anything is to be reported."""
+        return self.update_rms or self.momentum_norm
+
+
 class LayerWiseConfig(Section):
     """The ``layerwise`` section: the layout of the work. Every key is optional."""
 
@@ -427,7 +495,7 @@ class LayerWiseConfig(Section):
     """The statistics of updates that DeepSpeed's monitor gets in addition to the usual ones."""
     verify_first_step: bool = False
     """Compare the first update with that of a single process; see
-    :mod:`.zero.verify.first_step`.
+    :mod:`.zero.step.first_step`.
     """
     check_writes: OrNull[Count] = None
     """Compare all weights by value every so many steps, for writes that show nowhere; None for
@@ -465,7 +533,7 @@ class LayerWiseConfig(Section):
     overrides: tuple[Override, ...] = ()
     client_optimizer: ClientOptimizerConfig = ClientOptimizerConfig()
     """The settings for an optimizer that the script passes to ``initialize``; see
-    :mod:`.zero.groups.client_groups`.
+    :mod:`.zero.setup.client_groups`.
     """
     decoupled_lr: OrNull[NonNegative] = None
     """The learning rate of embeddings and output heads, like an override's ``lr``; Megatron-LM's
@@ -481,11 +549,11 @@ class LayerWiseConfig(Section):
     """
     mup: OrNull[Mup] = None
     """The narrower model for which learning rates and eps were chosen; see
-    :mod:`.config.targets.mup`. None if they are for this model.
+    :mod:`.config.mup`. None if they are for this model.
     """
     qk_clip: OrNull[QkClip] = None
     """Scale queries and keys down if attention logits are too large; see
-    :mod:`.config.targets.qk_clip_settings`. None for never.
+    :mod:`.config.qk_clip_settings`. None for never.
     """
     log_max_attention_logit: bool = False
     """Measure and report the largest attention logits, as ``qk_clip`` always does; Megatron-LM's

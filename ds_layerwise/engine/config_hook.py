@@ -23,7 +23,7 @@ from ds_layerwise.config.ds_config import refuse_misplaced, retell, type_meant, 
 from ds_layerwise.config.run_config import RunConfig, checked_ratio
 from ds_layerwise.config.sections import is_for_us, is_ours
 from ds_layerwise.engine import final_error
-from ds_layerwise.engine.contract.only_ours import Method
+from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 

@@ -12,6 +12,10 @@ Note: what is wrapped, and why there
     * ``_configure_zero_optimizer`` builds the wrapper.
     * ``zero_use_cpu_optimizer`` would keep ``engine.offload_states`` from moving the tensors that
       ``offload_optimizer`` left on the device.
+    * ``_scheduler_from_config`` passes the engine's wrapper to the scheduler that the config names.
+      DeepSpeed's schedulers find their optimizer in it, but torch's accept only a
+      ``torch.optim.Optimizer``.
+    * ``_configure_lr_scheduler`` is the first place in which a script's scheduler is present.
 
     The other modules of this folder wrap more.
 """
@@ -29,6 +33,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.moe.layer import MoE
+from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
@@ -36,22 +41,20 @@ from deepspeed.utils.timer import NoopTimer
 
 from ds_layerwise.checkpoint.formats.universal import told_the_converter
 from ds_layerwise.config.ds_config import retell, tensor_and_other, what_ranks_share
+from ds_layerwise.config.overrides import given_in_python
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine import (
     config_hook,
     inference_only,
     operator_build,
-    python_overrides,
-    schedules,
     shared_storage,
 )
+from ds_layerwise.engine.checkpoints import exit_saves, loading, saving
 from ds_layerwise.engine.contract import patches
-from ds_layerwise.engine.contract.only_ours import Method, only_ours
-from ds_layerwise.engine.loading import loading
-from ds_layerwise.engine.saving import exit_saves, saving
-from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.engine.contract.patches import Method, only_ours
+from ds_layerwise.engine.shared_storage import viewable_as_bytes
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
@@ -59,18 +62,18 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_tables import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.zero.groups.client_groups import (
+from ds_layerwise.zero.engine_protocol import AUTOCAST_SCALE
+from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
+from ds_layerwise.zero.setup import param_owner
+from ds_layerwise.zero.setup.client_groups import (
     ClientOptimizer,
     must_be_optimizer,
     pointing_to_ours,
 )
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.loss_scaling import AUTOCAST_SCALE
-from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
-from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.param_cuts import make_fetcher, whole_shapes
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.unused_calls import warn_once
+from ds_layerwise.zero.step_progress import warn_once
 
 #: The configs of engines. Several hooks need one before the engine has an optimizer, which has it
 #: from then on.
@@ -86,7 +89,7 @@ def _run(engine: DeepSpeedEngine) -> RunConfig:
     """Return the engine's config as this backend reads it. It is read once."""
     if engine not in _runs:
         run = config_hook.run_of(engine._config, engine.client_optimizer)
-        overrides = (*run.layerwise.overrides, *python_overrides.now())
+        overrides = (*run.layerwise.overrides, *given_in_python())
         layerwise = run.layerwise.model_copy(update={"overrides": overrides})
         _runs[engine] = replace(run, layerwise=layerwise)
     return _runs[engine]
@@ -376,6 +379,48 @@ def _zero_grad(original: Method, engine: DeepSpeedEngine) -> Any:
     return original()
 
 
+def _scheduler_from_config(original: Method, engine: DeepSpeedEngine, optimizer: Any) -> Any:
+    kind = (engine._config._param_dict.get("scheduler") or {}).get("type")
+    is_of_torch = kind is not None and not hasattr(lr_schedules, kind)
+    # DeepSpeed's schedulers ask themselves for their rates when they are made.
+    logger.addFilter(_asks_later)
+    try:
+        return original(engine.basic_optimizer if is_of_torch else optimizer)
+    except FOREIGN_ERRORS as error:
+        retell(error)
+    finally:
+        logger.removeFilter(_asks_later)
+
+
+def _asks_later(record: Any) -> bool:
+    """Tell whether a warning is about anything but rates before the first step."""
+    return "scheduler before it has started" not in record.msg
+
+
+def _configure_lr_scheduler(original: Method, engine: DeepSpeedEngine) -> None:
+    original()
+    if engine.client_lr_scheduler:
+        with comm.errors_on_all_ranks():
+            _check_client(engine, engine.lr_scheduler)
+
+
+def _check_client(engine: DeepSpeedEngine, schedule: Any) -> None:
+    """Refuse a scheduler that has no effect here.
+
+    Raises:
+        ConfigError: names its class and the way out.
+    """
+    known = {id(group) for group in engine.optimizer.param_groups}
+    moved = getattr(getattr(schedule, "optimizer", None), "param_groups", None)
+    if moved is not None and not any(id(group) in known for group in moved):
+        kind = type(schedule).__name__
+        raise ConfigError(
+            f"lr_scheduler is a {kind} of another optimizer ({type(schedule.optimizer).__name__}), "
+            "so that no rate of this engine would ever move; give a function: lr_scheduler=lambda "
+            f"optimizer: {kind}(optimizer, ...)"
+        )
+
+
 #: The hooks that an engine of this backend needs after it was built. The keys, here and below, are
 #: those of :mod:`.engine.contract.contract`.
 FOR_LIFE: dict[str, Method] = {
@@ -401,7 +446,13 @@ WRAPS: dict[str, Method] = {
         },
     ),
     **inference_only.WRAPS,
-    **schedules.WRAPS,
+    **only_ours(
+        uses_us,
+        {
+            "_scheduler_from_config": _scheduler_from_config,
+            "_configure_lr_scheduler": _configure_lr_scheduler,
+        },
+    ),
     **operator_build.WRAPS,
     **FOR_LIFE,
 }

@@ -20,7 +20,7 @@ from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
 from ds_layerwise.config.sections import is_for_us
-from ds_layerwise.engine.contract.only_ours import Method
+from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import StepError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce

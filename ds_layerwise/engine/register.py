@@ -7,9 +7,9 @@ from typing import Any
 
 import deepspeed
 
-from ds_layerwise.config.targets.overrides import overrides_of
-from ds_layerwise.config.targets.param_keys import ParamKey
-from ds_layerwise.engine import final_error, python_overrides
+from ds_layerwise.config.overrides import beside, keep, overrides_of
+from ds_layerwise.config.param_keys import ParamKey
+from ds_layerwise.engine import final_error
 from ds_layerwise.engine.contract import contract, patches
 from ds_layerwise.zero.qk_clip.attention_hook import MEASURED
 
@@ -49,7 +49,7 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             raise contract.unknown_release([str(error)]) from error
         patches.wrap(engine_hooks.WRAPS, for_life=engine_hooks.FOR_LIFE)
         if given is not None:
-            python_overrides.keep(given)
+            keep(given)
 
 
 def unregister() -> None:
@@ -65,7 +65,7 @@ def unregister() -> None:
         patches.unwrap()
         MEASURED.forget_asked()
         final_error.end()
-        python_overrides.keep(())
+        keep(())
 
 
 def initialize(
@@ -84,5 +84,5 @@ def initialize(
     final_error.begin()
     given = overrides_of(overrides)
     register()
-    with python_overrides.beside(given):
+    with beside(given):
         return deepspeed.initialize(*args, **kwargs)

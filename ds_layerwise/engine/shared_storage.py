@@ -8,7 +8,7 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ds_layerwise.engine.contract.only_ours import Method
+from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.ranks.comm import comm
 
@@ -132,3 +132,25 @@ def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any
     with comm.errors_on_all_ranks() if dist.is_initialized() else nullcontext():
         refuse_shared_memory(model)
     return original(model)
+
+
+@contextmanager
+def viewable_as_bytes(params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Make ``params`` contiguous permanently, and 0-d ones 1-D while this context is open."""
+    scalars = []
+    for param in params:
+        if not param.dim():
+            scalars.append(param)
+            param.data = param.data.view(1)
+        elif not param.data.is_contiguous():
+            param.data = param.data.contiguous()
+        elif param.data.stride(-1) != 1:
+            # A single column that was a row is contiguous, but has the stride of the row.
+            param.data = param.data.view(-1).view(param.shape)
+    try:
+        yield
+    finally:
+        for param in scalars:
+            if param.numel():
+                # Else ZeRO stage 3 has cut it in between.
+                param.data = param.data.view(())

@@ -158,7 +158,7 @@ class Recipe(Section):
 
     update_size: ClassVar[Literal["normalised", "gradient"] | None] = None
     """The size of element-wise updates: the same for all sizes of gradients, or in proportion to
-    them; None if ``layerwise.mup`` is not to scale its rates. See :mod:`.config.targets.mup`.
+    them; None if ``layerwise.mup`` is not to scale its rates. See :mod:`.config.mup`.
     """
     full_batch_numel: ClassVar[int] = 0
     """The number of elements of matrices of one shape up to which a larger batch is faster; 0 for

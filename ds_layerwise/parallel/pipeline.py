@@ -19,8 +19,8 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.output_heads import (

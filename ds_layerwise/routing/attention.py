@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.targets.qk_clip_settings import AttentionEntry, QkClip
+from ds_layerwise.config.qk_clip_settings import AttentionEntry, QkClip
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.group_defaults import QK_NORM
 from ds_layerwise.routing.heads import is_transposed

@@ -2,7 +2,7 @@
 
 Note: which parts are found without configuration
     The fused projections of transformers, by the names of layers and the sizes in their modules or
-    configs. The names are in :mod:`.config.targets.model_names`:
+    configs. The names are in :mod:`.config.model_names`:
 
     * queries, keys and values, see ``QKV``: one after the other, or by head; also those of linear
       attention;
@@ -23,8 +23,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.targets.fused_parts import Part, Parts, Split
-from ds_layerwise.config.targets.model_names import (
+from ds_layerwise.config.fused_parts import Part, Parts, Split
+from ds_layerwise.config.model_names import (
     FUSED_NAMES,
     GATE_UP_EXPERTS,
     GATED_QUERIES,

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.targets.model_names import (
+from ds_layerwise.config.model_names import (
     FUSED_NAMES,
     HEAD_COUNTS,
     HEAD_WIDTHS,

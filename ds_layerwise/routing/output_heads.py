@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.targets.model_names import QUERY_NAMES
+from ds_layerwise.config.model_names import QUERY_NAMES
 from ds_layerwise.optimizers.recipe import Shape
 from ds_layerwise.routing.matrix_view import CONVOLUTIONS, shape_in
 from ds_layerwise.routing.module_of import is_table, kind_of, modules_of, weights_of

@@ -10,9 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.targets.conditions import Conditions, Facts
-from ds_layerwise.config.targets.norm_groups import NormGroup
-from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.conditions import Conditions, Facts, NormGroup
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.module_of import kind_of, modules_of
 from ds_layerwise.routing.tensor_marks import is_cut, whole_dims

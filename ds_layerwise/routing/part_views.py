@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ds_layerwise.config.targets.fused_parts import Place
+from ds_layerwise.config.fused_parts import Place
 
 
 def view_of(value: Tensor, place: Place) -> Tensor:
@@ -61,7 +61,7 @@ def first_state(
     init: Callable[[Tensor], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
     """Return the states that ``init`` makes for each part of ``whole``, with the names of
-    :meth:`.config.targets.fused_parts.Parts.states`.
+    :meth:`.config.fused_parts.Parts.states`.
     """
     found = {}
     for name, place in places.items():
@@ -87,7 +87,7 @@ def seen_parts(
 
     Args:
         param, grad, state: of the whole parameter, contiguous. For states that are not ``like`` it,
-            those of each part, see :meth:`.config.targets.fused_parts.Parts.states`.
+            those of each part, see :meth:`.config.fused_parts.Parts.states`.
         places: the place of each part.
     """
     found = []

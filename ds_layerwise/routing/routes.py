@@ -12,8 +12,8 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from ds_layerwise.config.fused_parts import Parts, Split
 from ds_layerwise.config.sections import Recipes
-from ds_layerwise.config.targets.fused_parts import Parts, Split
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import is_path
 from ds_layerwise.optimizers.fields import build
@@ -163,7 +163,7 @@ class Route:
     @property
     def copied(self) -> int:
         """The bytes of parts that its update copies; see
-        :meth:`.config.targets.fused_parts.Parts.copied`.
+        :meth:`.config.fused_parts.Parts.copied`.
         """
         if self.parts is None or self.matrix_shape is None:
             return 0

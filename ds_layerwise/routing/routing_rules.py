@@ -44,8 +44,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ds_layerwise.config.mup import is_hidden
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
-from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import ClientTorch
 from ds_layerwise.optimizers.recipe import Recipe

@@ -22,7 +22,7 @@ from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.tools.meta_model import MetaModel
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 
 #: The keys of ``zero_optimization`` that a plan depends on, and that no Trainer fills in.

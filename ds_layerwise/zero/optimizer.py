@@ -27,26 +27,23 @@ from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.cut_access import attach_all, detach_all
-from ds_layerwise.zero.engine_protocol import EngineOptimizer
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.interrupted import survivable
-from ds_layerwise.zero.loss_scaling import LossScaling
+from ds_layerwise.zero.engine_protocol import EngineOptimizer, LossScaling
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.param_cuts import ParamCuts
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
+from ds_layerwise.zero.step.first_step import FirstStep
 from ds_layerwise.zero.step.gradient_share import divide_once
 from ds_layerwise.zero.step.metrics import Reports
-from ds_layerwise.zero.step.observer import Step, StepObserver
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
-from ds_layerwise.zero.step.update import timed, update
-from ds_layerwise.zero.unused_calls import warn_once
-from ds_layerwise.zero.verify.first_step import FirstStep
+from ds_layerwise.zero.step.update import Step, StepObserver, timed, update
+from ds_layerwise.zero.step_progress import survivable, warn_once
 
 
 class LayerWiseZeroOptimizer(EngineOptimizer):
@@ -398,8 +395,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         with (attempt := Attempt()):
             yield
         self.checkpoint_event_epilogue()
-        if attempt.error is not None:
-            raise attempt.error
+        attempt.raise_original()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
@@ -494,6 +490,19 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
             self.checkpointing.load_sharded(checkpoint, states=states, strict=strict)
 
     # --- reports and the end
+
+    def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
+        """Record the largest attention logits of each head in a forward pass; see
+        :meth:`.AttentionLogits.note`.
+        """
+        self.attention.note(attention, largest)
+
+    @property
+    def max_attention_logits(self) -> dict[str, float]:
+        """The largest logits over all ranks in the last step that was not skipped, by attention
+        module.
+        """
+        return dict(self.attention.largest)
 
     def report(self) -> dict[str, float]:
         """Return the last value of everything that DeepSpeed's monitor gets, by name, on every

@@ -20,15 +20,14 @@ from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
-from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
-from ds_layerwise.zero.interrupted import Interrupted
-from ds_layerwise.zero.loss_scaling import LossScaling
+from ds_layerwise.zero.engine_protocol import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.param_cuts import ParamCuts
+from ds_layerwise.zero.setup.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
-from ds_layerwise.zero.step_progress import Progress
+from ds_layerwise.zero.step_progress import Interrupted, Progress
 
 
 class RunState:

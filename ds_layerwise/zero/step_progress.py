@@ -1,5 +1,5 @@
-"""The progress of the current step: how many backward passes are over, and which reductions were
-made.
+"""The progress of the current step: how many backward passes are over, which reductions were made,
+and the exception that has ended its update.
 
 Note: a save within a step
     A checkpoint holds the result of the last update, and no gradient. After a save within a step,
@@ -9,20 +9,29 @@ Note: a save within a step
 Note: a pass that an exception ends
     Autograd calls back at the end of a pass, but not if an exception ends it. So what has begun and
     not ended by the step is broken, however many passes came after it.
+
+Note: how all ranks reach the same state after an exception in an update
+    Some parameters are then one step ahead of the others, and the run cannot continue from that.
+    The rank that failed still sends what the other ranks wait for, then raises its exception. If it
+    survives and goes on to the next step, it tells the other ranks when they agree on that step,
+    before any update, or in a save before that. Loading a checkpoint with its optimizer states
+    repairs everything.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from deepspeed.utils import logger
 
 from ds_layerwise.errors import StepError
+from ds_layerwise.process_exit import Attempt
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.step_state import Call, Gradients, StepState
-from ds_layerwise.zero.unused_calls import warn_once
 
 #: After this many times the backward passes of one step without any step, the script gets a
 #: warning.
@@ -172,3 +181,69 @@ class Progress:
 def is_managed(engine: Any) -> bool:
     """Tell whether the engine decides where a step ends."""
     return bool(engine.managed_gradient_accumulation())
+
+
+@lru_cache(maxsize=None)
+def warn_once(message: str) -> None:
+    """Warn on rank 0, once per process."""
+    if comm.rank_of(None) == 0:
+        logger.warning(f"ds_layerwise: {message}")
+
+
+class Interrupted(Attempt):
+    """A record of the exception that ended an update. Use it as a context manager around the
+    update.
+
+    It keeps an ``Exception`` for :meth:`.Attempt.raise_original`, because other ranks wait for the
+    code after the block. Any other ``BaseException``, such as Ctrl-C, propagates at once.
+    """
+
+    _what = ""
+    _step = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._what)
+
+    def at(self, step: int) -> Interrupted:
+        """Record the number of the step for the error message, and return self."""
+        self._step = step
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, where: object) -> bool:
+        """Record ``error``."""
+        if error is not None:
+            self._what = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
+        return super().__exit__(kind, error, where)
+
+    def check(self) -> None:
+        """Raise an error if an update was interrupted.
+
+        Raises:
+            StepError: an exception ended the update, and no checkpoint was loaded since.
+        """
+        if self._what:
+            raise StepError(
+                f"the update of step {self._step} was interrupted by {self._what}; some parameters "
+                "are updated and others are not; load a checkpoint with its optimizer states "
+                "(engine.load_checkpoint)"
+            )
+
+    def forget(self) -> None:
+        """Forget the interruption: a checkpoint has replaced all that it left."""
+        self._what = ""
+
+
+@contextmanager
+def survivable(engine: Any) -> Iterator[None]:
+    """Restore ``engine`` if its step raises, so that the script can catch the exception. Otherwise
+    the engine believes that it is still inside the step, and its timers refuse to start again.
+    """
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        if not done and engine is not None:
+            engine._running_engine_step = False
+            for name in engine.engine_timers.step_timers:
+                engine.timers(name).reset()

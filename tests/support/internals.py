@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ds_layerwise.zero.verify.first_step import FirstStep
+from ds_layerwise.zero.step.first_step import FirstStep
 
 
 def owned(engine: Any) -> Any:

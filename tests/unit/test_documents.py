@@ -22,8 +22,8 @@ from torch.distributed import run as torchrun
 
 import ds_layerwise
 from ds_layerwise import cli
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, params_model
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.engine.contract.contract import CONTRACT
 from ds_layerwise.errors import FOREIGN, ConfigError, RoutingError
 from ds_layerwise.optimizers.recipe import KeptMoments, KeptMomentum, Recipe

@@ -19,10 +19,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
+
 from ds_layerwise.config.sections import OPTIMIZER_TYPES
 from ds_layerwise.engine.contract import contract
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.param_owner import is_trained
 
 #: The engines of this backend.
@@ -218,3 +221,28 @@ def _wrapped(
         return wrapper(bound, *args, **kwargs)
 
     return wrapped
+
+
+#: A hook takes the wrapped method, the engine, and the method's arguments. The wrapped method is
+#: bound.
+Method = Callable[..., Any]
+
+
+def only_ours(
+    is_ours: Callable[[DeepSpeedEngine], bool], hooks: Mapping[str, Method]
+) -> dict[str, Method]:
+    """Return ``hooks``, by keys of the contract, restricted to our engines: for others, the
+    original method is called. Compilers do not trace them.
+    """
+    return {key: _only_ours(is_ours, hook) for key, hook in hooks.items()}
+
+
+def _only_ours(is_ours: Callable[[DeepSpeedEngine], bool], hook: Method) -> Method:
+    hook = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+    def ask(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+        if is_ours(engine):
+            return hook(original, engine, *args, **options)
+        return original(*args, **options)
+
+    return ask

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from ds_layerwise.config.fetching import Whole
-from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.run_config import RunConfig, Whole
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.recipe import Recipe, Shape
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape

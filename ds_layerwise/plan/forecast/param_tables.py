@@ -9,8 +9,7 @@ from typing import Any
 
 from rich.table import Table
 
-from ds_layerwise.config.presets import PRESETS
-from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.config.sections import PRESETS, OptimizerConfig
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.forecast.text_tables import count_text, rendered, table_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec

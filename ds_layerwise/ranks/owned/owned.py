@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord
-from ds_layerwise.config.targets.fused_parts import whole_states
+from ds_layerwise.config.fused_parts import whole_states
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import MasterDtype
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError

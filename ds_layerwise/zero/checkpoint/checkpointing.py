@@ -42,8 +42,8 @@ from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.checkpoint.whole_states import tied
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup.low_bit_checks import check_accuracy
 from ds_layerwise.zero.setup.param_cuts import whole_shapes, write_cut
+from ds_layerwise.zero.setup.rate_checks import check_accuracy
 from ds_layerwise.zero.step.param_guard import Guard
 
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from ds_layerwise.checkpoint.plain_values import check_kind, like, plain
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.config.sections import HYPER_KEYS, OnHyperChange
-from ds_layerwise.zero.groups.client_groups import ABOUT_GROUPS
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.client_groups import ABOUT_GROUPS
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 
 #: The keys that name and route the parameters of this run's groups.
 _OF_THIS_RUN = frozenset((*ABOUT_GROUPS, "use_muon"))

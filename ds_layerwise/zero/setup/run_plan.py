@@ -11,9 +11,9 @@ from deepspeed.runtime.torch_autocast import get_comm_dtype
 from torch import nn
 
 from ds_layerwise.checkpoint.new_names import expert_names
+from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import HYPER_KEYS
-from ds_layerwise.config.targets.norm_groups import NormGroup
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
@@ -29,8 +29,8 @@ from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
 from ds_layerwise.routing.routes import Route, Routes
 from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.setup.low_bit_checks import check_kept
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.rate_checks import check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
 
 #: The largest number of nodes that a line lists.

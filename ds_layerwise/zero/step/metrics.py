@@ -9,7 +9,7 @@ from typing import Any
 from ds_layerwise.ranks.comm.step_agreement import Agreement
 from ds_layerwise.ranks.owned.update_stats import UpdateStats
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.observer import Step, StepObserver
+from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The prefix of the engine's own values, such as ``Train/Samples/lr``.
 _LABEL = "Train/Samples/"

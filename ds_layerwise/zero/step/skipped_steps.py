@@ -15,7 +15,7 @@ from ds_layerwise.errors import StepError, few
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.step.observer import Step, StepObserver
+from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The number of consecutive skipped steps before the first warning. Each later warning takes twice
 #: as many.

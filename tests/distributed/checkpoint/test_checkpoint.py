@@ -27,8 +27,7 @@ from tests.support.training import (
 )
 from tests.support.versions import needs
 
-pytestmark = rooms("regular", "record", "checkpointing", "engine_protocol", "interrupted",
-                   "param_groups")
+pytestmark = rooms("regular", "record", "checkpointing", "engine_protocol", "step_progress", "param_groups")
 
 
 def micro_batches(engine, first, last, *, gas):

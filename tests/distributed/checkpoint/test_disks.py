@@ -19,7 +19,7 @@ import pytest
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
 from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
-from ds_layerwise.engine.saving import saving
+from ds_layerwise.engine.checkpoints import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import disks
 from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, states

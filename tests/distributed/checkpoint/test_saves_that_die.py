@@ -22,7 +22,7 @@ import torch
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.engine.saving import saving
+from ds_layerwise.engine.checkpoints import saving
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.faults import FileEvents, no_larger_files

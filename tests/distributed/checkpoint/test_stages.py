@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from ds_layerwise.engine.loading import loading
+from ds_layerwise.engine.checkpoints import loading
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once

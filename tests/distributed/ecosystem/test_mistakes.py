@@ -13,12 +13,12 @@ import ds_layerwise
 from ds_layerwise.engine import final_error
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.ranks.comm import comm, object_gather
-from ds_layerwise.zero import unused_calls
+from ds_layerwise.zero import step_progress
 from tests import mistakes
 from tests.support.harness import DistributedTest, free_port
 from tests.support.rooms import rooms
 
-pytestmark = rooms("final_error", "config_hook", "unused_calls", "object_gather", "saving")
+pytestmark = rooms("final_error", "config_hook", "step_progress", "object_gather", "saving")
 
 #: Those of which other tests do not look at the words.
 HERE = ("top-level-misspelt", "fp16-misspelt", "optimizer-misspelt", "bucket-misspelt", "offload-misspelt",
@@ -64,7 +64,7 @@ class TestInVain(DistributedTest):
     def warned(monkeypatch):
         found = []
         monkeypatch.setattr(logger, "warning", lambda text, *_: found.append(text))
-        unused_calls.warn_once.cache_clear()
+        step_progress.warn_once.cache_clear()
         return found
 
     @pytest.mark.parametrize("own", [True, False])

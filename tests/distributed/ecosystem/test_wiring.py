@@ -36,7 +36,7 @@ from tests.support.training import (
     whole_gradients,
 )
 
-pytestmark = rooms("engine_hooks", "fields", "run_settings", "byte_views")
+pytestmark = rooms("engine_hooks", "fields", "run_settings", "shared_storage")
 
 STEPS = 6
 TIMERS = {"optimizer_gradients", "optimizer_step", "optimizer_allgather"}

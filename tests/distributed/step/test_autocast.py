@@ -16,7 +16,7 @@ from tests.support.reference import LossScale, Recipe, Reference, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, ds_config, start, whole_gradients
 
-pytestmark = rooms("loss_scaling", "grad_sync")
+pytestmark = rooms("engine_protocol", "grad_sync")
 
 STEPS = 3
 

@@ -12,8 +12,7 @@ from torch import nn
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from ds_layerwise.optimizers.recipe import UpdateError
 from ds_layerwise.ranks.sync import bucket_transfers
-from ds_layerwise.zero.step import clip
-from ds_layerwise.zero.verify import first_step
+from ds_layerwise.zero.step import clip, first_step
 from tests.distributed.parallel.test_experts import ExpertNet
 from tests.distributed.parallel.test_pipeline import config as pipeline_config
 from tests.distributed.parallel.test_pipeline import pipeline

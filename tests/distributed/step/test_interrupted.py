@@ -22,7 +22,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, assert_same_on_all_ranks, ds_config, start, train_engine
 from tests.support.transports import plan_in_cuts
 
-pytestmark = rooms("interrupted", "observer", "update")
+pytestmark = rooms("step_progress", "update")
 
 #: Arguments of ``ds_config``, and the function and the number of its call that finds no memory in a step.
 CASES = {

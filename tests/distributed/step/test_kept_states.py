@@ -31,7 +31,7 @@ from tests.support.training import (
 from tests.support.universal import convert
 from tests.unit.optimizers.test_low_bit import by_chance
 
-pytestmark = rooms("forms", "dtypes", "low_bit_checks", "owned", "memory", "checkpointing")
+pytestmark = rooms("forms", "dtypes", "rate_checks", "owned", "memory", "checkpointing")
 
 BF16 = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
 CHANCE = {**BF16, "stochastic_rounding": True}

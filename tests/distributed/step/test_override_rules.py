@@ -19,8 +19,8 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "group_defaults",
-                   "python_overrides", "start_report", "register", "routes")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "group_defaults", "start_report",
+                   "register", "routes")
 
 RANKS, STEPS = 2, 4
 

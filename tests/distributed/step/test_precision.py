@@ -28,7 +28,7 @@ from tests.support.training import (
 from tests.support.transports import plan_in_cuts
 from tests.support.versions import needs
 
-pytestmark = rooms("optimizer", "grad_sync", "buffers", "loss_scaling")
+pytestmark = rooms("optimizer", "grad_sync", "buffers", "engine_protocol")
 
 STEPS = 8
 

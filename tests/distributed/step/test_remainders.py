@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.training import PARTS, Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
-pytestmark = rooms("masters", "dtypes", "owned", "low_bit_checks", "checkpointing", "state_access", "forecast")
+pytestmark = rooms("masters", "dtypes", "owned", "rate_checks", "checkpointing", "state_access", "forecast")
 
 KEPT = {"master_dtype": "bfloat16+remainder"}
 

@@ -39,7 +39,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("monitor", "metrics", "clip", "update_stats", "reductions", "norm_groups", "skipped_steps",
+pytestmark = rooms("sections", "metrics", "clip", "update_stats", "reductions", "conditions", "skipped_steps",
                    "step_agreement")
 
 

@@ -17,7 +17,7 @@ from tests.support.reference import train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, recipe_for, start, train_engine
 
-pytestmark = rooms("param_groups", "rate_checks", "schedules")
+pytestmark = rooms("param_groups", "rate_checks", "engine_hooks")
 
 STEPS = 8
 

@@ -15,7 +15,7 @@ from ds_layerwise.checkpoint.formats import single_file
 from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
 from ds_layerwise.checkpoint.formats.single_file import sums_of
 from ds_layerwise.checkpoint.record import Header, RuleRecord
-from ds_layerwise.engine.loading.loading import _latest_tag
+from ds_layerwise.engine.checkpoints.loading import _latest_tag
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.rooms import rooms

@@ -22,7 +22,7 @@ from ds_layerwise.engine.register import register, unregister
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.config_table import DOCUMENT, config_with, read_table
 from tests.support.rooms import rooms
 

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ds_layerwise.config.fetching import Fetching, Whole
+from ds_layerwise.config.run_config import Fetching, Whole
 from tests.support.rooms import rooms
 
-pytestmark = rooms("fetching")
+pytestmark = rooms("run_config")
 
 
 def test_keys_have_either_name_and_auto_is_the_default():

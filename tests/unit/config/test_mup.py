@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.config.mup import is_hidden
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
-from ds_layerwise.config.targets.mup import is_hidden
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import scale_factor
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 

@@ -10,15 +10,15 @@ from torch import nn
 
 import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
+from ds_layerwise.config.conditions import Facts
+from ds_layerwise.config.overrides import Override, beside, given_in_python, keep, overrides_of
 from ds_layerwise.config.sections import LayerWiseConfig
-from ds_layerwise.config.targets.conditions import Facts
-from ds_layerwise.config.targets.overrides import Override, overrides_of
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.routing.override_matching import facts_of, overrides_by_name
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "python_overrides")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching")
 
 
 class RmsNorm(nn.Module):
@@ -347,13 +347,12 @@ def test_experts_of_one_name_must_all_be_meant():
 
 
 def test_overrides_of_register_and_initialize_come_together():
-    from ds_layerwise.engine import python_overrides
     one, two = (overrides_of({ParamKey(name=name): {"lr": 1}}) for name in ("a", "b"))
     try:
-        python_overrides.keep(one)
-        with python_overrides.beside(two):
-            assert python_overrides.now() == (*one, *two)
-        assert python_overrides.now() == one
+        keep(one)
+        with beside(two):
+            assert given_in_python() == (*one, *two)
+        assert given_in_python() == one
     finally:
-        python_overrides.keep(())
-    assert python_overrides.now() == ()
+        keep(())
+    assert given_in_python() == ()

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.engine.saving.byte_views import viewable_as_bytes
+from ds_layerwise.engine.shared_storage import viewable_as_bytes
 from tests.support.rooms import rooms
 
-pytestmark = rooms("byte_views")
+pytestmark = rooms("shared_storage")
 
 
 @pytest.mark.parametrize("value", [

@@ -39,7 +39,7 @@ from tests.support.deepspeed_names import USED, Used, is_asked_for, is_attribute
 from tests.support.rooms import rooms
 from tests.support.versions import needs
 
-pytestmark = rooms("contract", "register", "patches", "only_ours", "instance_patches")
+pytestmark = rooms("contract", "register", "patches", "instance_patches")
 
 TREES = {path: ast.parse(path.read_text()) for path in sorted((ROOT / "ds_layerwise").rglob("*.py"))
          if path.name != "contract.py"}

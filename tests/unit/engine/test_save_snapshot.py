@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from ds_layerwise.engine.saving.save_snapshot import snapshot
+from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
 from tests.support.rooms import rooms
 
 pytestmark = rooms("save_snapshot")

@@ -6,7 +6,7 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
-from ds_layerwise.engine.loading.model_checks import _resumes
+from ds_layerwise.engine.checkpoints.model_checks import _resumes
 from tests.support.rooms import rooms
 
 pytestmark = rooms("model_checks")

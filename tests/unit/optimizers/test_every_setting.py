@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.any_torch import MatrixTorch, ScalarTorch
 from ds_layerwise.optimizers.dtypes import StateDtype

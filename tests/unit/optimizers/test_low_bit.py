@@ -33,7 +33,7 @@ from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("dtypes", "forms", "low_bit_checks")
+pytestmark = rooms("dtypes", "forms", "rate_checks")
 
 
 def split(masters):

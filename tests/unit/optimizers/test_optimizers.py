@@ -13,7 +13,7 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import Route
 from ds_layerwise.zero.checkpoint.resumed_groups import resumed, take_over
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 
 pytestmark = rooms("muon_family", "elementwise", "registry", "param_groups", "recipe")

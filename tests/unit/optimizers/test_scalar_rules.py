@@ -11,7 +11,7 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.registry import GONE, REGISTRY, names
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.elementwise import tried
 from tests.support.rooms import rooms
 

@@ -18,7 +18,7 @@ from ds_layerwise.optimizers.registry import names
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.group_defaults import idle_keys
-from ds_layerwise.zero.groups.param_groups import GROUP_KEYS, LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 

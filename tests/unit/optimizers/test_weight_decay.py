@@ -12,7 +12,7 @@ from ds_layerwise.optimizers.registry import REGISTRY
 from ds_layerwise.optimizers.rules.elementwise import Adam, AdamW, Lion, Sgd
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.routing.routes import Route, recipe_named, with_changes
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.live_memory import most_beside
 from tests.support.rooms import rooms
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.config.fused_parts import Part, Parts, whole_states
 from ds_layerwise.config.sections import Override
-from ds_layerwise.config.targets.fused_parts import Part, Parts, whole_states
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.recipe import Hyper, Recipe, StateSpec
 from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from ds_layerwise.config.conditions import Facts
 from ds_layerwise.config.ds_config import with_plain_numbers
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import LayerWiseConfig
-from ds_layerwise.config.targets.conditions import Facts
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
 from ds_layerwise.optimizers.rules.soap import Soap

@@ -23,7 +23,7 @@ from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms

@@ -8,8 +8,8 @@ import torch
 import transformers
 from torch import nn
 
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import OptimizerConfig
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.heads import number_of
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config.presets import PRESETS
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
+from ds_layerwise.config.sections import PRESETS, LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
@@ -16,11 +15,11 @@ from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.tools.meta_model import MetaModel
-from ds_layerwise.zero.groups.param_groups import LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("group_defaults", "presets", "rate_checks", "param_groups")
+pytestmark = rooms("group_defaults", "sections", "rate_checks", "param_groups")
 
 
 class Attention(nn.Module):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers.models.phi3.modeling_phi3 import Phi3Config, Phi3MLP
 
-from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import ClientTorch, subclass
 from ds_layerwise.optimizers.rules.muon_family import Muon

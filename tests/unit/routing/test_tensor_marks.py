@@ -5,7 +5,7 @@ import torch
 from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 from torch import nn
 
-from ds_layerwise.config.targets.overrides import Override
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.tensor_marks import AUTOTP_META
 from tests.support.rooms import rooms

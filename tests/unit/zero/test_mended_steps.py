@@ -24,10 +24,10 @@ from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import GradSync
-from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.qk_clip import attention_logits
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.update import update
+from ds_layerwise.zero.step_progress import Interrupted
 from tests.support.rooms import rooms
 
 pytestmark = rooms("attention_logits", "comm", "contract", "grad_sync", "inference_only", "register", "update")

@@ -14,19 +14,19 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import ds_layerwise
+from ds_layerwise.config.qk_clip_settings import QkClip
 from ds_layerwise.config.sections import LayerWiseConfig
-from ds_layerwise.config.targets.qk_clip_settings import QkClip
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.routing.attention import attentions_of
-from ds_layerwise.zero.qk_clip import attention_hook, max_logits
+from ds_layerwise.zero.qk_clip import attention_hook
+from ds_layerwise.zero.qk_clip.attention_hook import counts_for
 from ds_layerwise.zero.qk_clip.attention_logits import _indices
-from ds_layerwise.zero.qk_clip.max_logits import counts_for
 from tests.support.attention import KINDS, _rows, attention_modules, entry_of, model_of, tokens_of
 from tests.support.documents import DOCS, tables_of
 from tests.support.rooms import rooms
 
-pytestmark = rooms("attention", "attention_hook", "max_logits", "qk_clip_settings", "row_scaling", "sections")
+pytestmark = rooms("attention", "attention_hook", "qk_clip_settings", "row_scaling", "sections")
 
 
 class Head(nn.Module):
@@ -54,7 +54,7 @@ def plainly(query, key, scaling, allowed):
 
 def measured(query, key, implementation, mask=None, module=Head, **kwargs):
     counts = counts_for(implementation, module(), query, key, mask, kwargs)
-    return max_logits.largest_logits(query, key, scaling=0.3, counts=counts)
+    return attention_hook.largest_logits(query, key, scaling=0.3, counts=counts)
 
 
 class Both(Head):
@@ -86,7 +86,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_largest_logits_are_those_that_count(case, at_a_time, monkeypatch):
     implementation, mask, kwargs, allowed = CASES[case]
-    monkeypatch.setattr(max_logits, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(attention_hook, "_AT_A_TIME", at_a_time)
     query, key = qkm()
     torch.testing.assert_close(measured(query, key, implementation, mask, **kwargs),
                                plainly(query, key, 0.3, allowed), rtol=1e-5, atol=1e-6)

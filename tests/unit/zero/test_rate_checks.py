@@ -8,7 +8,7 @@ from deepspeed.runtime import lr_schedules
 
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import ConfigError
-from ds_layerwise.zero.groups.rate_checks import PEAKS, check_peaks
+from ds_layerwise.zero.setup.rate_checks import PEAKS, check_peaks
 from tests.support.rooms import rooms
 
 pytestmark = rooms("rate_checks")

@@ -35,13 +35,18 @@ from ds_layerwise.checkpoint.formats.checkpoint_folder import (
 )
 from ds_layerwise.checkpoint.formats.regular import mp_size
 from ds_layerwise.checkpoint.new_names import bare, new_names
-from ds_layerwise.engine.contract.only_ours import Method, only_ours
-from ds_layerwise.engine.loading.model_checks import (
+from ds_layerwise.engine.checkpoints.model_checks import (
     check_layers,
     check_model,
     check_model_file,
 )
-from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, load_cuts, with_weights
+from ds_layerwise.engine.checkpoints.stage3_files import (
+    as_at_stage_2,
+    is_cut,
+    load_cuts,
+    with_weights,
+)
+from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce

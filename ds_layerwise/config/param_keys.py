@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ds_layerwise.config.targets.conditions import Conditions, Facts, each_of, has_attribute
+from ds_layerwise.config.conditions import Conditions, Facts, each_of, has_attribute
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError, RoutingError
 from ds_layerwise.optimizers.fields import build, normalised
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from ds_layerwise.errors import ConfigError, RoutingError
-from ds_layerwise.optimizers.fields import Name, Section
+from ds_layerwise.optimizers.fields import Name, NonNegative, OrNull, Section, build
 from ds_layerwise.optimizers.recipe import Shape
 
 #: One text, or several of which one must match.
@@ -198,3 +198,43 @@ def _as_config(value: Any) -> Any:
     if isinstance(value, tuple):
         return list(map(_as_config, value))
     return value
+
+
+#: The names of groups. A monitor may use them in file names.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+class NormGroup(Conditions):
+    """The parameters that meet all of the given conditions."""
+
+    example = '{"name": "mtp.*"}'
+
+    gradient_clipping: OrNull[NonNegative] = None
+    """The bound of the norm of their gradients. The norm of all others then does not include them.
+    0: they are not clipped. None: they are counted and clipped with all others.
+    """
+    optional: bool = False
+    """True if it may match no parameter."""
+
+
+def norm_groups_of(where: str, given: object) -> dict[str, NormGroup]:
+    """Return the groups that a config has under the name ``where``.
+
+    Raises:
+        ConfigError: a name or an entry is not valid.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(
+            f'{where} must be an object of names of groups to conditions like {{"mtp": {{"name": '
+            f'"mtp.*"}}}}, got {given!r}'
+        )
+    found = {}
+    for name, entry in given.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{where} names a group {name!r}; give it a name of letters, digits, dots, dashes "
+                "and underscores, for the monitor"
+            )
+        found[name] = build(NormGroup, f"{where}.{name}", entry)
+        found[name].check_conditions(f"{where}.{name}")
+    return found

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config.targets.fused_parts import whole_states
+from ds_layerwise.config.fused_parts import whole_states
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec
 from ds_layerwise.routing.part_views import Seen, seen_parts

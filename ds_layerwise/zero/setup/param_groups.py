@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
-from ds_layerwise.config.targets.overrides import Override
 from ds_layerwise.errors import ConfigError, StepError, nearest
 from ds_layerwise.optimizers.fields import check, merged_keys, normalised, plain
 from ds_layerwise.optimizers.recipe import Recipe
@@ -23,7 +23,7 @@ from ds_layerwise.optimizers.registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
 from ds_layerwise.routing.group_defaults import OF_OTHER_SCHEDULES
 from ds_layerwise.routing.routes import Route, Routes
-from ds_layerwise.zero.groups.rate_checks import check_floors, check_peaks, check_taken
+from ds_layerwise.zero.setup.rate_checks import check_floors, check_peaks, check_taken
 
 #: The rates of a config, each with the group's key for its ratio to ``lr``.
 RATIOS = {"muon_lr": "matrix_lr_ratio", "adam_lr": "scalar_lr_ratio"}

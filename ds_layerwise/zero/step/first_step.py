@@ -32,14 +32,14 @@ from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import State, UpdateError
 from ds_layerwise.output import announce
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 from ds_layerwise.ranks.owned.owned import MASTER
-from ds_layerwise.zero.interrupted import Interrupted
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
-from ds_layerwise.zero.step.observer import Step, StepObserver
-from ds_layerwise.zero.verify.reference_step import PlainStep
+from ds_layerwise.zero.step.reference_step import PlainStep
+from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The bound of rounding errors. Those of a sum of n summands grow about like the root of n; this
 #: many times that is no rounding error.
@@ -221,7 +221,7 @@ class FirstStep(StepObserver):
         keys = ["", *self._run.config.norm_groups]
         squares = torch.zeros(len(keys), dtype=widest_float(), device=self._run.device)
         layout = self._run.planned.layout
-        failed = Interrupted()
+        failed = Attempt()
         for index, spec in enumerate(self._specs):
             name = spec.name
             group = self._run.group_of(name)
@@ -237,7 +237,7 @@ class FirstStep(StepObserver):
             if bucket.whole:
                 owner = bucket.owner(layout.slot(name)) // bucket.ep_size
             # Not on its owner, if there is another rank.
-            if not failed and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
+            if failed.error is None and comm.rank_of(group) == (owner + 1) % comm.size_of(group):
                 # The other ranks go on to the next parameter.
                 with failed:
                     self._compute(name, grad, held, weights, step, groups)

@@ -16,8 +16,8 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import distributed
 
+from ds_layerwise.engine.checkpoints import saving
 from ds_layerwise.engine.final_error import has_failed, wait_for
-from ds_layerwise.engine.saving import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import say
 from ds_layerwise.process_exit import Attempt, leave

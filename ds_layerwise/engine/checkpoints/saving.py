@@ -32,9 +32,14 @@ from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
 from ds_layerwise.checkpoint.formats import regular, universal
 from ds_layerwise.checkpoint.formats.checkpoint_folder import check_tag
-from ds_layerwise.engine.contract.only_ours import Method, only_ours
-from ds_layerwise.engine.saving.save_snapshot import snapshot
-from ds_layerwise.engine.stage3_files import as_at_stage_2, is_cut, saving_the_rest, untrained_in
+from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
+from ds_layerwise.engine.checkpoints.stage3_files import (
+    as_at_stage_2,
+    is_cut,
+    saving_the_rest,
+    untrained_in,
+)
+from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.process_exit import Attempt

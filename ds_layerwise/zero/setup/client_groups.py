@@ -30,8 +30,8 @@ from ds_layerwise.optimizers import any_torch
 from ds_layerwise.optimizers.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
 from ds_layerwise.optimizers.fields import check, normalised, plain
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.groups.param_groups import Held, LayerWiseOptimizer
-from ds_layerwise.zero.groups.rate_checks import check_floors
+from ds_layerwise.zero.setup.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.zero.setup.rate_checks import check_floors
 
 #: The keys of a group that concern the group as a whole, and not an optimizer of one of its
 #: parameters.

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Annotated, Any
 
 from pydantic import Field
 
-from ds_layerwise.config.targets.conditions import Conditions, Facts
-from ds_layerwise.config.targets.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
-from ds_layerwise.config.targets.param_keys import ParamKey
+from ds_layerwise.config.conditions import Conditions, Facts
+from ds_layerwise.config.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
+from ds_layerwise.config.param_keys import ParamKey
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.optimizers.fields import (
     Betas,
@@ -42,7 +44,7 @@ class Override(Conditions):
     """Orthogonalise this many equal blocks of rows separately."""
     split: Sizes | None = None
     """The parts of a fused matrix by their sizes, each a separate matrix; see
-    :mod:`.config.targets.fused_parts`.
+    :mod:`.config.fused_parts`.
     """
     split_axis: SplitAxis | None = None
     split_groups: Count | None = None
@@ -54,7 +56,7 @@ class Override(Conditions):
     settings: tuple[tuple[str, Any], ...] = ()
     """The settings of the parameters' recipe, by their names in ``optimizer.params``."""
     key: Annotated[Any, Field(exclude=True)] = None
-    """The :class:`~ds_layerwise.config.targets.param_keys.ParamKey` that must match in addition;
+    """The :class:`~ds_layerwise.config.param_keys.ParamKey` that must match in addition;
     None in a config.
     """
 
@@ -183,3 +185,29 @@ def _check_rates(where: str, override: Override) -> None:
         raise ConfigError(
             f"{where}.min_lr is {least:g}, above {where}.lr, which is {lr:g}; lower it"
         )
+
+
+#: The overrides of ``register``, for every engine of the process, in any thread; and those of
+#: ``initialize``, for the engine that this thread is building.
+_kept: list[Override] = []
+_beside: ContextVar[tuple[Override, ...]] = ContextVar("ds_layerwise_overrides", default=())
+
+
+def keep(overrides: tuple[Override, ...]) -> None:
+    """Use ``overrides`` for every engine built from now on. They replace earlier ones."""
+    _kept[:] = overrides
+
+
+@contextmanager
+def beside(overrides: tuple[Override, ...]) -> Iterator[None]:
+    """Add ``overrides`` for engines built inside."""
+    token = _beside.set(overrides)
+    try:
+        yield
+    finally:
+        _beside.reset(token)
+
+
+def given_in_python() -> tuple[Override, ...]:
+    """Return the overrides for an engine built now, without those of its config."""
+    return (*_kept, *_beside.get())

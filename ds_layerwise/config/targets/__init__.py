@@ -1,1 +1,0 @@
-"""The choice of parameters for settings: overrides, conditions, norm groups, fused parts."""

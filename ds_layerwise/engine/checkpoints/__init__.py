@@ -1,0 +1,1 @@
+"""The engine's saving and loading of checkpoints."""

@@ -1,1 +1,0 @@
-"""Loads by the engine."""

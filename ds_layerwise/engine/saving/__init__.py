@@ -1,1 +1,0 @@
-"""Saves by the engine."""

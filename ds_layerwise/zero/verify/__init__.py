@@ -1,1 +1,0 @@
-"""The check of the first step against a plain one."""
