@@ -27,6 +27,7 @@ from tests.support.training import (
     whole_gradients,
 )
 from tests.support.universal import convert
+from tests.support.versions import needs
 
 pytestmark = rooms("reshard")
 
@@ -128,6 +129,7 @@ class TestParameters(DistributedTest):
     FROZEN = ("tall.weight", "norm.bias")
     EXTRA = ("extra.weight", "extra.bias")
 
+    @needs("deepspeed>=0.19.8", "its ds_to_universal.py leaves out frozen parameters")
     def test_frozen_when_saved_and_trained_now(self, tmp_path):
         saved = save(Net(frozen=True), tmp_path, **BF16)
         expected = whole_states(saved)

@@ -21,11 +21,13 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start
 from tests.support.universal import convert
+from tests.support.versions import needs
 
 pytestmark = rooms("cli", "consolidate", "to_universal")
 
 
 class TestToUniversal(DistributedTest):
+    @needs("deepspeed>=0.19.8", "its ds_to_universal.py leaves out frozen parameters")
     @pytest.mark.world_size([1, 3])
     def test_it_is_the_folder_that_the_engine_and_the_converter_write(self, tmp_path):
         engine = saved(tmp_path, save_universal=True)
@@ -117,6 +119,7 @@ class ClientObject:
 
 
 class TestConsolidate(DistributedTest):
+    @needs("deepspeed>=0.19.8", "its zero_to_fp32.py leaves out empty parameters")
     @pytest.mark.world_size([1, 3])
     def test_it_is_what_zero_to_fp32_gives(self, tmp_path):
         saved(tmp_path, save_universal=True)

@@ -23,6 +23,7 @@ from tests.support.universal import (
     train_with_loss,
     write_dense,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("universal", "regular", "reshard")
 
@@ -143,6 +144,7 @@ class TestOursIntoStock(DistributedTest):
         if dist.get_rank() == 0:
             torch.save(states, folder / "expected.pt")
 
+    @needs("deepspeed>=0.19.8", "its load of a universal folder puts the last state in the place of the masters")
     @pytest.mark.world_size([1, 2])
     @pytest.mark.parametrize("form", ["converted", "saved_universal"])
     def test_load(self, form, stage, run_of_3, tmp_path):
