@@ -127,26 +127,8 @@ def unexpected(rows: Iterable[Verdict]) -> dict[str, str]:
     return problems
 
 
-def described(model: nn.Module) -> list[Any]:
-    """Return the modules of ``model`` as :func:`skeleton` takes them: path, class, class of torch, sizes, parameters.
-    """
-    return [[path, kind_of(module).__name__, _of_torch(module), _sizes(module),
-             {name: list(param.shape) for name, param in module._parameters.items() if param is not None}]
-            for path, module in model.named_modules()
-            if module._modules or any(param is not None for param in module._parameters.values())]
-
-
-def _of_torch(module: nn.Module) -> str:
-    return next(cls.__name__ for cls in kind_of(module).__mro__ if cls.__module__.startswith("torch.nn"))
-
-
-def _sizes(module: nn.Module) -> dict[str, Any]:
-    keys = ("in_channels", "out_channels", "groups", "kernel_size", "transposed")
-    return {key: getattr(module, key) for key in keys} if _of_torch(module).startswith("Conv") else {}
-
-
 def skeleton(modules: list[Any]) -> nn.Module:
-    """Build the model that :func:`described` made ``modules`` of: classes of the same names, parameters on meta."""
+    """Build a model of ``modules``, each a path, a class, a class of torch, sizes, and parameters, on meta."""
     root: nn.Module | None = None
     for path, name, base, sizes, params in modules:
         cls: type[nn.Module] = getattr(nn, base)

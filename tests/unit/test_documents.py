@@ -115,7 +115,7 @@ def test_configs_are_planned(block, tmp_path):
 
 
 #: Variables that pages set, and where they are read.
-VARIABLES = {"CLIENTS": ROOT / "tests" / "clients" / "run.py", "THOROUGH": ROOT / "tests" / "conftest.py",
+VARIABLES = {"THOROUGH": ROOT / "tests" / "conftest.py",
              "GLOO_SOCKET_IFNAME": None, "HEAD": None,
              **dict.fromkeys(("DS_ACCELERATOR", "LOCAL_SIZE", "TORCHDYNAMO_DISABLE"), ROOT / "tests" / "run.sh"),
              "OMP_NUM_THREADS": ROOT / "examples" / "venv.sh"}

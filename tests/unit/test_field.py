@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 import pytest
 
 from ds_layerwise.plan.layout.layout import ParamSpec
@@ -62,60 +60,6 @@ def test_matrices_of_adamw_are_kept_by_rows_or_by_whole_copies(who):
     assert with_it.held - without.held == pytest.approx(whole * 50)
     times = 2 if who in ("Megatron-LM, layer-wise", "dion, DDP", "torch.optim.Muon, DDP") else 3
     assert with_it.sent - without.sent == pytest.approx((4 if who == "stock Muon, stage 3" else times) * 100)
-
-
-SQUARE, HALF = (64, 64), (32, 64)
-BIG, LESS, MIDDLE, SMALL = (8192, 8192), (6144, 8192), (6656, 8192), (64, 8192)
-DEAR, CHEAP, THIRD, THIN = (4096, 4096), (256, 65536), (2048, 6144), (64, 65536)
-
-#: A formula, the shapes of each layer, the ranks, one number, and what it is, in elements or over an even share.
-ONE_RULE_EACH = {
-    "a matrix over a cut is on both ranks, so that the middle one of three has two":
-        ("stock Muon, stage 1", [[SQUARE, SQUARE]], 3, "work", 2 / (2 / 3)),
-    "sorted by shape, no cut is inside a matrix":
-        ("stock Muon, stage 1", [[HALF, SQUARE, HALF]], 2, "held", 4 * 8192 + 4 * 4096 + 4 * 4096),
-    "the largest shapes come first, so that the last round is of small ones":
-        ("stock Muon, stage 3", [[SQUARE, HALF, SQUARE]], 2, "padding", 2048),
-    "a bucket is not closed before ranks times nine tenths of its largest matrix":
-        ("Megatron-LM, layer-wise", [[BIG, LESS]], 2, "padding", prod(BIG) - prod(LESS)),
-    "a closed bucket takes what fits into its padding":
-        ("Megatron-LM, layer-wise", [[SMALL, MIDDLE, BIG]], 2, "padding", prod(BIG) - prod(MIDDLE) - prod(SMALL)),
-    "buckets begin with the last matrix":
-        ("Megatron-LM, layer-wise", [[LESS, LESS, BIG]], 2, "padding", 2 * prod(LESS) - prod(BIG)),
-    "a shard has at most 1.3 times the mean of its bucket":
-        ("Megatron-LM, layer-wise", [[DEAR, CHEAP, CHEAP, CHEAP]], 2, "padding", 0),
-    "below that the cost decides, not the length":
-        ("Megatron-LM, layer-wise", [[DEAR, THIRD, THIRD, THIN]], 2, "padding",
-         2 * prod(THIRD) + prod(THIN) - prod(DEAR)),
-    "a matrix that is on one rank stays there":
-        ("Megatron-FSDP, FsdpMuon", [[SQUARE] * 4], 2, "sent", 3 * 4 * 4096),
-    "rows are whole":
-        ("Megatron-FSDP, FsdpMuon", [[(3, 64)]], 2, "sent", 3 * 4 * 64 + 8 * 64 / 2),
-    "the longest of a layer first":
-        ("MatrixFSDP", [[SQUARE, HALF, HALF]], 2, "held", 12 * 4096),
-    "equal shapes go together, wherever they are":
-        ("dion, DDP", [[SQUARE, HALF], [SQUARE, HALF]], 2, "padding", 0),
-    "rows that are filled up are kept":
-        ("dion, FSDP2", [[(3, 64), (3, 64)]], 2, "held", 12 * 2 * 2 * 64),
-    "work is carried over to the next bucket":
-        ("torchtitan, DistMuon", [[SQUARE], [SQUARE]], 2, "work", 1),
-    "two layers share a bucket, in which each rank has one matrix":
-        ("torchtitan, DistMuon", [[SQUARE], [HALF], [HALF]], 2, "work", (4096 + 2048) / 4096),
-}
-
-
-def model_of(layers, ranks):
-    specs = [ParamSpec(f"layers.{layer}.{i}.weight", shape, "bfloat16", True, work=prod(shape))
-             for layer, shapes in enumerate(layers) for i, shape in enumerate(shapes)]
-    return field.Model(specs, [], ranks)
-
-
-@pytest.mark.parametrize("rule", ONE_RULE_EACH)
-def test_a_single_rule_of_a_formula(rule):
-    who, layers, ranks, column, expected = ONE_RULE_EACH[rule]
-    model = model_of(layers, ranks)
-    found = getattr({**field.WHOLE, **field.CUT}[who](model), column)
-    assert found * (model.numel if column == "padding" else 1) == pytest.approx(expected)
 
 
 def test_stock_goes_through_rounds_of_each_bucket():

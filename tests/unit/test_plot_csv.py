@@ -33,14 +33,3 @@ def test_a_run_that_was_resumed_is_one_line(plot_csv, tmp_path):
     if find_spec("matplotlib"):
         subprocess.run([sys.executable, ROOT / "examples/plot_csv.py", tmp_path, tmp_path / "run.png"], check=True)
         assert (tmp_path / "run.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_metrics_of_one_kind_share_a_picture(plot_csv):
-    titles = {"lr": "learning rates", "adam_lr": "learning rates", "grad_norm_late": "grad_norm",
-              "update_rms_muon": "update_rms", "loss": "loss"}
-    assert {label: plot_csv.title(label) for label in titles} == titles
-
-
-def test_a_folder_without_files_is_named(plot_csv, tmp_path):
-    with pytest.raises(SystemExit, match=f"{tmp_path} has no "):
-        plot_csv.read(tmp_path)

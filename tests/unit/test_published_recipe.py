@@ -20,46 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "benchmarks" / "published_recipe.py"
 SHORT = ("--steps", "20", "--layers", "1", "--width", "32", "--context", "16")
 
-#: What a checkout has, as far as it is read: definitions, and a loop that sets up a training. Nothing else must run.
-STAND_IN = '''
-raise RuntimeError("what is outside of the setup ran")
-
-class CausalSelfAttention:
-    def __init__(self, dim, head_dim=128):
-        pass
-
-class GPT(nn.Module):
-    def __init__(self, vocab_size, num_layers, model_dim):
-        super().__init__()
-        import published_recipe
-        self.of = [published_recipe.Gpt(num_layers, model_dim)]
-        for name, module in self.of[0].named_children():
-            self.add_module(name, module)
-
-    def forward(self, inputs, targets):
-        return self.of[0](inputs, targets) * targets.numel()
-
-@torch.compile(mode="which does not exist")
-def rounded(x):
-    return x.bfloat16()
-
-for _ in range(1):
-    import published_recipe
-    train_steps = 3250
-    for p in model.parameters():
-        assert p.dtype == rounded(p).dtype == torch.float32
-    side = published_recipe.stated(model, train_steps)
-    optimizers = side.optimizers
-    optimizers[1].param_groups[0]["lr"] *= FACTOR
-    optimizers[1].param_groups[0]["initial_lr"] *= FACTOR
-    def set_hparams(step):
-        assert train_steps == 20
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * min(1, (1 - step / train_steps) / 0.7)
-    raise RuntimeError("what comes after the setup ran")
-'''
-
 
 def run(tmp_path, *args):
     # Whoever has a checkout may have said so in the environment.
@@ -84,18 +44,6 @@ def test_both_sides_lose_alike_as_written_down(tmp_path):
     assert losses[-1][1] < losses[0][1] - 1
     assert max(abs(ours - theirs) for ours, theirs in losses) < 1e-5
     assert "| 20 |" in done.stdout and "theirs: the recipe as written down here" in done.stdout
-
-
-def test_a_checkout_is_what_runs_beside_ours(tmp_path):
-    done = run(tmp_path, "--of", "20", "--theirs", str(checkout(tmp_path / "theirs", STAND_IN.replace("FACTOR", "1"))))
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    assert "theirs: its own code, in float32" in done.stdout
-
-
-def test_another_rate_of_theirs_is_told(tmp_path):
-    other = checkout(tmp_path / "theirs", STAND_IN.replace("FACTOR", "1.01"))
-    done = run(tmp_path, "--of", "20", "--theirs", str(other))
-    assert done.returncode == 1 and "the two are further apart than that" in done.stderr
 
 
 @pytest.mark.parametrize("text, message", [

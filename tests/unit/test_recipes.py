@@ -6,12 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from tests.support.rooms import rooms
@@ -111,18 +109,6 @@ def test_under_slurm_a_job_that_fails_is_queued_again_ten_times(restarts, queued
     assert done.returncode == 1 and ("requeue" in done.stdout) == queued
 
 
-def test_the_image_has_a_torch_that_the_package_takes():
-    image = re.search(r"^FROM pytorch/pytorch:(\d+)\.(\d+)\.", (RECIPES / "docker" / "Dockerfile").read_text(), re.M)
-    oldest = re.search(r"torch>=(\d+)\.(\d+)", (ROOT / "setup.cfg").read_text())
-    assert tuple(map(int, image.groups())) >= tuple(map(int, oldest.groups()))
-
-
-@pytest.mark.parametrize("tool", ["llamafactory", "axolotl"])
-def test_files_of_other_tools_name_the_config(tool):
-    given = yaml.safe_load((RECIPES / tool / "sft.yaml").read_text())
-    assert (ROOT / given["deepspeed"]).is_file() and isinstance(given["learning_rate"], float)
-
-
 def test_the_page_has_every_recipe_and_what_was_measured():
     for folder in sorted(path for path in RECIPES.iterdir() if path.is_dir() and path.name != "__pycache__"):
         assert f"examples/recipes/{folder.name}" in PAGE, folder.name
@@ -147,13 +133,6 @@ def test_a_run_that_is_resumed_and_ends_otherwise_is_an_error(tmp_path, monkeypa
         runner.measure("timm", args)
 
 
-def test_adamw_in_place_of_muon_has_the_same_rate_and_nothing_of_ours():
-    config = {"zero_optimization": {"stage": 1}, "layerwise": {}, "optimizer": {
-        "type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02, "weight_decay": 0.1}}}
-    assert load_runner().with_adamw(config) == {"zero_optimization": {"stage": 1}, "optimizer": {
-        "type": "AdamW", "params": {"lr": 3e-4, "weight_decay": 0.1, "torch_adam": True}}}
-
-
 @pytest.mark.parametrize("name, words", [("nanogpt", "--nanogpt"), ("deepspeed_examples", "--clone"),
                                          ("deepspeed_chat", "--clone")])
 def test_a_recipe_of_a_cloned_script_takes_the_clone_beside_it_or_by_its_variable(name, words, tmp_path):
@@ -165,70 +144,6 @@ def test_a_recipe_of_a_cloned_script_takes_the_clone_beside_it_or_by_its_variabl
     assert elsewhere[elsewhere.index(words) + 1] == "/else/where"
     clone = re.search(r"git clone (\S+?),", script.read_text())[1]
     assert clone.endswith("/" + beside[beside.index(words) + 1]) and f"git clone {clone}" in PAGE
-
-
-def test_a_clone_that_is_not_there_is_asked_for(monkeypatch, tmp_path, capsys):
-    (tmp_path / "ds.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--clone", "nowhere", "--config", str(tmp_path / "ds.json")])
-    with pytest.raises(SystemExit):
-        load("their_script", monkeypatch).parse("out", "training/cifar")
-    assert "no training/cifar in nowhere: git clone https://github.com/" in capsys.readouterr().err
-
-
-def test_arguments_that_a_recipe_does_not_know_are_the_scripts(monkeypatch, tmp_path):
-    (tmp_path / "ds.json").write_text('{"optimizer": {}}')
-    monkeypatch.setattr(sys, "argv", ["train.py", "--local_rank=1", "--clone", str(tmp_path),
-                                      "--config", str(tmp_path / "ds.json"), "--deepspeed", "--max_steps", "7",
-                                      "--max_seq_len", "64"])
-    args, words = load("their_script", monkeypatch).parse("out", ".")
-    assert (args.max_steps, args.config, args.output_dir) == (7, {"optimizer": {}}, "out")
-    assert words == ["--local_rank=1", "--deepspeed", "--max_seq_len", "64"]
-
-
-@pytest.mark.parametrize("words", [["--gradient_accumulation_steps", "2"], ["--lora_dim=8"]])
-def test_arguments_that_a_recipe_would_get_wrong_are_refused(words, monkeypatch, tmp_path, capsys):
-    (tmp_path / "ds.json").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["train.py", "--clone", str(tmp_path), "--config", str(tmp_path / "ds.json"),
-                                      *words])
-    with pytest.raises(SystemExit):
-        load("their_script", monkeypatch).parse("out", ".")
-    assert f"{words[0]}: this recipe counts each batch as a step" in capsys.readouterr().err
-
-
-class Engine:
-    """The part of an engine that a record uses; its weight is the sum of the losses that it was trained with."""
-
-    def __init__(self, saved):
-        self.weight, self.saved = 0.0, saved
-
-    def backward(self, loss):
-        self.weight += float(loss)
-
-    def step(self):
-        pass
-
-    def save_checkpoint(self, folder, client_state):
-        self.saved[folder] = (self.weight, {"losses": [*client_state["losses"]]})
-
-    def load_checkpoint(self, folder):
-        self.weight, state = self.saved[folder]
-        return folder, {"losses": [*state["losses"]]}
-
-
-def test_a_script_that_saves_nothing_is_resumed_where_its_batches_go_on(monkeypatch):
-    module = load("their_script", monkeypatch)
-    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
-    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
-    saved, ends = {}, []
-    for resume in (None, "out/checkpoint-2"):
-        engine = Engine(saved)
-        record = module.Record(engine, Namespace(max_steps=5, output_dir="out", resume_from_checkpoint=resume))
-        for loss in (16.0, 8.0, 4.0, 2.0, 1.0):
-            engine.backward(torch.tensor(loss))
-            engine.step()
-        ends.append((engine.weight, record.values))
-    assert list(saved) == ["out/checkpoint-2"] and saved["out/checkpoint-2"][0] == 24.0
-    assert ends == [(31.0, [16.0, 8.0, 4.0, 2.0, 1.0])] * 2
 
 
 def test_deepspeed_chat_gives_its_groups_and_its_schedule_in_place_of_its_optimizer(monkeypatch):

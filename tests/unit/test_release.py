@@ -25,12 +25,6 @@ def test_the_version_stands_once():
     assert "version = attr: ds_layerwise.__version__\n" in (release.ROOT / "setup.cfg").read_text()
 
 
-@pytest.mark.parametrize("version, section, of_minor", [
-    ("0.2.0.dev0", "Next", "0.2"), ("0.2.0", "0.2.0", "0.2"), ("1.10.3", "1.10.3", "1.10")])
-def test_a_version_has_its_section_and_its_minor(version, section, of_minor):
-    assert (release.section_of(version), release.minor(version)) == (section, of_minor)
-
-
 @pytest.mark.parametrize("section, fails", [("Next", True), ("0.2.0", False)])
 def test_a_changelog_without_the_version(section, fails, tmp_path, monkeypatch):
     text = f"# Changelog\n\n## What a version promises\n\n## {section}\n\n* new\n\n## 0.1.0\n"
@@ -82,11 +76,6 @@ def test_requirements_need_these_distributions(requirements, names):
 def test_a_missing_requirement_is_named(requirement, message):
     with pytest.raises(Failed, match=message):
         release.needed([requirement], find)
-
-
-def test_scripts_get_the_interpreter_and_programs_stay():
-    assert release.for_python(b"#!/old/python\nimport a\n", Path("/new/python")) == b"#!/new/python\nimport a\n"
-    assert release.for_python(b"\x7fELF\n#!", Path("/new/python")) == b"\x7fELF\n#!"
 
 
 def test_the_list_and_the_exit_code(monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Claims about versions in setup.cfg, README.md, docs/, the contract and the workflow, against what was run."""
 
 import re
-import tempfile
 from configparser import ConfigParser
 
 import pytest
@@ -66,18 +65,6 @@ def test_results_of_a_run_are_counted_by_file():
         "c.py": {"passed": 0, "skipped": 0, "failed": {"c.py": "cannot be imported"}}}
 
 
-@pytest.mark.parametrize("text, error", [
-    (">       assert 1 == 2\nE       assert 1 == 2\nE        +  where\n\na.py:3: AssertionError", "assert 1 == 2"),
-    ("rank 0 of 2 failed first:\n\nTraceback (most recent call last):\n  x\nValueError: no\n\nrank 1: KeyError",
-     "ValueError: no"),
-    ("ranks [0, 1] of 2 still ran after 300 s and were killed\n\nrank 0", "ranks [0, 1] of 2 still ran after 300 s and "
-     "were killed"),
-    (f"E   OSError: {tempfile.gettempdir()}/pytest-7/a_test0/saved is not there", "OSError: saved is not there"),
-    ("something else", "something else"), ("", "")])
-def test_the_line_that_says_what_is_wrong(text, error):
-    assert matrix.error_of(text) == error
-
-
 def test_unknown_failures_and_files_that_were_not_run_are_told(monkeypatch):
     one, other = (each.name for each in ENVIRONMENTS[:2])
     monkeypatch.setattr(matrix, "ENVIRONMENTS", ENVIRONMENTS[:2])
@@ -93,14 +80,3 @@ def test_unknown_failures_and_files_that_were_not_run_are_told(monkeypatch):
     assert ("| file | a | b |\n| --- | --- | --- |\n| f.py | 1 fail (1) | not run |\n| g.py | not run | pass |\n\n"
             "## Why tests fail\n\n**1.** Why.\n\n* `f.py::t`\n") in told
     assert "| 0 | 0 | 1 | not yet |\n" in matrix.page({one: failing})
-
-
-def test_tests_that_need_another_version_are_listed_with_what_lacks_it(monkeypatch):
-    one, other = (each.name for each in ENVIRONMENTS[:2])
-    monkeypatch.setattr(matrix, "files_of", lambda patterns: [])
-    lacking = {f"tests/f.py::t[{number}]": "`deepspeed>=9`: it has no wheels" for number in range(2)}
-    results = {name: {"date": "2026-01-01", "files": {"f.py": {
-        "passed": 1, "skipped": 2, "failed": {}, "lacking": lacking}}} for name in (one, other)}
-    page = matrix.page(results)
-    assert "| f.py | pass | pass |\n\n## What tests need\n\n`deepspeed>=9`: it has no wheels (not in a, b)\n\n" in page
-    assert page.endswith("* `f.py::t`\n") and page.count("f.py::t") == 1

@@ -1,6 +1,6 @@
 """Settings that a script makes around initialize, backward, step, save and load do not reach into a step."""
 
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import deepspeed.comm as dist
 import pytest
@@ -70,6 +70,10 @@ AROUND = {
     "gradients": torch.enable_grad,
 }
 
+#: Settings that a run of the test has at once.
+TOGETHER = [("autocast", "a default dtype", "short products", "gradients"),
+            ("a double default dtype", "a default device"), ("inference mode",)]
+
 #: Settings that a script makes once, for the whole process.
 DEFAULTS = ("a default dtype", "a double default dtype", "a default device")
 
@@ -77,6 +81,14 @@ ADAMW = {"type": "LayerWise", "params": {"lr": 0.004, "matrix_optimizer": "torch
 
 #: DeepSpeed's own code, or autograd, makes something else, or nothing, within these.
 NOT_AROUND = {("inference mode", "backward"), ("a default device", "backward")}
+
+
+@contextmanager
+def all_of(settings):
+    with ExitStack() as stack:
+        for each in settings:
+            stack.enter_context(AROUND[each]())
+        yield
 
 
 def everything(engine):
@@ -136,9 +148,9 @@ class TestAmbient(DistributedTest):
         if case.endswith("in cuts"):
             plan_in_cuts(monkeypatch)
         expected = train(str(tmp_path / "plain"), config, nullcontext, ())
-        for number, (what, around) in enumerate(AROUND.items()):
-            places = [place for place in PLACES if (what, place) not in NOT_AROUND]
-            found = train(str(tmp_path / str(number)), config, around, places)
+        for number, what in enumerate(TOGETHER):
+            places = [place for place in PLACES if not {(each, place) for each in what} & NOT_AROUND]
+            found = train(str(tmp_path / str(number)), config, lambda what=what: all_of(what), places)
             assert found.keys() == expected.keys()
             for name, value in expected.items():
                 assert (found[name].dtype, found[name].device) == (value.dtype, value.device), (what, name)
@@ -167,13 +179,13 @@ class TestAmbient(DistributedTest):
             "exp_avg", "exp_avg_sq")}} for name, param in model.items()}
         dcp.save({"model": model, "optim": {"state": state}}, checkpoint_id=str(tmp_path / "theirs"))
         of_theirs = {key: torch.tensor(1001.0) if key[1] == "step" else value for key, value in expected.items()}
+        other = start(Several(), ds_config(bucket_numel=20_000, optimizer=ADAMW))
         for number, what in enumerate(DEFAULTS):
             with AROUND[what]():
                 engine.optimizer.save_state_dict_to_file(tmp_path / f"file {number}")
                 dcp.save(engine.optimizer.sharded_state_dict(), checkpoint_id=str(tmp_path / f"shards {number}"))
             for name, states, steps in ((f"file {number}", expected, 3), (f"shards {number}", expected, 3),
                                         ("theirs", of_theirs, 1001)):
-                other = start(Several(), ds_config(bucket_numel=20_000, optimizer=ADAMW))
                 other.backward(other((50, dist.get_rank())))
                 other.step()
                 load = other.optimizer.load_sharded_state_dict
@@ -183,4 +195,3 @@ class TestAmbient(DistributedTest):
                 assert other.optimizer.step_count == steps, (what, name)
                 for name, param in other.module.named_parameters():
                     assert torch.equal(param, model[name]), (what, name)
-                other.destroy()

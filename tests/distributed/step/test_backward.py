@@ -13,7 +13,6 @@ from tests.support import internals
 from tests.support.costs import Operations
 from tests.support.expected import assert_trained_as, by_the_oracle, compared_to, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
-from tests.support.models import FailsInBackward
 from tests.support.reference import whole_number_loss
 from tests.support.rooms import rooms
 from tests.support.training import (
@@ -170,6 +169,7 @@ class TestTwoMicroBatches(DistributedTest):
         with pytest.raises(AssertionError, match="no_sync context manager is incompatible with gradient partitioning"):
             no_sync(start(Net(), ds_config(stage=2)), 0)
 
+
 class SometimesUnused(Net):
     """Other parameters take part in every step, micro-batch and rank."""
 
@@ -305,22 +305,6 @@ class TestAutograd(DistributedTest):
         if stage == 1:
             kept += [internals.grads(engine).bucket(b) for b in buckets]
         assert not any(gradient.requires_grad for gradient in kept)
-
-    def test_after_an_exception_in_backward(self, stage):
-        class SometimesFailing(Net):
-            def forward(self, place):
-                loss = super().forward(place)
-                return FailsInBackward.apply(loss) if place[0] == 50 else loss
-
-        engine = start(SometimesFailing(), ds_config(stage=stage, clip=5.0, overlap=False))
-        with pytest.raises(ZeroDivisionError):
-            engine.backward(engine((50, 0, dist.get_rank())))
-        engine.zero_grad()
-        for step in range(STEPS):
-            loss = engine((step, 0, dist.get_rank()))
-            engine.backward(loss) if step % 2 else loss.backward()
-            engine.step()
-        assert_as_the_oracle(engine)
 
 
 class Sometimes(Net):

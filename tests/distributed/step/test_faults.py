@@ -117,20 +117,19 @@ class TestNotFinite(DistributedTest):
         """Releases before ``compute_grad_norm`` came do not look at the norm, and never skip in fp32."""
         looks = "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
         for precision in ("fp32", "fp32 without a norm", "bf16", "bf16 unchecked") if looks else ("bf16",):
-            for stage in (1, 2):
-                clip = 0.0 if precision == "fp32 without a norm" else 5.0
-                config = sick_config(precision, stage=stage, gas=1, clip=clip)
-                ours = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
-                del config["layerwise"]
-                config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": True}}
-                stock = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
-                train_engines((ours, stock), 2)
-                for attribute in ("skipped_steps", "global_steps"):
-                    assert getattr(ours, attribute) == getattr(stock, attribute), (precision, stage, attribute)
-                assert ours.optimizer.overflow == stock.optimizer.overflow == PRECISIONS[precision][2]
-                assert ours.get_global_grad_norm() == stock.get_global_grad_norm()
-                assert ours.get_lr() == stock.get_lr()
-                ours.destroy()
+            stage, clip = (1, 0.0) if precision == "fp32 without a norm" else (2 if precision == "bf16" else 1, 5.0)
+            config = sick_config(precision, stage=stage, gas=1, clip=clip)
+            ours = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
+            del config["layerwise"]
+            config["optimizer"] = {"type": "AdamW", "params": {"lr": 0.003, "torch_adam": True}}
+            stock = start(Sick("tall.weight", math.inf), config, lr_scheduler=halves)
+            train_engines((ours, stock), 2)
+            for attribute in ("skipped_steps", "global_steps"):
+                assert getattr(ours, attribute) == getattr(stock, attribute), (precision, attribute)
+            assert ours.optimizer.overflow == stock.optimizer.overflow == PRECISIONS[precision][2]
+            assert ours.get_global_grad_norm() == stock.get_global_grad_norm()
+            assert ours.get_lr() == stock.get_lr()
+            ours.destroy()
 
 
 def assert_close(value, expected, tolerance, where):
@@ -181,7 +180,7 @@ class TestEnd(OwnDistributedTest):
     @pytest.mark.parametrize("how, moment, collective_timeout", [
         # A rank that is gone closes its connections; one that hangs is found out by the timeout alone.
         ("is killed", "backward", 300), ("is killed", "update", 300), ("raises", "backward", 300),
-        ("raises", "update", 300), ("raises", "sums", 300), ("hangs", "update", 8)])
+        ("raises", "sums", 300), ("hangs", "update", 8)])
     def test_the_others_end_with_an_error(self, how, moment, collective_timeout, tmp_path):
         ranks = fork_ranks(3, train_until_it_ends, how, moment, tmp_path, collective_timeout=collective_timeout)
         assert ranks[1][0] == (-signal.SIGKILL if how == "is killed" else 1)

@@ -39,6 +39,12 @@ pytestmark = rooms("first_step", "reference_step")
 VERIFY = {"verify_first_step": True}
 
 
+NARROW = {"momentum_dtype": "bfloat16", "exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16",
+          "stochastic_rounding": True}
+KEPT_AND_TOLD = {"master_dtype": "bfloat16+remainder", "monitor": {"update_rms": True, "momentum_norm": True},
+                 "log_num_zeros_in_grad": True, "norm_groups": {"vectors": {"ndim": 1, "gradient_clipping": 0.5}}}
+
+
 class Real(Net):
     """Gradients that are no whole numbers, of few directions: sums of them round, and matrices are nearly singular."""
 
@@ -70,7 +76,7 @@ class TestRight(DistributedTest):
         (1, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}),
         (2, 1, {"fp16": {"enabled": True, "initial_scale_power": 4}, "clip": 0.5, "layerwise": {
             "norm_groups": {"late": {"name": "flat.weight", "gradient_clipping": 0.25}, "told": {"ndim": 1}}}}),
-        (1, 1, {**BF16, **ON_HOST}),
+        (1, 1, {**BF16, **ON_HOST}), (2, 1, {**BF16, "clip": 1.0, "params": NARROW, "layerwise": KEPT_AND_TOLD}),
         (3, 2, BF16), (3, 1, {"clip": 0.5, "layerwise": {"layout": "lpt"}}),
         (3, 1, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}})])
     def test_a_right_step_passes_and_is_as_without(self, stage, gas, changes, monkeypatch):

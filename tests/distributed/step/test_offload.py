@@ -137,33 +137,6 @@ class TestOffload(DistributedTest):
         train_engines((engine, plain), 1, first=1)
         assert_same_run(engine, plain)
 
-    def test_an_exception_while_it_moves_loses_nothing(self, stage, monkeypatch, tmp_path):
-        """A file makes memory of a CPU unmovable before it."""
-        engine, plain = (start(Net(), ds_config(stage=stage, bf16={"enabled": True})) for _ in range(2))
-        train_engines((engine, plain), 1)
-        calls, move = [], host_memory._bytes
-
-        def interrupted(storage, device):
-            calls.append(storage)
-            if len(calls) == number:
-                raise KeyboardInterrupt
-            return move(storage, device)
-
-        for number in (1, 2, 6):
-            calls.clear()
-            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-                patch.setattr(host_memory, "_bytes", interrupted)
-                engine.offload_states()
-            for param in engine.module.parameters():
-                assert param.untyped_storage().nbytes() >= param.nbytes
-            engine.reload_states()
-            assert_same_run(engine, plain)
-        engine.optimizer.save_state_dict_to_file(tmp_path / "f")
-        engine.offload_states()
-        engine.reload_states()
-        train_engines((engine, plain), 1, first=1)
-        assert_same_run(engine, plain)
-
     @pytest.mark.world_size(2)
     def test_a_device_without_memory_on_one_rank_can_go_on_later(self, monkeypatch):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))

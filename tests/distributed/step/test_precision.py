@@ -157,7 +157,7 @@ class TestNorm(DistributedTest):
         sections = {} if checked else {"bf16": {"enabled": True, "check_grad_overflow": False}}
         cases = [({"gradient_clipping": clip, **sections}, factor, skips)
                  for clip, factor, skips in ((1.0, 1e38, True), (1.0, 1e30, False), (0.0, 1e30, True))]
-        for rule in () if checked or stage == 3 else ("muon", "namo", "polargrad", "soap", "adamw"):
+        for rule in () if checked or stage > 1 else ("muon", "namo", "polargrad", "soap", "adamw"):
             for factor, skips in ((1e38, True), (1.0, False)):
                 cases.append(({"optimizer": {"type": "LayerWise", "params": {"matrix_optimizer": rule}},
                                "zero_optimization": {"stage": stage, "compute_grad_norm": False}}, factor, skips))
@@ -229,12 +229,11 @@ class TestRounding(DistributedTest):
         """A rank alone rounds them, too, as stock does, so that stages and numbers of ranks give the same."""
         # 2049 is no fp16, 257 no bf16; both are float32.
         for dtype, expected in (("fp32", (2049, 257)), ("fp16", (2048, 257)), ("bf16", (2048, 256))):
-            found = []
+            found, engine = [], start(Sum(), ds_config(stage=stage, communication_data_type=dtype))
             for factor in (2049.0, 257.0):
-                engine = start(Sum(), ds_config(stage=stage, communication_data_type=dtype))
                 engine.backward(engine(factor))
                 found += whole_gradients(engine)["weight"].unique().tolist()
-                engine.destroy()
+                engine.zero_grad()
             assert found == list(expected), dtype
 
     @pytest.mark.parametrize("sections", [{}, BF16])

@@ -7,16 +7,13 @@ import torch
 
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.newton_schulz import coefficients
-from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.expected import assert_close, each_alone, mean_gradient
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, train, trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
-    BF16,
     MUON,
-    ON_HOST,
     Net,
     ds_config,
     relative_error,
@@ -96,24 +93,6 @@ class TestOverrides(DistributedTest):
                      "muon with extra_scale_factor 2.0: momentum 0.95, nesterov, scale_mode original x 2",
                      "lion: betas [0.5, 0.75] and [0.9, 0.95]"):
             assert line in " ".join(text.split()), (line, text)
-
-    @pytest.mark.parametrize("changes", [{}, {"stage": 2}, BF16, ON_HOST],
-        ids=["stage1", "stage2", "bf16", "host"])
-    def test_the_table_has_the_memory_that_each_takes(self, changes):
-        plain, engine = (start(Net(), ds_config(layerwise={"overrides": entries}, **changes))
-                         for entries in ([], OVERRIDES))
-        for each in (plain, engine):
-            held = each.optimizer.forecast().memory[each.global_rank]
-            hosted = internals.host_tensors(each)
-            on_host = {tensor.untyped_storage().data_ptr() for tensor in hosted}
-            states = [value for state in internals.states(each).values() for key, value in state.items()
-                      if key != "step" and value.untyped_storage().data_ptr() not in on_host]
-            assert sum(value.nbytes for value in states) == held.states
-            assert sum(tensor.nbytes for tensor in hosted) == held.host
-        # Adam's second moments that Lion and SGD do not have.
-        saved = sum(sum(memory.states + memory.host for memory in each.optimizer.forecast().memory) * sign
-                    for each, sign in ((plain, 1), (engine, -1)))
-        assert saved == 4 * (17 * 12 + 12)
 
     def test_settings_that_a_recipe_does_not_take_are_refused(self):
         for entry, message in (

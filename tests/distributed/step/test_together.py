@@ -31,19 +31,6 @@ VERIFY = {"verify_first_step": True}
 class TestTheFirstStep(DistributedTest):
     """The check of a right first step passes, and changes nothing."""
 
-    def test_with_all_that_is_kept_in_fewer_bits(self, stage):
-        found = []
-        for verify in (VERIFY, {}):
-            engine = start(Net(odd=True), ds_config(stage=stage, clip=1.0, params=NARROW, layerwise={
-                **REMAINDERS, **TOLD, **verify}, **BF16))
-            train_engine(engine, 3)
-            assert not verify or not internals.is_first_step_due(engine)
-            found.append((weights(engine.module).clone(), whole_states(engine), engine.optimizer.report()))
-            engine.destroy()
-        (one, states, told), (other, others, expected) = found
-        assert torch.equal(one, other) and told == expected
-        assert_equal_states(states, others)
-
     @pytest.mark.parametrize("changes", [{}, {**BF16, "layerwise": REMAINDERS}], ids=["float32", "remainders"])
     def test_with_queries_that_are_clipped(self, changes):
         layerwise, found = changes.get("layerwise", {}), []

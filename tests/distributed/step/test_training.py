@@ -58,7 +58,7 @@ class TestAgainstTheOracle(DistributedTest):
         pytest.param(stage, variant, marks=[pytest.mark.thorough] * (stage == 2 and variant != "odd"))
         for stage in (1, 2) for variant in VARIANTS])
     def test_twenty_steps(self, variant, stage):
-        for gas, clip in ((1, 0.0), (4, 0.0), (1, 5.0), (4, 5.0)):
+        for gas, clip in ((4, 0.0), (1, 5.0)):
             expected = by_the_oracle(lambda: Net(**VARIANTS[variant]), STEPS, gas=gas, clip=clip)
             assert clip == 0 or expected.steps[0].clip_factor > 2, "the bound does not bind"
             module = Net(**VARIANTS[variant])
@@ -139,12 +139,11 @@ class TestInvariance(DistributedTest):
     def test_neither_buckets_nor_overlap_nor_layout_change_a_bit(self, precision):
         changes = BF16 if precision == "bf16" else {}
         results = []
-        for bucket_numel in (1, 600, 10**9):
-            for overlap in (True, False):
-                results.append(self.trained(ds_config(gas=2, clip=5.0, bucket_numel=bucket_numel, overlap=overlap,
-                                                      **changes)))
+        for bucket_numel, overlap in ((1, True), (1, False), (600, True), (10**9, False)):
+            results.append(self.trained(ds_config(gas=2, clip=5.0, bucket_numel=bucket_numel, overlap=overlap,
+                                                  **changes)))
         # Whole numbers that bf16 holds: it does not matter whether ranks or micro-batches are added first.
-        for bucket_numel, overlap in ((1, True), (600, True), (600, False), (10**9, True)):
+        for bucket_numel, overlap in ((1, True), (600, False), (10**9, True)):
             results.append(self.trained(ds_config(gas=2, clip=5.0, stage=2, bucket_numel=bucket_numel, overlap=overlap,
                                                   **changes)))
         for layerwise in ({"layout": "lpt"}, {"layout": "size_matching"}, {"overlap_param_gather": True},

@@ -61,24 +61,6 @@ WAYS_TO_WRITE = {"load_state_dict": lambda module, values: module.load_state_dic
 
 
 class TestWeights(DistributedTest):
-    def test_masters_follow_weights_that_were_written_by_hand(self, stage):
-        for sections, dtype in (({}, torch.float32), (BF16, torch.bfloat16)):
-            engine = start(Net(), ds_config(stage=stage, **sections))
-            oracle = start_oracle(Net(), param_dtype=dtype, accum_dtype=dtype)
-            for step in range(4):
-                if step == 2:
-                    with torch.no_grad():
-                        for name, p in trainable(engine.module).items():
-                            p.mul_(-0.5).add_(0.01)
-                            oracle.params[name] = p.float().clone()
-                    engine.optimizer.refresh_fp32_params()
-                    for name, value in masters(engine).items():
-                        assert torch.equal(value, oracle.params[name]), name
-                train_engine(engine, 1, first=step)
-                oracle_step(oracle, step)
-                assert_masters_are(engine, oracle.params)
-            engine.destroy()
-
     @pytest.mark.parametrize("way", WAYS_TO_WRITE)
     def test_writes_hold_and_are_said_once(self, way, capsys):
         """Masters follow, as in fp32, where they are the parameters; Muon's momentum and Adam's averages stay."""
