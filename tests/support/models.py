@@ -75,22 +75,6 @@ class ConvNet(nn.Module):
         return self.classifier(F.relu(self.hidden(x)))
 
 
-class OddNet(nn.Module):
-    """Parameters that an optimizer must not stumble over: frozen, unused, empty and non-contiguous ones."""
-
-    def __init__(self, width: int = 6) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(width, width).requires_grad_(False)
-        self.unused = nn.Linear(width, 2 * width)
-        self.empty = nn.Parameter(torch.zeros(0, width))
-        self.transposed = nn.Parameter(torch.randn(2 * width, width).t() * 0.3)
-        self.scalar = nn.Parameter(torch.ones(()))
-        self.last = nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.frozen(x) @ self.transposed * self.scalar)) + self.empty.sum()
-
-
 def tiny_gpt(*, tied: bool = True, seed: int = 0) -> TinyGpt:
     """A :class:`TinyGpt` whose weights depend on the seed alone."""
     return _seeded(lambda: TinyGpt(tied=tied), seed)
@@ -99,11 +83,6 @@ def tiny_gpt(*, tied: bool = True, seed: int = 0) -> TinyGpt:
 def conv_net(seed: int = 0) -> ConvNet:
     """A :class:`ConvNet` whose weights depend on the seed alone."""
     return _seeded(ConvNet, seed)
-
-
-def odd_net(seed: int = 0) -> OddNet:
-    """An :class:`OddNet` whose weights depend on the seed alone."""
-    return _seeded(OddNet, seed)
 
 
 def _seeded(make, seed):
@@ -121,10 +100,6 @@ TINY_GPT_MATRICES = {
 
 #: Matrices of :func:`conv_net`: a kernel is one matrix, output channels by the rest; a depthwise kernel is none.
 CONV_NET_MATRICES = {"stem.weight": (1, 8, 27), "hidden.weight": (1, 16, 8)}
-
-#: Matrices of :func:`odd_net`.
-ODD_NET_MATRICES = {"unused.weight": (1, 12, 6), "transposed": (1, 6, 12), "last.weight": (1, 6, 12)}
-
 
 def _generator(step: int, micro: int, rank: int) -> torch.Generator:
     return torch.Generator().manual_seed(1 + rank + 100 * micro + 10_000 * step)
@@ -144,11 +119,6 @@ def token_loss(module: nn.Module, tokens: Tensor) -> Tensor:
 def image_batch(step: int, micro: int, rank: int) -> Tensor:
     """Return two images of 3 x 6 x 6."""
     return torch.randn(2, 3, 6, 6, generator=_generator(step, micro, rank))
-
-
-def vector_batch(step: int, micro: int, rank: int) -> Tensor:
-    """Return four vectors for :class:`OddNet`."""
-    return torch.randn(4, 6, generator=_generator(step, micro, rank))
 
 
 def square_loss(module: nn.Module, batch: Tensor) -> Tensor:

@@ -11,16 +11,13 @@ import subprocess
 import sys
 import time
 import warnings
-from collections import Counter
 from pathlib import Path
-from types import SimpleNamespace
 
 import deepspeed.comm as dist
 import pytest
 import torch
 import torch.distributed.distributed_c10d as c10d
 
-from tests.support import internals
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.versions import needs
@@ -216,54 +213,6 @@ def test_memory_is_what_is_held_and_on_one_rank_what_a_step_takes(gpu, place, mo
     found = gpu.memory(type(place)("cuda", ranks, tiny), 60)
     assert found.problems == problems
     assert "| big | 0 | 1000.0 | 1030.0 | +3.00 % | 100.0 | 102.1 |" in found.lines
-
-
-@pytest.mark.parametrize("side", [64, 60, 7])
-@pytest.mark.parametrize("strips", [1, 2, 4, 8])
-def test_strips_are_the_whole_product(place, side, strips):
-    x = torch.randint(-3, 4, (2, side, 5)).float()
-    assert torch.equal(importlib.import_module("gpu_ranks").by_strips(x, strips), x @ x.mT)
-
-
-def what_is_late(place):
-    ranks = importlib.import_module("gpu_ranks")
-    counts = Counter()
-    ranks.time.sleep = lambda seconds: counts.update([sys._getframe(1).f_locals["function"].__qualname__])
-    ranks.race(place, overlap=True, seed=1)
-    return counts
-
-
-def pending_in_digests(place):
-    """The result of a race, and the number of gathers under way whenever it took something into a digest."""
-    ranks = importlib.import_module("gpu_ranks")
-    engines, pending, make = [], [], ranks.ds_layerwise.initialize
-
-    class Digest:
-        def update(self, _):
-            pending.append(len(internals.gathers_under_way(engines[-1])))
-
-        def hexdigest(self):
-            return ""
-
-    def initialize(**options):
-        made = make(**options)
-        engines.append(made[0])
-        return made
-
-    ranks.ds_layerwise, ranks.hashlib = SimpleNamespace(initialize=initialize), SimpleNamespace(sha256=Digest)
-    return ranks.race(place, overlap=True, seed=None), pending
-
-
-def test_a_race_compares_what_has_arrived(gpu, place):
-    for found, pending in gpu.on_ranks(place, pending_in_digests, limit_s=120):
-        assert set(found.values()) == {""} and pending and not any(pending)
-
-
-def test_all_that_overlaps_is_late(gpu, place):
-    wanted = {"Wire.reduce", "Wire.gather", "Transfer.all_to_owners", "Transfer.to_cuts", "Owned.update", "transfer",
-              "LayerNorm.forward"}
-    for counts in gpu.on_ranks(place, what_is_late, limit_s=120):
-        assert counts.keys() == wanted, counts
 
 
 class TestOneRankOverNccl(DistributedTest):

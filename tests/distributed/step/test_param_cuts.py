@@ -272,7 +272,6 @@ class TestModelsThatZeroInitHasCut(DistributedTest):
             runs.append(train_engine(start(model, config), 2))
         assert_same_run(*runs)
 
-
     @pytest.mark.parametrize("frozen", [True, False])
     def test_parts_converted_later_are_trained_as_they_were_cut(self, frozen, capsys):
         runs = []
@@ -314,16 +313,6 @@ class TestWrittenByScripts(DistributedTest):
         assert_same_run(engines[1], engines[0])
         said = capsys.readouterr().out.count("weights were written between two steps")
         assert said == (dist.get_rank() == 0) * 2 * (precision == "bf16")
-
-    @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
-    def test_masters_follow_what_all_ranks_write_into_persistent_parameters(self, precision, name):
-        engines = []
-        for stage in (2, 3):
-            zero = {"stage3_param_persistence_threshold": 10**6}
-            engine = train_engine(start(Net(), config_of(stage, zero=zero, **PRECISIONS[precision])), 1)
-            engine.module.get_parameter(name).data.mul_(2)
-            engines.append(train_engine(engine, 2, first=1))
-        assert_same_run(engines[1], engines[0])
 
     @pytest.mark.parametrize("name, way", [
         ("square.weight", "gathered"), ("embed.weight", "stays whole"), ("tall.weight", "stays whole"),
@@ -673,11 +662,6 @@ class TestMemory(DistributedTest):
 
 class TestRefused(DistributedTest):
     world_size = 2
-
-    def test_tensor_parallelism_is_refused(self):
-        config = config_of(3, tensor_parallel={"autotp_size": 2})
-        with pytest.raises(ConfigError, match="^tensor_parallel.autotp_size is 2, which is not supported at ZeRO"):
-            start(Net(), config)
 
     def test_parameters_without_elements(self):
         with pytest.raises(ConfigError, match="^empty has no elements"):

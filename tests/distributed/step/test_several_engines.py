@@ -1,6 +1,5 @@
 """Several engines: on one model, on parts of one, one through another, and engines that outlive their registration."""
 
-import copy
 import gc
 
 import deepspeed
@@ -16,7 +15,7 @@ from torch import nn
 import ds_layerwise
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support.checkpoints import assert_equal_states, whole_states
-from tests.support.expected import assert_masters_are, assert_trained_as, by_the_oracle, oracle_step, start_oracle
+from tests.support.expected import assert_masters_are, assert_trained_as, oracle_step, start_oracle
 from tests.support.harness import DistributedTest
 from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
@@ -29,7 +28,6 @@ from tests.support.training import (
     train_engine,
     train_engines,
     weights,
-    whole_gradients,
 )
 
 pytestmark = rooms("param_owner", "register", "patches")
@@ -111,14 +109,6 @@ class TestTwoEnginesOfOneModel(DistributedTest):
 
 
 class TestOfModels(DistributedTest):
-    def test_on_two_models(self):
-        one, two = start(Net(), ds_config(clip=5.0)), start(Net(odd=True), ds_config(gas=2, clip=5.0))
-        for step in range(3):
-            train_engine(one, 1, first=step)
-            train_engine(two, 1, gas=2, first=step)
-        assert_trained_as(one.module, by_the_oracle(clip=5.0))
-        assert_trained_as(two.module, by_the_oracle(lambda: Net(odd=True), gas=2, clip=5.0))
-
     def test_engines_one_after_the_other_on_one_model(self, stage):
         module = Net()
         for gas, overlap, late in ((1, True, True), (2, False, False)):
@@ -179,42 +169,6 @@ class TestThroughAnother(DistributedTest):
                 for micro in range(2):
                     engine.backward(engine((step, micro, dist.get_rank())))
                 (engine.optimizer if by_hand else engine).step()
-
-
-def make(seed):
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-
-
-class TestAdversaries(DistributedTest):
-    def test_two_engines_of_which_one_is_frozen_in_turn(self, stage):
-        generator, critic = (start(make(seed), ds_config(stage=stage)) for seed in (1, 2))
-        for step in range(3):
-            noise = [torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank)) for rank in (0, 1)]
-            plain, judge = copy.deepcopy(generator.module), copy.deepcopy(critic.module)
-            for p in critic.module.parameters():
-                p.requires_grad_(False)
-            generator.backward(critic(generator(noise[dist.get_rank()])).mean())
-            self.compare(generator, plain, [judge(plain(x)).mean() for x in noise])
-            generator.step()
-            for p in critic.module.parameters():
-                p.requires_grad_(True)
-            with torch.no_grad():
-                made = [generator(x) for x in noise]
-            judge.zero_grad()
-            critic.backward(critic(made[dist.get_rank()]).square().mean())
-            self.compare(critic, judge, [judge(x).square().mean() for x in made])
-            critic.step()
-        assert critic.get_global_grad_norm() > 0
-
-    def compare(self, engine, plain, losses):
-        total = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
-        for loss in losses:
-            for (name, p), grad in zip(plain.named_parameters(), torch.autograd.grad(loss, list(plain.parameters())),
-                                       strict=True):
-                total[name] += grad
-        for name, value in whole_gradients(engine).items():
-            assert torch.equal(value, total[name].flatten() / 2), name
 
 
 def patched():

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.ranks.comm import nodes
@@ -333,13 +332,6 @@ class TestOverlapWithBackward(DistributedTest):
             engine.backward(engine((step, 1, dist.get_rank())))
             engine.step()
         assert every > 3 and started == [(every, True) if overlap else (0, False)] * 2 * stage
-
-
-class TestStepOrder(DistributedTest):
-    def test_the_basic_optimizer_cannot_be_stepped(self):
-        engine = start(Net(), ds_config())
-        with pytest.raises(StepError, match="call engine.step"):
-            engine.basic_optimizer.step()
 
 
 class TestSumsOfNodes(DistributedTest):

@@ -124,16 +124,6 @@ def test_defaults_may_be_written_out(key):
     assert LayerWiseConfig.from_section({key: said}) == LayerWiseConfig()
 
 
-def test_options_of_a_load_are_parsed():
-    c = LayerWiseConfig.from_section({"on_missing_state": "error", "on_optimizer_change": "keep_shared",
-                                      "save_universal": True, "rename": {"h.*": "layers.*"}})
-    assert (c.on_missing_state, c.on_optimizer_change, c.save_universal) == ("error", "keep_shared", True)
-    assert c.rename == {"h.*": "layers.*"}
-    default = LayerWiseConfig()
-    assert (default.on_missing_state, default.on_optimizer_change, default.save_universal, default.rename) == (
-        "fresh", "error", False, {})
-
-
 @pytest.mark.parametrize("section, message", [
     ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
     ({"store_param_remainders": True}, "store_param_remainders is not an option; did you mean 'master_dtype'"),
