@@ -32,6 +32,7 @@ _GONE = {
     "--ep_size": "plan a module:function with experts of deepspeed.moe.layer.MoE, which know it",
     "--tp_size": "plan a module:function that builds the layers in the sizes that one rank has",
     "--html": "take the table, or the numbers of --json",
+    "--png": "take the table, or the numbers of --json",
     "--ranks_per_node": "a plan counts what each rank sends, wherever its peers are",
     "--links": "plans count bytes, and --gb_s shows how long they take",
 }
@@ -47,7 +48,8 @@ class _Gone(argparse.Action):
     """An option that went. Its constant is the way out."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        parser.error(f"{self.option_strings[0]} is no option any more; {self.const}")
+        name = self.option_strings[0] if self.option_strings else self.metavar
+        parser.error(f"{name} is no option any more; {self.const}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -132,6 +134,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("path", metavar="PATH", type=Path, help=either)
     add("--weights-only", action="store_true", help="leave the optimizer states out")
+    add(
+        "other",
+        nargs="?",
+        action=_Gone,
+        metavar="OTHER",
+        default=argparse.SUPPRESS,
+        const="verify each checkpoint by itself",
+        help=argparse.SUPPRESS,
+    )
 
     add = command(
         "consolidate", _consolidate, "write the float32 weights as safetensors", every, overwrite

@@ -70,7 +70,7 @@ from ds_layerwise.zero.setup.client_groups import (
     must_be_optimizer,
     pointing_to_ours,
 )
-from ds_layerwise.zero.setup.param_cuts import make_fetcher, whole_shapes
+from ds_layerwise.zero.setup.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step_progress import warn_once
@@ -321,19 +321,7 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     Raises:
         ConfigError: names the way out.
     """
-    for name, param in engine.module.named_parameters():
-        if not getattr(param, "ds_numel", param.numel()):
-            raise ConfigError(
-                f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
-                "stage 3; take it out of the model, or set zero_optimization.stage to 2"
-            )
-    for name, module in engine.module.named_modules():
-        if isinstance(module, torch._dynamo.OptimizedModule):
-            raise ConfigError(
-                f"{name or 'the model'} is what torch.compile(module) returned, and DeepSpeed "
-                "fetches no parameters into that at ZeRO stage 3; call module.compile() instead, "
-                "or engine.compile() after initialize()"
-            )
+    refuse_unfetchable(engine.module)
     is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
     if engine.has_moe_layers or is_cut:
         raise ConfigError(

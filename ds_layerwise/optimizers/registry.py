@@ -79,7 +79,7 @@ def any_of(*named: str) -> Any:
 
 def _still_here(name: object) -> object:
     if isinstance(name, str) and name in GONE:
-        arguments = "its arguments into matrix_params"
+        arguments = "its arguments into matrix_params or scalar_params"
         if name != "adafactor":
             arguments = 'its arguments, and "split": "element", into scalar_params'
         raise ValueError(

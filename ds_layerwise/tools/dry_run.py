@@ -22,6 +22,7 @@ from ds_layerwise.routing.group_defaults import idle_keys
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.zero.setup.param_cuts import refuse_unfetchable
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 
@@ -75,6 +76,8 @@ class DryRun:
         _refuse_unknown(filled, run)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=False)
         module = model.module
+        if run.stage == 3:
+            refuse_unfetchable(module)
         model.cast(run.param_dtype)
         check_recipes(run.optimizer.recipes)
         optimizer = LayerWiseOptimizer(

@@ -131,6 +131,12 @@ def _of_function(said: str, module_name: str, function_name: str) -> nn.Module:
         raise ConfigError(
             f"--model {said} must return a torch.nn.Module, got {type(model).__name__}"
         )
+    for name, param in model.named_parameters():
+        if nn.parameter.is_lazy(param):
+            raise ConfigError(
+                f"--model {said} returns a model with a lazy {name}, which has no shape before a "
+                "forward pass; build it with layers that know their sizes"
+            )
     return model
 
 

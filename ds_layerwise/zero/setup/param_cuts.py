@@ -27,6 +27,27 @@ from ds_layerwise.ranks.owned.host_memory import host_memory
 from ds_layerwise.ranks.owned.weight_writes import differs
 
 
+def refuse_unfetchable(model: nn.Module) -> None:
+    """Refuse a model of which DeepSpeed cannot fetch all parameters at ZeRO stage 3.
+
+    Raises:
+        ConfigError: names the way out.
+    """
+    for name, param in model.named_parameters():
+        if not getattr(param, "ds_numel", param.numel()):
+            raise ConfigError(
+                f"{name} has no elements, and DeepSpeed cannot make such a parameter whole at ZeRO "
+                "stage 3; take it out of the model, or set zero_optimization.stage to 2"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, torch._dynamo.OptimizedModule):
+            raise ConfigError(
+                f"{name or 'the model'} is what torch.compile(module) returned, and DeepSpeed "
+                "fetches no parameters into that at ZeRO stage 3; call module.compile() instead, "
+                "or engine.compile() after initialize()"
+            )
+
+
 def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
     """Cut the parameters of ``engine`` over the ranks, except those that ``zero.Init`` has cut, and
     return the object that fetches them.

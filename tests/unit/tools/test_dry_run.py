@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime.config import DtypeEnum
 from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -204,12 +205,27 @@ def test_ranks_share_the_experts_that_a_model_is_built_with(files, monkeypatch):
 
 
 @pytest.mark.parametrize("option, way_out", [("--ep_size", "deepspeed.moe.layer.MoE"), ("--tp_size", "in the sizes"),
-    ("--links", "--gb_s"), ("--ranks_per_node", "wherever its peers are")])
+    ("--links", "--gb_s"), ("--ranks_per_node", "wherever its peers are"), ("--html", "--json"), ("--png", "--json")])
 def test_options_that_went_say_the_way_out(option, way_out, files, capsys):
     with pytest.raises(SystemExit, match="2"):
         cli.main([*map(str, files(config())), option, "2"])
     told = capsys.readouterr().err
     assert f"{option} is no option any more; " in told and way_out in told
+
+
+def test_a_second_checkpoint_of_verify_says_the_way_out(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["verify", "one", "another"])
+    assert "OTHER is no option any more; verify each checkpoint by itself" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage, build, message", [
+    (3, lambda: bare({"up": (4, 4), "nothing": (0, 4)}), "nothing has no elements, and DeepSpeed cannot make"),
+    (3, lambda: torch.compile(bare({"up": (4, 4)})), "the model is what torch.compile(module) returned, and DeepSpeed"),
+    (1, lambda: nn.Sequential(nn.LazyLinear(4)), "returns a model with a lazy 0.weight, which has no shape before")])
+def test_models_that_a_run_refuses(stage, build, message, files, monkeypatch):
+    monkeypatch.setattr(model_specs, "small", build)
+    assert_refused(message, *files(config(zero_optimization={"stage": stage, "reduce_bucket_size": 2048})))
 
 
 def test_everything_may_be_sent_to_the_scalar_optimizer(files, monkeypatch):
