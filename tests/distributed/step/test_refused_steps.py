@@ -67,7 +67,7 @@ REFUSALS = [refuse_for_offload, refuse_for_everything_away, refuse_for_replaced_
 class TestRefusedSteps(DistributedTest):
     @WAYS
     def test_gradients_can_be_read_and_written(self, stage, in_cuts, monkeypatch):
-        """Where everything was away nothing is written: then the same step is taken once more."""
+        """Nothing is written after the refusal for what is away: the same step is taken once more."""
         for refuse in REFUSALS:
             refused, plain = engines = one_refused(refuse, monkeypatch, in_cuts, stage)
             param, other = (engine.module.get_parameter(NAME) for engine in engines)
