@@ -377,7 +377,7 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _to_universal(options: argparse.Namespace) -> int:
-    from ds_layerwise.tools.to_universal import to_universal
+    from ds_layerwise.tools.exports import to_universal
 
     say_last(
         to_universal(options.path, options.out, overwrite=options.overwrite, **_reading(options))
@@ -397,7 +397,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _consolidate(options: argparse.Namespace) -> int:
-    from ds_layerwise.tools.consolidate import consolidate
+    from ds_layerwise.tools.exports import consolidate
 
     lines = consolidate(
         options.path,

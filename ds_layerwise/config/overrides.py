@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from ds_layerwise.config.conditions import Conditions, Facts
-from ds_layerwise.config.fused_parts import Sizes, SplitAxis, as_one_change, checked_split
 from ds_layerwise.config.param_keys import ParamKey
 from ds_layerwise.errors import ConfigError, unknown_key
 from ds_layerwise.optimizers.fields import (
@@ -18,14 +18,83 @@ from ds_layerwise.optimizers.fields import (
     Count,
     Decay,
     NonNegative,
+    OrNull,
+    Section,
     build,
     check,
     merged_keys,
 )
 from ds_layerwise.optimizers.registry import REGISTRY, any_of, recipes_of_settings
 
+SplitAxis = Literal["out", "in"]
+
+#: The names of parts, which become names of states and of files.
+_NAME = "[A-Za-z_][A-Za-z_0-9]*"
+
+_SIZES = 'an object like {"q": 64, "k": 16, "v": {"size": 16, "heads": 4}}'
+
 #: The fields that are neither a condition nor a change.
 _ABOUT = ("optional", "settings", "key")
+
+
+class Part(Section):
+    """A named piece of the axis."""
+
+    size: Count
+    """The number of rows, or columns, in one group."""
+    heads: OrNull[Count] = None
+    """The number of matrices in each group; None for one matrix, with the pieces of all groups."""
+
+
+#: The parts in a config: an integer is a part of that size without heads.
+Sizes = Mapping[Annotated[str, Field(pattern=f"^{_NAME}$")], Count | Part]
+
+
+class Split(NamedTuple):
+    """The parts of a parameter as named in an override. Without parts the parameter stays whole."""
+
+    parts: tuple[tuple[str, Part], ...]
+    axis: SplitAxis = "out"
+    groups: int = 1
+
+    @property
+    def length(self) -> int:
+        """The length of an axis that consists of these parts."""
+        return self.groups * sum(part.size for _, part in self.parts)
+
+    def __repr__(self) -> str:
+        sizes = []
+        for name, part in self.parts:
+            heads = f" ({part.heads} heads)" if part.heads else ""
+            sizes.append(f"{name} {part.size}{heads}")
+        groups = f" x {self.groups}" * (self.groups > 1)
+        return (", ".join(sizes) or "nothing") + groups + ' along "in"' * (self.axis == "in")
+
+
+def _checked_sizes(where: str, given: object) -> dict[str, Part]:
+    """Return the parts that a config has under ``where``.
+
+    Raises:
+        ConfigError: a part has a name that is not valid in a file name, or a size that is not
+            valid.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{where} must be {_SIZES}, got {given!r}")
+    parts = {}
+    for name, size in given.items():
+        if not isinstance(name, str) or not re.fullmatch(_NAME, name):
+            raise ConfigError(
+                f"{where} names a part {name!r}; give it a name of letters, digits and underscores"
+            )
+        own = f"{where}.{name}"
+        if isinstance(size, Mapping):
+            part = build(Part, own, size)
+        else:
+            part = Part(size=check(Count, own, size))
+        if part.heads and part.size % part.heads:
+            raise ConfigError(f"{own} has size {part.size}, which {part.heads} heads do not divide")
+        parts[name] = part
+    return parts
 
 
 class Override(Conditions):
@@ -44,7 +113,7 @@ class Override(Conditions):
     """Orthogonalise this many equal blocks of rows separately."""
     split: Sizes | None = None
     """The parts of a fused matrix by their sizes, each a separate matrix; see
-    :mod:`.config.fused_parts`.
+    the note of :mod:`.routing.part_views`.
     """
     split_axis: SplitAxis | None = None
     split_groups: Count | None = None
@@ -211,3 +280,37 @@ def beside(overrides: tuple[Override, ...]) -> Iterator[None]:
 def given_in_python() -> tuple[Override, ...]:
     """Return the overrides for an engine built now, without those of its config."""
     return (*_kept, *_beside.get())
+
+
+def checked_split(where: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``entry``, an override that a config has under ``where``, with its parts checked.
+
+    Raises:
+        ConfigError: a size or a name is not valid; or it sets the layout of parts without naming
+            them, or a number of heads in addition.
+    """
+    if "split" in entry and "num_heads" in entry:
+        raise ConfigError(
+            f"{where} has split and num_heads; count the heads of each part, like "
+            '{"q": {"size": 64, "heads": 4}}, in place of num_heads'
+        )
+    if "split" in entry:
+        return {**entry, "split": _checked_sizes(f"{where}.split", entry["split"])}
+    for key in ("split_axis", "split_groups"):
+        if key in entry:
+            raise ConfigError(
+                f"{where}.{key} sets the layout of parts, but {where} has no split; add one, like "
+                '{"q": 64, "k": 16, "v": 16}'
+            )
+    return dict(entry)
+
+
+def as_one_change(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``changes`` of an override, with its parts as one :class:`Split`, for comparisons."""
+    rest = dict(changes)
+    parts = rest.pop("split", None)
+    axis = rest.pop("split_axis", "out")
+    groups = rest.pop("split_groups", 1)
+    if parts is not None:
+        rest["split"] = Split(tuple(parts.items()), axis, groups)
+    return rest

@@ -467,7 +467,7 @@ class LayerWiseConfig(Section):
 
     layout: LayoutPolicy = "balanced"
     """The policy that chooses the owners of matrices; see
-    :mod:`ds_layerwise.plan.planner.planner`.
+    :mod:`ds_layerwise.plan.layout.planner`.
     """
     reduction: Reduction = "auto"
     """The method to sum gradients over ranks; see :mod:`ds_layerwise.ranks.sync.bucket_transfers`.
@@ -504,7 +504,7 @@ class LayerWiseConfig(Section):
     overlap_param_gather: bool = False
     """Wait for an updated parameter at its first use, not in ``step``."""
     auto_split: bool = True
-    """Treat the known parts of fused matrices as matrices; see :mod:`.routing.find_fused_parts`."""
+    """Treat the known parts of fused matrices as matrices; see :mod:`.routing.fused_parts`."""
     master_dtype: MasterDtype = "float32"
     """The form of the masters of bfloat16 parameters; see
     :mod:`ds_layerwise.optimizers.dtypes`.

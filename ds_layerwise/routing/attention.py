@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.config.qk_clip_settings import AttentionEntry, QkClip
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.group_defaults import QK_NORM
-from ds_layerwise.routing.heads import is_transposed
-from ds_layerwise.routing.module_of import config_value
+from ds_layerwise.routing.fused_parts import is_transposed
+from ds_layerwise.routing.module_of import QK_NORM, config_value
 from ds_layerwise.routing.tensor_marks import axis_of, heads_here, is_cut
 
 

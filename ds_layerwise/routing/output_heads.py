@@ -9,10 +9,16 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.model_names import QUERY_NAMES
 from ds_layerwise.optimizers.recipe import Shape
-from ds_layerwise.routing.matrix_view import CONVOLUTIONS, shape_in
-from ds_layerwise.routing.module_of import is_table, kind_of, modules_of, weights_of
+from ds_layerwise.routing.fused_parts import QUERY_NAMES
+from ds_layerwise.routing.module_of import (
+    CONVOLUTIONS,
+    is_table,
+    kind_of,
+    modules_of,
+    shape_in,
+    weights_of,
+)
 from ds_layerwise.routing.tensor_marks import is_cut
 
 #: The names of output heads in common model families, or of modules that end in one.

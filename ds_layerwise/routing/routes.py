@@ -12,14 +12,23 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
-from ds_layerwise.config.fused_parts import Parts, Split
-from ds_layerwise.config.sections import Recipes
+from ds_layerwise.config.overrides import Split
+from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.optimizers.any_torch import is_path
+from ds_layerwise.optimizers.any_torch import ClientTorch, is_path
 from ds_layerwise.optimizers.fields import build
 from ds_layerwise.optimizers.recipe import Recipe, Shape, StateSpec
 from ds_layerwise.optimizers.registry import REGISTRY, recipe_at
 from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
+from ds_layerwise.routing.module_of import QK_NORM
+from ds_layerwise.routing.part_views import Parts
+
+#: The keys of a group for a script's own scheduler, or for torch's in addition to "max_lr". Here
+#: only overrides have them.
+OF_OTHER_SCHEDULES = ("lr_scale", "min_lr")
+
+#: The keys for embeddings and output heads, each with the value that it sets for them.
+OF_TABLES = {"decoupled_lr": "lr", "decoupled_min_lr": "min_lr"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +172,7 @@ class Route:
     @property
     def copied(self) -> int:
         """The bytes of parts that its update copies; see
-        :meth:`.config.fused_parts.Parts.copied`.
+        :meth:`.routing.part_views.Parts.copied`.
         """
         if self.parts is None or self.matrix_shape is None:
             return 0
@@ -432,3 +441,59 @@ def require_a_matrix(
         '[{"name": "*", "optimizer": "scalar"}], or route some with "optimizer": "matrix" there, '
         "or param.use_muon = True"
     )
+
+
+def idle_keys(
+    optimizer: OptimizerConfig,
+    layerwise: LayerWiseConfig,
+    routes: Collection[Route],
+    groups: Sequence[Collection[str]] = (),
+) -> list[str]:
+    """Return the keys of both sections, and of parameter groups, that change nothing.
+
+    Args:
+        routes: those of the whole model.
+        groups: the keys that the script has set in each parameter group.
+    """
+    acting = _acting_keys(optimizer, routes)
+    idle = [f"optimizer.params.{key}" for key in optimizer.given if key not in acting]
+    idle += [f"layerwise.{key}" for key in _idle_in_layerwise(optimizer, layerwise, routes)]
+    for i, keys in enumerate(groups):
+        if "max_lr" not in keys:
+            idle += [f"param_groups[{i}].{key}" for key in OF_OTHER_SCHEDULES if key in keys]
+    return idle
+
+
+def _idle_in_layerwise(
+    optimizer: OptimizerConfig, layerwise: LayerWiseConfig, routes: Collection[Route]
+) -> list[str]:
+    idle = []
+    if layerwise.monitor.every > 1 and not layerwise.monitor.asks:
+        idle.append("monitor.every")
+    has_client = any(isinstance(route.recipe, ClientTorch) for route in routes)
+    if layerwise.client_optimizer.split != "whole" and not has_client:
+        idle.append("client_optimizer")
+    if layerwise.apply_wd_to_qk_layernorm:
+        has_qk_norm = any(
+            QK_NORM.fullmatch(route.name) for route in routes if not route.recipe.for_matrices
+        )
+        if optimizer.decay_vectors or not has_qk_norm:
+            idle.append("apply_wd_to_qk_layernorm")
+    for key, sets in OF_TABLES.items():
+        if getattr(layerwise, key) not in (None, *(getattr(route, sets) for route in routes)):
+            idle.append(key)
+    return idle
+
+
+def _acting_keys(optimizer: OptimizerConfig, routes: Collection[Route]) -> set[str]:
+    """Return the keys of the optimizer's section that have an effect on ``routes``."""
+    acting = {"lr", "weight_decay", "decay_vectors", "preset", "matrix_optimizer"}
+    for recipe in {route.recipe for route in routes}:
+        acting.update(recipe.keys(), recipe.hyper)
+        acting.add("muon_lr" if recipe.for_matrices else "adam_lr")
+    if not optimizer.recipes.are_one:
+        acting |= {"scalar_optimizer", "per_head_muon"}
+    decay = optimizer.scalar_weight_decay
+    if any(not route.recipe.for_matrices and route.weight_decay == decay for route in routes):
+        acting.add("scalar_weight_decay")
+    return acting

@@ -9,7 +9,7 @@ The rules, of which the first match wins:
    ``param.use_muon``, then a parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
 3. a vector of any shape, by the class of a norm or by its own name, see
-   :func:`.routing.group_defaults.is_vector`: scalar, and with the weight decay of vectors;
+   :func:`.routing.routes.is_vector`: scalar, and with the weight decay of vectors;
 4. a table or an output head: scalar. Tables are weights shared by layers of a pipeline;
    ``nn.Embedding`` by its type; other modules by a class name that ends in ``Embedding``; tables
    and heads that Megatron marks with ``is_embedding_or_output_parameter``; and bare parameters by
@@ -49,14 +49,26 @@ from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import ClientTorch
 from ds_layerwise.optimizers.recipe import Recipe
-from ds_layerwise.routing.find_fused_parts import split_as_told, split_known
-from ds_layerwise.routing.group_defaults import OF_TABLES, QK_NORM, is_vector, own_name
-from ds_layerwise.routing.heads import cut_heads, is_transposed, split_heads
-from ds_layerwise.routing.matrix_view import shape_in
-from ds_layerwise.routing.module_of import is_bare, is_norm, is_table
+from ds_layerwise.routing.fused_parts import (
+    cut_heads,
+    is_transposed,
+    split_as_told,
+    split_heads,
+    split_known,
+)
+from ds_layerwise.routing.module_of import (
+    QK_NORM,
+    is_bare,
+    is_norm,
+    is_table,
+    is_vector,
+    own_name,
+    shape_in,
+)
 from ds_layerwise.routing.output_heads import Elsewhere, output_heads
 from ds_layerwise.routing.override_matching import Changes, facts_of, holders_of, overrides_by_name
 from ds_layerwise.routing.routes import (
+    OF_TABLES,
     ParamGroups,
     Route,
     forced_matrix_shape,

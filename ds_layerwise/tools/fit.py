@@ -13,8 +13,7 @@ from ds_layerwise.config.config_file import at
 from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of
-from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import DryRun, MetaModel
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
 _SHORT_STATES = {

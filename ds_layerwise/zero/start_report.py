@@ -17,7 +17,7 @@ from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.param_tables import listed
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.routing.group_defaults import idle_keys
+from ds_layerwise.routing.routes import idle_keys
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import ds_layerwise
 from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, make_wires

@@ -23,7 +23,7 @@ from conditions import conditions
 
 from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tests.support.model_specs import load_model_specs

@@ -28,8 +28,8 @@ from conditions import conditions
 from torch import nn
 
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import Reduction
-from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
 from ds_layerwise.ranks.sync import transfer

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.config.fused_parts import Parts
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.optimizers.rules.muon_family import Muon
+from ds_layerwise.routing.part_views import Parts
 from ds_layerwise.routing.routes import Route, parts_of
 from tests.support.reference import whole_number_gradients
 

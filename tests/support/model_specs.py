@@ -16,7 +16,7 @@ from ds_layerwise.orthogonalize.newton_schulz import NsMethod
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import MetaModel
 from tests.support.routing import route_parameters
 
 

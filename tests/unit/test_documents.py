@@ -33,8 +33,7 @@ from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
 from ds_layerwise.optimizers.rules.shampoo import Shampoo
 from ds_layerwise.optimizers.rules.soap import KlSoap, Soap
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
-from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import DryRun, MetaModel
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer
 from tests import api
 from tests.outputs import pages_with_outputs, with_outputs

@@ -27,8 +27,8 @@ from ds_layerwise.plan.forecast.memory import (
 )
 from ds_layerwise.plan.forecast.sent import Sent, sent_bytes
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import Reduction, itemsize
-from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.routes import Routes
 
 

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.checkpoint.record import PieceRecord
-from ds_layerwise.config.fused_parts import whole_states
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import MasterDtype
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError
@@ -25,7 +24,7 @@ from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
-from ds_layerwise.routing.part_views import Seen, first_state, seen_parts
+from ds_layerwise.routing.part_views import Seen, first_state, seen_parts, whole_states
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The key of a master among the keys of states.

@@ -21,8 +21,7 @@ from ds_layerwise.optimizers.fields import check, merged_keys, normalised, plain
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.optimizers.registry import recipes_of_settings
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.routing.group_defaults import OF_OTHER_SCHEDULES
-from ds_layerwise.routing.routes import Route, Routes
+from ds_layerwise.routing.routes import OF_OTHER_SCHEDULES, Route, Routes
 from ds_layerwise.zero.setup.rate_checks import check_floors, check_peaks, check_taken
 
 #: The rates of a config, each with the group's key for its ratio to ``lr``.

@@ -21,8 +21,8 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.parallel.tensor import check_copies
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
-from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.routing.output_heads import Elsewhere

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ds_layerwise.config.fused_parts import whole_states
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec
-from ds_layerwise.routing.part_views import Seen, seen_parts
+from ds_layerwise.routing.part_views import Seen, seen_parts, whole_states
 from ds_layerwise.routing.routes import Route
 
 #: The tolerance relative to the largest change, if the rule multiplies in float32 or not at all.

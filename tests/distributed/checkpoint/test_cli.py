@@ -23,7 +23,7 @@ from tests.support.training import ds_config, start
 from tests.support.universal import convert
 from tests.support.versions import needs
 
-pytestmark = rooms("cli", "consolidate", "to_universal")
+pytestmark = rooms("cli", "exports")
 
 
 class TestToUniversal(DistributedTest):
@@ -191,7 +191,7 @@ class TestConsolidate(DistributedTest):
         def broken(*args):
             raise LayerWiseError("in the middle")
         out.write_text("before")
-        monkeypatch.setattr("ds_layerwise.tools.consolidate._cast", broken)
+        monkeypatch.setattr("ds_layerwise.tools.exports._cast", broken)
         assert_refused("in the middle", "consolidate", tmp_path, out, "--overwrite")
         assert out.read_text() == "before" and not list(tmp_path.glob("*.incomplete"))
 

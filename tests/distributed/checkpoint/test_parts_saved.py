@@ -20,8 +20,8 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, train_engines
 from tests.support.universal import convert
 
-pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "owned", "regular", "universal", "reshard",
-                   "single_file", "whole_states")
+pytestmark = rooms("fused_parts", "part_views", "owned", "regular",
+                   "universal", "reshard", "single_file", "whole_states")
 
 
 def engine_of(*, apart=False, split=True, layerwise=None, **changes):

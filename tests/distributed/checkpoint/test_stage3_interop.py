@@ -21,7 +21,7 @@ from tests.support.universal import (
 )
 from tests.support.versions import needs
 
-pytestmark = rooms("universal", "stage3_files", "to_universal")
+pytestmark = rooms("universal", "stage3_files", "exports")
 
 
 class TestStockIntoOurs(DistributedTest):

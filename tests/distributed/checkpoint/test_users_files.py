@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 from tests.unit.checkpoint.test_user_files import FILES, assert_kept, put
 
-pytestmark = rooms("user_files", "consolidate")
+pytestmark = rooms("user_files", "exports")
 
 
 class TestUsersFiles(DistributedTest):

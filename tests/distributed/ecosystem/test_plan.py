@@ -16,7 +16,7 @@ from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
 from tests.support.training import BF16, allow_fp16, ds_config, start
 
-pytestmark = rooms("forecast", "memory", "report", "dry_run", "meta_model", "run_plan")
+pytestmark = rooms("forecast", "memory", "report", "dry_run", "run_plan")
 
 SPLIT = {"overrides": [{"name": "blocks.*.qkv.weight", "num_heads": 3},
                        {"name": "*.down.weight", "optimizer": "scalar"},

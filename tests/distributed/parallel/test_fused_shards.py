@@ -10,7 +10,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu, mark
 from tests.support.training import ds_config, start
 
-pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "tensor_marks", "tensor_shards")
+pytestmark = rooms("fused_parts", "part_views", "tensor_marks", "tensor_shards")
 
 #: By parameter, its shape, the axis that is cut, in how many runs, and what an override says.
 FUSED = {

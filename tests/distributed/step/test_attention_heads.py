@@ -11,7 +11,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start, train_engines
 
-pytestmark = rooms("heads", "routes", "muon_family")
+pytestmark = rooms("fused_parts", "routes", "muon_family")
 
 
 class Layers(nn.Module):

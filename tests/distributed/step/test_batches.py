@@ -15,7 +15,7 @@ from tests.support.tensor_parallel import Net as CutNet
 from tests.support.tensor_parallel import batch as cut_batch
 from tests.support.training import assert_same_on_all_ranks, ds_config, start, train_engine, train_engines, weights
 
-pytestmark = rooms("update_sets", "update_batches", "owned", "update")
+pytestmark = rooms("update_sets", "owned", "update")
 
 STEPS = 5
 

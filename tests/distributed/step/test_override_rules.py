@@ -10,8 +10,7 @@ import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
-from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import DryRun, MetaModel
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
 from tests.support.expected import assert_close, each_alone
 from tests.support.harness import DistributedTest
@@ -19,8 +18,8 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching", "group_defaults", "start_report",
-                   "register", "routes")
+pytestmark = rooms("conditions", "overrides", "param_keys", "override_matching",
+                   "routes", "start_report", "register")
 
 RANKS, STEPS = 2, 4
 

@@ -14,7 +14,7 @@ from tests.support.reference import Recipe, Reference, trainable, whole_number_g
 from tests.support.rooms import rooms
 from tests.support.training import ds_config, start, train_engine
 
-pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "owned", "muon_family")
+pytestmark = rooms("fused_parts", "part_views", "owned", "muon_family")
 
 STEPS, THOROUGH = 4, os.environ.get("THOROUGH") == "1"
 

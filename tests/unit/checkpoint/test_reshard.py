@@ -14,7 +14,7 @@ from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from tests.support.rooms import rooms
 
 pytestmark = rooms("reshard", "record", "any_torch")

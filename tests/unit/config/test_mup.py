@@ -16,7 +16,7 @@ from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("mup", "group_defaults", "routes")
+pytestmark = rooms("mup", "routes")
 
 WIDTH, BASE, LR, EPS = 24, 8, 0.5, 0.25
 

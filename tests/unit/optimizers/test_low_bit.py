@@ -29,8 +29,7 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
-from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import DryRun, MetaModel
 from tests.support.rooms import rooms
 
 pytestmark = rooms("dtypes", "forms", "rate_checks")

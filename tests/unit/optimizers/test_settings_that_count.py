@@ -17,12 +17,12 @@ from ds_layerwise.optimizers.fields import merged_keys
 from ds_layerwise.optimizers.registry import names
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.routing.group_defaults import idle_keys
+from ds_layerwise.routing.routes import idle_keys
 from ds_layerwise.zero.setup.param_groups import GROUP_KEYS, LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("group_defaults", "rate_checks", "routing_rules", "param_groups", "sections")
+pytestmark = rooms("routes", "rate_checks", "routing_rules", "param_groups", "sections")
 
 TESTS = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.batching import FULL_BATCH_NUMEL, MAX_BATCH_NUMEL, batches
 from ds_layerwise.plan.forecast.forecast import LayoutReport
 from ds_layerwise.plan.forecast.memory import update_bytes
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
 from tests.support.live_memory import LiveMemory
 from tests.support.model_specs import bare, routes_of, shipped, specs_in

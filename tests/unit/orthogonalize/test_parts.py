@@ -7,22 +7,22 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config.fused_parts import Part, Parts, whole_states
+from ds_layerwise.config.overrides import Part
 from ds_layerwise.config.sections import Override
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.recipe import Hyper, Recipe, StateSpec
 from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.memory import state_bytes_of, update_bytes
-from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.routing.part_views import first_state, seen_parts
+from ds_layerwise.plan.layout.planner import plan_layout
+from ds_layerwise.routing.part_views import Parts, first_state, seen_parts, whole_states
 from ds_layerwise.routing.routes import Route
 from tests.support.fused import by_index
 from tests.support.model_specs import routes_of, shipped
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("find_fused_parts", "fused_parts", "part_views", "routes")
+pytestmark = rooms("fused_parts", "part_views", "routes")
 
 
 @pytest.mark.parametrize("is_cut, meaning", [(False, 'parts q 2, k 1 (1 heads) x 5 along "in"'), (True, "")])

@@ -13,7 +13,7 @@ from ds_layerwise.plan.forecast.forecast import on_the_wire
 from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
 from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes

@@ -4,7 +4,7 @@ import pytest
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Piece, Slot
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from tests.support.rooms import rooms
 
 pytestmark = rooms("layout", "shards")

@@ -10,8 +10,8 @@ from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import sum_dtype
-from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms

@@ -21,10 +21,10 @@ from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.routing.module_of import weights_of
 from ds_layerwise.routing.override_matching import overrides_by_name
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import MetaModel
 from tests.support.rooms import rooms
 
-pytestmark = rooms("conditions", "ds_config", "kronecker", "meta_model", "module_of",
+pytestmark = rooms("conditions", "ds_config", "kronecker", "dry_run", "module_of",
                    "muon_family", "override_matching", "overrides", "report", "routes")
 
 

@@ -13,8 +13,8 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.owners import Item, spread
-from ds_layerwise.plan.planner.planner import plan_layout
-from ds_layerwise.tools import meta_model
+from ds_layerwise.plan.layout.planner import plan_layout
+from ds_layerwise.tools import dry_run
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
@@ -464,7 +464,7 @@ def model(request):
 
 
 def test_every_model_of_the_package_is_known_here():
-    folder = Path(meta_model.__file__).parent / "models"
+    folder = Path(dry_run.__file__).parent / "models"
     assert sorted(path.stem for path in folder.glob("*.json")) == sorted(NUMELS)
 
 

@@ -7,16 +7,15 @@ import pytest
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.forecast import LayoutReport
 from ds_layerwise.plan.forecast.sent import sent_bytes
-from ds_layerwise.plan.layout.draft_buckets import draft_balanced, draft_owned
+from ds_layerwise.plan.layout.draft_buckets import draft_balanced, draft_owned, row_limit, take_rows
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import itemsize, reduction_of_run, transport_of
-from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
-from ds_layerwise.plan.planner.planner import plan_layout
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
 
-pytestmark = rooms("transport", "even_rows", "draft_buckets", "planner")
+pytestmark = rooms("transport", "draft_buckets", "planner")
 
 
 def items(*kinds):

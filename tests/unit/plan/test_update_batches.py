@@ -5,10 +5,10 @@ import random
 import pytest
 
 from ds_layerwise.orthogonalize.batching import most_together
-from ds_layerwise.plan.planner.update_batches import Matrices, together
+from ds_layerwise.ranks.owned.update_sets import Matrices, together
 from tests.support.rooms import rooms
 
-pytestmark = rooms("update_batches")
+pytestmark = rooms("update_sets")
 
 A, B = (4, 8), (4, 4)
 

@@ -9,8 +9,8 @@ import torch
 from ds_layerwise.plan.forecast.memory import memory_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards
-from ds_layerwise.plan.planner.planner import plan_layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, OwnShards
 from ds_layerwise.ranks.sync import cut_sync

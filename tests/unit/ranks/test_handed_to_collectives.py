@@ -8,7 +8,7 @@ import torch
 from torch import distributed, nn
 
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import streams
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires

@@ -19,7 +19,7 @@ import ds_layerwise
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.optimizers.registry import names
 from ds_layerwise.plan.forecast.forecast import specs_of
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings
 from ds_layerwise.ranks.owned.reductions import sum_of_squares

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.sync import bucket_transfers

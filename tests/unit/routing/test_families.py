@@ -11,12 +11,12 @@ from torch import nn
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.heads import number_of
+from ds_layerwise.routing.fused_parts import number_of
 from tests.support.families import architectures, built, one_of_each_type, skeleton, unexpected, verdicts
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = [*rooms("routing_rules", "output_heads", "module_of", "group_defaults", "matrix_view"),
+pytestmark = [*rooms("routing_rules", "output_heads", "module_of", "routes"),
               pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")]
 
 OTHERS = json.loads((Path(__file__).parents[2] / "support" / "other_families.json").read_text())

@@ -18,7 +18,7 @@ from ds_layerwise.routing.part_views import view_of
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("model_names", "find_fused_parts", "fused_parts", "part_views", "heads", "routing_rules")
+pytestmark = rooms("fused_parts", "part_views", "routing_rules")
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 24,
          "vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

@@ -13,13 +13,12 @@ from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.tools.dry_run import DryRun
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools.dry_run import DryRun, MetaModel
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("group_defaults", "sections", "rate_checks", "param_groups")
+pytestmark = rooms("routes", "module_of", "sections", "rate_checks", "param_groups")
 
 
 class Attention(nn.Module):

@@ -13,7 +13,7 @@ from ds_layerwise.errors import RoutingError
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("heads")
+pytestmark = rooms("fused_parts")
 
 
 def route(model, *overrides, **kwargs):

@@ -16,7 +16,7 @@ from ds_layerwise.routing.routes import require_a_matrix
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("routing_rules", "routes", "module_of", "matrix_view")
+pytestmark = rooms("routing_rules", "routes", "module_of")
 
 
 class Model(nn.Module):

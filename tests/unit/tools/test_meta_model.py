@@ -23,14 +23,14 @@ from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeep
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.plan.forecast.forecast import forecast, specs_of
 from ds_layerwise.plan.forecast.report import as_json, plan_table
-from ds_layerwise.tools import meta_model
-from ds_layerwise.tools.meta_model import MetaModel
+from ds_layerwise.tools import dry_run
+from ds_layerwise.tools.dry_run import MetaModel
 from tests.support.cli import assert_refused, run
 from tests.support.model_specs import shipped
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
-pytestmark = rooms("meta_model", "model_names")
+pytestmark = rooms("dry_run", "fused_parts")
 
 CONFIG = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 2048}, "bf16": {"enabled": True},
           "optimizer": {"type": "LayerWiseMuon", "params": {"lr": 3e-4, "muon_lr": 0.02}}}
@@ -107,7 +107,7 @@ def test_a_plan_at_stage_3_connects_no_ranks(architectures, arguments):
     assert (code, err) == (0, "") and trainers.is_zero3() and not torch.distributed.is_initialized()
 
 
-@pytest.mark.parametrize("path", sorted((Path(meta_model.__file__).parent / "models").glob("*.json")),
+@pytest.mark.parametrize("path", sorted((Path(dry_run.__file__).parent / "models").glob("*.json")),
                          ids=lambda path: path.stem)
 def test_models_that_come_with_the_package_are_known_to_transformers(path):
     """A key that transformers does not know is a typo, and would be ignored."""

@@ -18,7 +18,7 @@ from ds_layerwise.engine.contract.contract import Name
 from ds_layerwise.engine.register import register
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.plan.layout.layout import ParamSpec
-from ds_layerwise.plan.planner.planner import plan_layout
+from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import ShardBuffer

@@ -1,4 +1,6 @@
-"""The weights of a checkpoint as safetensors files, in the layout of Hugging Face."""
+"""Copies of checkpoints in other formats, without an engine: the universal one, and the weights as
+safetensors files in the layout of Hugging Face.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,16 @@ from torch import Tensor
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.manifest import Manifest
 from ds_layerwise.checkpoint.files.user_files import others_in
-from ds_layerwise.checkpoint.formats.checkpoint_folder import Bars, check_bytes, check_target, find
-from ds_layerwise.checkpoint.formats.regular import refuse_parts
+from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.checkpoint.formats.checkpoint_folder import (
+    Bars,
+    ModelFile,
+    check_bytes,
+    check_target,
+    find,
+    in_parallel,
+)
+from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.verify import Contents
 
@@ -55,6 +65,77 @@ _PEFT = re.compile(r"\.(lora|vera|oft|ia3|hada)_|\.(base_layer|modules_to_save)\
 
 #: The names of Hugging Face's files of weights. Existing ones would count as part of the new ones.
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
+
+
+def to_universal(
+    path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
+) -> str:
+    """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears
+    atomically.
+
+    It needs memory for the states of one parameter for each of ``workers``, if these have several
+    pieces; else none.
+
+    Args:
+        trust: True to let the model's file run code.
+        overwrite: True to replace another universal checkpoint at ``out``.
+
+    Returns:
+        A line about what was written.
+
+    Raises:
+        LayerWiseError: there is no regular checkpoint of this package, it is damaged, or ``out``
+            cannot be written.
+    """
+    source = find(path)
+    if universal.is_universal(source):
+        raise LayerWiseError(f"{source} is a universal checkpoint already")
+    refuse_parts(source)
+    check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
+    check_bytes(source, workers=workers, bars=bars)
+    saved = RegularCheckpoint(source)
+    for rank in range(saved.world_size):
+        saved.state_dict(rank)
+    model = ModelFile.read(source, trust=trust)
+    if model is None:
+        raise LayerWiseError(
+            f"{source} has no model file, so its frozen parameters and buffers are lost"
+        )
+    try:
+        atomic.begin(out)
+        parts = _write_universal(
+            saved, model, atomic.incomplete_folder(out), workers=workers, bars=bars
+        )
+        atomic.commit(out, Manifest.merged(parts))
+    finally:
+        atomic.abandon(out)
+    atomic.point(out.parent / universal.LATEST, out.name)
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    count = len(saved.header.shapes)
+    return f"{out}: {count} parameters with their states, {size} bytes, from {source}"
+
+
+def _write_universal(
+    saved: RegularCheckpoint, model: ModelFile, folder: Path, *, workers: int, bars: Bars
+) -> list[Manifest]:
+    def write(name: str) -> Manifest:
+        try:
+            return Manifest.of(folder, universal.write_parameters(saved, folder, [name]))
+        except RuntimeError as e:
+            # torch.save raises this on a full disk.
+            raise LayerWiseError(
+                f"{folder / 'zero' / name} cannot be written: {str(e).splitlines()[0]}"
+            ) from e
+
+    header = saved.header
+    sized = [
+        (name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
+        for name, shape in header.shapes.items()
+    ]
+    parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
+    rest = universal.write_common(saved.state_dict(0), folder)
+    rest += universal.write_model(model.path, model.others(header.shapes), folder)
+    return [*parts, Manifest.of(folder, rest)]
 
 
 def consolidate(

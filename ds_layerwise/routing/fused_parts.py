@@ -2,7 +2,7 @@
 
 Note: which parts are found without configuration
     The fused projections of transformers, by the names of layers and the sizes in their modules or
-    configs. The names are in :mod:`.config.model_names`:
+    configs. The names are in :mod:`.routing.fused_parts`:
 
     * queries, keys and values, see ``QKV``: one after the other, or by head; also those of linear
       attention;
@@ -17,29 +17,265 @@ Note: which parts are found without configuration
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
-from ds_layerwise.config.fused_parts import Part, Parts, Split
-from ds_layerwise.config.model_names import (
-    FUSED_NAMES,
-    GATE_UP_EXPERTS,
-    GATED_QUERIES,
-    HALVES,
-    LATENT_SIZES,
-    LINEAR_SIZES,
-    LOOKS_FUSED,
-    QKV,
-    QKV_BY_HEAD,
-)
+from ds_layerwise.config.overrides import Part, Split
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.orthogonalize.tensor_shards import Axis
-from ds_layerwise.routing.heads import attention_of, family_of, heads_of, number_of, sources_of
+from ds_layerwise.routing.module_of import config_value, kind_of, weights_of
+from ds_layerwise.routing.part_views import Parts
 from ds_layerwise.routing.routes import Route, parts_of, with_parts
-from ds_layerwise.routing.tensor_marks import runs_of
+from ds_layerwise.routing.tensor_marks import heads_here, runs_of
+
+#: The layers of queries, and of keys and values, whose heads can become separate matrices.
+QUERY_NAMES = ("q_proj", "query", "wq", "q_b_proj", "kv_b_proj", "q_attn")
+KEY_VALUE_NAMES = ("k_proj", "v_proj", "key", "value", "wk", "wv")
+
+#: The layers of queries, keys and values together, with heads of one width.
+FUSED_NAMES = (
+    "c_attn",
+    "qkv",
+    "qkv_proj",
+    "query_key_value",
+    "Wqkv",
+    "wqkv",
+    "att_proj",
+    "in_proj_weight",
+)
+
+#: The layers of queries, keys and values, in all families of transformers or in one.
+QKV = (
+    "qkv",
+    "bark.att_proj",
+    "bloom.query_key_value",
+    "dbrx.Wqkv",
+    "deberta.in_proj",
+    "decision_transformer.c_attn",
+    "falcon.query_key_value",
+    "gpt2.c_attn",
+    "gpt_bigcode.c_attn",
+    "gpt_neox.query_key_value",
+    "gpt_neox_japanese.query_key_value",
+    "imagegpt.c_attn",
+    "modernbert.Wqkv",
+    "mpt.Wqkv",
+    "openai.c_attn",
+    "persimmon.query_key_value",
+    "phi3.qkv_proj",
+    "phi4_multimodal.qkv_proj",
+)
+
+#: The families in which :data:`QKV` is grouped by key head, each with its queries. In others, all
+#: queries come first.
+QKV_BY_HEAD = (
+    "bloom",
+    "deberta",
+    "falcon",
+    "gpt_bigcode",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "persimmon",
+)
+
+#: The layers of gate and up, or keys and values: two parts of one size, one after the other.
+HALVES = (
+    "gate_up_proj",
+    "Wi",
+    "to_kv",
+    "granitemoe_swa.input_linear",
+    "granitemoehybrid.input_linear",
+    "granitemoeshared.input_linear",
+    "jetmoe.input_linear",
+    "jetmoe.kv_proj",
+)
+
+#: The families of experts with such a layout whose module does not declare it.
+GATE_UP_EXPERTS = ("llama4", "longcat_flash", "step3p7")
+
+#: The families in which a gate follows each head of queries.
+GATED_QUERIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen4_exp")
+
+#: The names of fused projections, known or not.
+LOOKS_FUSED = re.compile(
+    r"(\w+_)?w?qkvz?(_proj)?|Wqkv|query_key_value|c_attn|att_proj|(to_|linear_)?kv|"
+    r"in_proj_(weight|ba)|gate_up(_proj)?|Wi|w1[23]"
+)
+
+#: The names of the number of query heads, of the number of key heads, of the width of a head, and
+#: of the width of a hidden state.
+HEAD_COUNTS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+KEY_HEAD_COUNTS = ("num_key_value_heads", "num_kv_heads", "kv_heads")
+HEAD_WIDTHS = ("head_dim", "attention_head_size")
+HIDDEN_WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
+
+#: The names of the sizes of latent attention.
+LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+
+#: The names, in linear attention, of the numbers of key heads and value heads, and of the total
+#: width of each.
+LINEAR_SIZES = ("num_k_heads", "num_v_heads", "key_dim", "value_dim")
+
+
+def is_transposed(module: nn.Module, param: Tensor) -> bool:
+    """Tell whether ``param`` is the weight of a linear layer that stores it as (inputs,
+    outputs).
+    """
+    return (
+        kind_of(module).__name__ == "Conv1D"
+        and param.dim() == 2
+        and any(param is weight for weight in weights_of(module))
+    )
+
+
+def sources_of(module: nn.Module, model: nn.Module, tp_size: int) -> list[Any]:
+    """Return the objects with the sizes of an attention module: itself and its config, or the
+    model's config if it has neither.
+
+    Args:
+        tp_size: the number of ranks that tensor parallelism has cut parameters for. A module's own
+            numbers may be divided by it.
+    """
+    own = [module] * (tp_size == 1)
+    fallback = None
+    if not number_of(own, HEAD_COUNTS):
+        config = getattr(model, "config", None)
+        fallback = config_value(config, "text_config") or config
+    return [*own, getattr(module, "config", fallback)]
+
+
+def heads_of(sources: Collection[Any]) -> tuple[int | None, int | None, int]:
+    """Return the number of query heads and of key heads, and their width, 0 if it is unknown."""
+    heads = number_of(sources, HEAD_COUNTS)
+    width = number_of(sources, HEAD_WIDTHS)
+    if width is None:
+        width = (number_of(sources, HIDDEN_WIDTHS) or 0) // (heads or 1)
+    return heads, number_of(sources, KEY_HEAD_COUNTS) or heads, width
+
+
+def family_of(module: nn.Module) -> str:
+    """Return the transformers model family of ``module``; empty if it is not of transformers."""
+    for kind in type(module).__mro__:
+        path = kind.__module__.split(".")
+        if path[:2] == ["transformers", "models"]:
+            return path[2]
+    return ""
+
+
+def attention_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """Return the module that has the parameter ``name``, or a layer with such a weight, and the
+    name that it uses for that.
+    """
+    path, _, own = name.removesuffix(".weight").rpartition(".")
+    return model.get_submodule(path), own
+
+
+def cut_heads(
+    route: Route, num_heads: int | None, param: Tensor, tp_size: int, *, explicit: bool = False
+) -> Route:
+    """Return ``route`` with one matrix per head on this rank; unchanged if ``num_heads`` is None.
+
+    Raises:
+        RoutingError: with ``explicit``, if the outputs cannot be divided into so many blocks; or
+            tensor parallelism has cut heads.
+    """
+    if num_heads is None:
+        return route
+    if route.tp_axis is not None and route.transposed:
+        raise RoutingError(
+            f"{route.name}: {num_heads} heads of a Conv1D that tensor parallelism has cut are not "
+            "supported; orthogonalise it as one matrix, without num_heads and per_head_muon"
+        )
+    tp_axis = route.tp_axis
+    if tp_axis == -2:
+        num_heads = heads_here(route.name, param, num_heads, tp_size)
+        tp_axis = None
+    shape = route.matrices
+    axis = int(route.transposed)
+    if shape is None or len(shape) != 2 or shape[axis] % num_heads:
+        if explicit:
+            raise RoutingError(
+                f"{route.name}: num_heads {num_heads} needs a matrix whose "
+                f"{'columns' if route.transposed else 'rows'} it divides, got "
+                f"{shape or 'a parameter of the scalar optimizer'}"
+            )
+        return route
+    cut = list(shape)
+    cut[axis] //= num_heads
+    heads = replace(route, matrix_shape=(num_heads, *cut), tp_axis=tp_axis)
+    return heads.because(f"{num_heads} heads")
+
+
+def split_heads(
+    model: nn.Module,
+    routes: dict[str, Route],
+    params: Mapping[str, Tensor],
+    tp_size: int,
+    *,
+    named: Collection[str],
+) -> dict[str, Route]:
+    """Cut the query, key and value projections into one matrix per head, by the head counts of
+    their modules.
+
+    Args:
+        model: has a config like transformers' or nanoGPT's, if its modules have no number of heads.
+        named: the parameters whose heads or parts the user has chosen. They are already changed in
+            ``routes``, and so are those with parts.
+
+    Raises:
+        RoutingError: no projection has a known name and a number of heads, and none is in
+            ``named``.
+    """
+    split = dict(routes)
+    parts_per_head = False
+    for name, route in routes.items():
+        if route.parts is not None:
+            parts_per_head |= any(part.heads for _, part in route.parts.each)
+        elif name not in named:
+            count = _count_of(model, route, tp_size)
+            split[name] = cut_heads(route, count, params[name], tp_size)
+    if split == routes and not (named or parts_per_head):
+        raise RoutingError(
+            "per_head_muon found no query, key or value projection (known: "
+            f"{', '.join(QUERY_NAMES + KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
+            "model.config.num_attention_heads says how many heads it has; name them in "
+            "layerwise.overrides with num_heads"
+        )
+    return split
+
+
+def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
+    """Return the number of heads in a projection, over all tensor shards; None if it is unknown."""
+    module, leaf = attention_of(model, route.name)
+    heads, key_heads, width = heads_of(sources_of(module, model, tp_size))
+    if leaf in QUERY_NAMES:
+        return heads
+    if leaf in KEY_VALUE_NAMES:
+        return key_heads
+    shape = route.matrices
+    if leaf not in FUSED_NAMES or shape is None or len(shape) != 2:
+        return None
+    outputs = shape[int(route.transposed)] * (tp_size if route.tp_axis == -2 else 1)
+    if width and outputs % width == 0:
+        return outputs // width
+    return None
+
+
+def number_of(sources: Iterable[Any], spellings: Collection[str]) -> int | None:
+    """Return the first number of at least 1 that ``sources`` have under one of ``spellings``.
+
+    Vision models have a list of head counts per stage, which does not apply to a single layer.
+    """
+    for source in sources:
+        for key in spellings:
+            number = config_value(source, key)
+            if isinstance(number, int) and number > 0:
+                return number
+    return None
 
 
 def outputs_of(module: nn.Module, route: Route) -> Axis:
@@ -86,7 +322,7 @@ def split_known(
 
     Args:
         named: the parameters for which the user has chosen a split.
-        per_head: True if heads become matrices of their own. :mod:`.routing.heads` then cuts
+        per_head: True if heads become matrices of their own. :mod:`.routing.fused_parts` then cuts
             queries, keys and values that have heads of equal width.
     """
     split = dict(routes)

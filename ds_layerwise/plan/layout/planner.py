@@ -24,11 +24,12 @@ from ds_layerwise.plan.layout.draft_buckets import (
     draft_by_param,
     draft_owned,
     draft_split,
+    row_limit,
+    take_rows,
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
 from ds_layerwise.plan.layout.transport import moved_numel
-from ds_layerwise.plan.planner.even_rows import row_limit, take_rows
 
 
 def plan_layout(
@@ -45,7 +46,7 @@ def plan_layout(
     Args:
         specs: in model order; buckets go through them backwards, in the order of gradients.
         bucket_numel: a bucket closes when it has this many elements, so it may be one large
-            parameter, or a row of equal ones, see :mod:`.plan.planner.even_rows`.
+            parameter, or a row of equal ones, see :mod:`.plan.layout.draft_buckets`.
         policy: ``balanced`` balances the whole model; each bucket has the transport that sends
             less, see :func:`.plan.layout.transport.transport_of`. ``lpt`` and ``size_matching``
             make the shards of each bucket equal, as Megatron-LM's layer-wise optimizer did in #4771

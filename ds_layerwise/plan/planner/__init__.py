@@ -1,1 +1,0 @@
-"""The planner, from shapes to a layout."""
