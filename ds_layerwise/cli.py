@@ -12,7 +12,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -245,12 +245,16 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _gib(text: str) -> int:
     """Return a number of GiB in bytes."""
-    try:
-        size = float(text)
-    except ValueError:
-        size = math.nan
+    size = _number(text)
     if not 0 < size <= _MOST_GIB:
         raise argparse.ArgumentTypeError(
             f"must be a number of GiB above 0 and up to {_MOST_GIB:,}, got {text!r}"
@@ -259,10 +263,7 @@ def _gib(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    try:
-        rate = float(text)
-    except ValueError:
-        rate = math.nan
+    rate = _number(text)
     if not 0 < rate < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of GB/s above 0, got {text!r}")
     return rate
@@ -314,12 +315,9 @@ def _print_plan(options: argparse.Namespace) -> int:
             "--memory is for the tables and --json, and --list alone prints neither; leave one of "
             "the two out, or add --json"
         )
-    given = {
-        "reduction": options.reduction,
-    }
     if options.fit is not None:
-        return _plan_that_fits(options, given)
-    plan = DryRun.of(options.model, options.config, options.ranks, **given)
+        return _plan_that_fits(options)
+    plan = DryRun.of(options.model, options.config, options.ranks, reduction=options.reduction)
     known = {"memory_bytes": options.memory, "gb_s": options.gb_s}
     if options.json:
         if sys.stderr is not None and plan.assumed:
@@ -354,7 +352,7 @@ def _print_plan(options: argparse.Namespace) -> int:
     return 0
 
 
-def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> int:
+def _plan_that_fits(options: argparse.Namespace) -> int:
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools import fit
 
@@ -363,7 +361,11 @@ def _plan_that_fits(options: argparse.Namespace, given: Mapping[str, Any]) -> in
             "--fit prints a table of its own; leave --memory, --list and --json out, or --fit"
         )
     found, assumed = fit.find_fits(
-        options.model, options.config, options.ranks, memory_bytes=options.fit, **given
+        options.model,
+        options.config,
+        options.ranks,
+        memory_bytes=options.fit,
+        reduction=options.reduction,
     )
     say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
     return 0

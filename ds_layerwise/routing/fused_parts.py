@@ -301,11 +301,9 @@ def split_as_told(
         RoutingError: the parts do not fit, or tensor parallelism has cut the parameter through
             them.
     """
-    if split is None:
+    if split is None or not split.parts:
         return route
     parts = parts_of(route, split, outputs=outputs_of(module, route), tp_size=tp_size)
-    if parts is None:
-        return route
     return _with_parts_here(route, parts, param, tp_size)
 
 
@@ -322,7 +320,7 @@ def split_known(
 
     Args:
         named: the parameters for which the user has chosen a split.
-        per_head: True if heads become matrices of their own. :mod:`.routing.fused_parts` then cuts
+        per_head: True if heads become matrices of their own. :func:`split_heads` then cuts
             queries, keys and values that have heads of equal width.
     """
     split = dict(routes)
@@ -336,10 +334,8 @@ def split_known(
         if route.tp_axis == axis:
             length *= tp_size
         known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
-        parts = None
-        if known is not None and known.length == length:
+        if known is not None and known.length == length and len(known.parts) > 1:
             parts = parts_of(route, known, outputs=axis, tp_size=tp_size)
-        if parts and len(parts.each) > 1:
             try:
                 split[name] = _with_parts_here(route, parts, params[name], tp_size)
             except RoutingError:
@@ -387,7 +383,7 @@ def _of_experts(module: nn.Module, length: int) -> Split | None:
 
 
 def _of_attention(module: nn.Module, length: int, heads: int, keys: int, width: int) -> Split:
-    by_head = lies_by_head(module)
+    by_head = family_of(module) in QKV_BY_HEAD
     if not by_head and heads == keys:
         # Vision models may have no number of heads, or one per stage. In cross-attention, the layer
         # on the encoder's output has no queries.
@@ -429,11 +425,6 @@ def is_one(names: Collection[str], module: nn.Module, leaf: str) -> bool:
     """
     family = family_of(module)
     return bool(family) and (leaf in names or f"{family}.{leaf}" in names)
-
-
-def lies_by_head(module: nn.Module) -> bool:
-    """Tell whether queries, keys and values in one layer of ``module`` are grouped by key head."""
-    return family_of(module) in QKV_BY_HEAD
 
 
 def _split(groups: int | None = 1, heads: int | None = None, **sizes: int) -> Split:

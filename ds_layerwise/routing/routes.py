@@ -363,7 +363,7 @@ def forced_matrix_shape(name: str, shape: Shape, reason: str) -> Shape:
     return (shape[0], math.prod(shape[1:]))
 
 
-def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts | None:
+def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> Parts:
     """Return the parts into which ``split`` cuts the matrix of ``route``, over all tensor shards.
 
     Args:
@@ -373,8 +373,6 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
     Raises:
         RoutingError: ``route`` has no matrix, or its size differs from that of the parts together.
     """
-    if not split.parts:
-        return None
     axis: Axis = outputs if split.axis == "out" else -3 - outputs  # type: ignore[assignment]
     parts = Parts(axis, split.parts, split.groups)
     shape = route.matrices
@@ -396,22 +394,12 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
     return parts
 
 
-def with_parts(route: Route, parts: Parts | None) -> Route:
+def with_parts(route: Route, parts: Parts) -> Route:
     """Return ``route`` with a rule that sees ``parts``, as far as they are on this rank."""
-    if parts is None:
-        return route
     groups = ""
     if parts.groups > 1:
         groups = f" of {parts.groups} groups"
     return replace(route, parts=parts).because(f"parts {', '.join(parts.names)}{groups}")
-
-
-def with_cut(route: Route, axis: Axis | None, tp_size: int) -> Route:
-    """Return ``route`` on one of ``tp_size`` ranks that each have a part, cut along ``axis``."""
-    cut = replace(route, is_cut=True, tp_axis=axis)
-    if axis is None:
-        return cut
-    return cut.because(f"{'rows' if axis == -2 else 'columns'} over {tp_size} ranks")
 
 
 def require_a_matrix(

@@ -37,7 +37,7 @@ If tensor parallelism has cut a parameter, the rules apply to the part that a ra
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,6 @@ from ds_layerwise.routing.routes import (
     recipe_named,
     require_a_matrix,
     with_changes,
-    with_cut,
     with_effect,
 )
 from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
@@ -97,22 +96,6 @@ _ROWS = "token_adapter.trainable_tokens_delta"
 _CUTS = ("num_heads", "split")
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class _Home:
-    """The model's facts about a parameter: the modules that hold it, and its kind."""
-
-    modules: tuple[tuple[str, nn.Module], ...]
-    vector: str | None
-    """The reason why it is a vector although it has two axes or more; else None."""
-    table: str | None
-    """The reason why it is an embedding or an output head; else None."""
-
-    @property
-    def module(self) -> nn.Module:
-        """The first module that holds it."""
-        return self.modules[0][1]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,13 +126,23 @@ class Subject:
 
     name: str
     param: nn.Parameter
-    home: _Home
+    modules: Sequence[tuple[str, nn.Module]]
+    """The modules that hold it, with their paths."""
+    vector: str | None
+    """The reason why it is a vector although it has two axes or more; else None."""
+    table: str | None
+    """The reason why it is an embedding or an output head; else None."""
     group: int
     use_muon: bool | None
     """The choice of its parameter group."""
     changes: Mapping[str, Any]
     """The changes of overrides and of the keys for tables, by key."""
     settings: RouteSettings
+
+    @property
+    def module(self) -> nn.Module:
+        """The first module that holds it."""
+        return self.modules[0][1]
 
 
 def route_parameters(
@@ -171,7 +164,8 @@ def route_parameters(
     per_head = settings.optimizer.per_head_muon
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
-    homes = _homes(model, elsewhere)
+    holders = holders_of(model)
+    heads = output_heads(model, elsewhere)
     trained = _trained(names, group_of, is_part=elsewhere is not None)
     merged = overrides_by_name(
         facts_of(model, trained, layerwise.overrides, tp_size=tp_size, experts=settings.experts),
@@ -181,11 +175,14 @@ def route_parameters(
     routes = {}
     for name, param in trained.items():
         changes = merged[name]
-        if homes[name].table is not None:
+        vector, table = _kinds(name, param, holders[param], heads.get(param))
+        if table is not None:
             changes = _of_table(changes, layerwise)
         group = group_of[name]
         use_muon = param_groups[group].get("use_muon")
-        subject = Subject(name, param, homes[name], group, use_muon, changes.values, settings)
+        subject = Subject(
+            name, param, holders[param], vector, table, group, use_muon, changes.values, settings
+        )
         routes[name] = _route_of(subject)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
     if layerwise.auto_split:
@@ -210,31 +207,40 @@ def _of_table(changes: Changes, layerwise: LayerWiseConfig) -> Changes:
 
 
 def _route_of(subject: Subject) -> Route:
-    """Return the route of one parameter, by :data:`STEPS`."""
+    """Return the route of one parameter: the chosen recipe, then what changes it, in this order."""
     _check_trainable(subject)
-    recipes = subject.settings.optimizer.recipes
+    module, param, settings = subject.module, subject.param, subject.settings
+    recipes = settings.optimizer.recipes
     route, changes = with_effect(_chosen(subject), subject.changes, recipes)
-    acting = replace(subject, changes=changes)
-    for step in STEPS:
-        route = step(route, acting)
-    return route
+    # Heads and parts ask for the axis along which tensor parallelism cuts the matrix.
+    route = _with_cut(route, subject)
+    # The defaults below leave settings, rates and weight decay of overrides as they are.
+    route = with_changes(route, changes, recipes)
+    # Heads lie along the axis of outputs.
+    route = replace(route, transposed=is_transposed(module, param))
+    route = _decayed(route, subject)
+    # It scales the rate that overrides have set as a factor.
+    route = _by_width(route, subject)
+    # An override has one of the two.
+    route = cut_heads(route, changes.get("num_heads"), param, settings.tp_size, explicit=True)
+    return split_as_told(route, changes.get("split"), module, param, settings.tp_size)
 
 
 def _chosen(subject: Subject) -> Route:
     """Return the route with the recipe that the user, or else a rule, has chosen."""
-    param, home, recipes = subject.param, subject.home, subject.settings.optimizer.recipes
+    param, recipes = subject.param, subject.settings.optimizer.recipes
     wanted = _wanted(subject)
     shape = None
     if wanted is not None:
         recipe, reason = wanted
         has_axes = param.dim() > 1
         if recipe.whole and not recipe.own_shapes:
-            shape = shape_in(home.module, param)[0]
+            shape = shape_in(subject.module, param)[0]
             shape = shape or forced_matrix_shape(subject.name, tuple(param.shape), reason)
     else:
-        reason = home.vector or home.table or ""
+        reason = subject.vector or subject.table or ""
         if not reason:
-            shape, reason = shape_in(home.module, param)
+            shape, reason = shape_in(subject.module, param)
         has_axes = shape is not None
         recipe = recipes.matrix if has_axes else recipes.scalar
     if recipe.own_shapes:
@@ -247,7 +253,7 @@ def _chosen(subject: Subject) -> Route:
         matrix_shape=shape if recipe.whole else None,
         by_user=wanted is not None,
         sent_away=has_axes and not recipe.for_matrices,
-        bare=wanted is None and param.dim() > 1 and is_bare(home.module),
+        bare=wanted is None and param.dim() > 1 and is_bare(subject.module),
     )
 
 
@@ -280,7 +286,7 @@ def _check_trainable(subject: Subject) -> None:
             f"{name} is {param.dtype}, which cannot be trained here (known: float32, bfloat16, "
             "float16); freeze it or convert it"
         )
-    for _, module in subject.home.modules:
+    for _, module in subject.modules:
         if getattr(module, "sparse", False) is True:
             raise RoutingError(
                 f"{name} belongs to a module with sparse=True, and sparse gradients cannot be cut "
@@ -302,15 +308,10 @@ def _with_cut(route: Route, subject: Subject) -> Route:
         )
     if route.matrix_shape is not None:
         axis = axis_of(route.name, param, route.matrix_shape, tp_size)
-    return with_cut(route, axis, tp_size)
-
-
-def _changed(route: Route, subject: Subject) -> Route:
-    return with_changes(route, subject.changes, subject.settings.optimizer.recipes)
-
-
-def _transposed(route: Route, subject: Subject) -> Route:
-    return replace(route, transposed=is_transposed(subject.home.module, subject.param))
+    cut = replace(route, is_cut=True, tp_axis=axis)
+    if axis is None:
+        return cut
+    return cut.because(f"{'rows' if axis == -2 else 'columns'} over {tp_size} ranks")
 
 
 def _decayed(route: Route, subject: Subject) -> Route:
@@ -319,7 +320,7 @@ def _decayed(route: Route, subject: Subject) -> Route:
     if route.weight_decay is not None or subject.group in subject.settings.own_decay:
         return route
     for_matrices = route.recipe.for_matrices
-    is_one = subject.param.dim() < 2 or subject.home.vector is not None and not for_matrices
+    is_one = subject.param.dim() < 2 or subject.vector is not None and not for_matrices
     layerwise = subject.settings.layerwise
     as_others = layerwise.apply_wd_to_qk_layernorm and QK_NORM.fullmatch(route.name)
     if is_one and not optimizer.decay_vectors and not as_others:
@@ -339,8 +340,7 @@ def _by_width(route: Route, subject: Subject) -> Route:
     if mup is None:
         return route
     shape = tuple(subject.param.shape)
-    home = subject.home
-    is_other = home.table is not None or home.vector is not None
+    is_other = subject.table is not None or subject.vector is not None
     if not is_other and route.is_cut:
         shape = whole_dims(route.name, subject.param, subject.settings.tp_size)
     try:
@@ -355,33 +355,6 @@ def _by_width(route: Route, subject: Subject) -> Route:
     if found == route:
         return found
     return found.because(f"rate x {lr:g} by width" if route.lr is None else "eps by width")
-
-
-def _in_heads(route: Route, subject: Subject) -> Route:
-    num_heads = subject.changes.get("num_heads")
-    return cut_heads(route, num_heads, subject.param, subject.settings.tp_size, explicit=True)
-
-
-def _in_parts(route: Route, subject: Subject) -> Route:
-    split = subject.changes.get("split")
-    return split_as_told(route, split, subject.home.module, subject.param, subject.settings.tp_size)
-
-
-#: The steps from a chosen recipe to a route, in their order.
-STEPS: tuple[Callable[[Route, Subject], Route], ...] = (
-    # The axis along which tensor parallelism cuts the matrix, which heads and parts ask for.
-    _with_cut,
-    # Settings, rates and weight decay of overrides, which the defaults below leave as they are.
-    _changed,
-    # The axis of outputs, along which heads lie.
-    _transposed,
-    _decayed,
-    # It scales the rate that overrides have set as a factor.
-    _by_width,
-    # Heads before parts: an override has one of the two.
-    _in_heads,
-    _in_parts,
-)
 
 
 def _groups_of(names: Mapping[nn.Parameter, str], param_groups: ParamGroups) -> dict[str, int]:
@@ -426,24 +399,19 @@ def _trained(
     return trained
 
 
-def _homes(model: nn.Module, elsewhere: Elsewhere | None) -> dict[str, _Home]:
-    """Return the model's facts about its parameters, by name."""
-    holders = holders_of(model)
-    heads = output_heads(model, elsewhere)
-    homes = {}
-    for name, param in model.named_parameters():
-        modules = tuple(holders[param])
-        vector = None
-        table = None
-        if param.dim() > 1:
-            if any(is_norm(module) for _, module in modules):
-                vector = "of a norm"
-            elif is_vector(name):
-                vector = "a vector (by name)"
-            else:
-                table = _table_or_head(name, param, modules, heads.get(param))
-        homes[name] = _Home(modules, vector, table)
-    return homes
+def _kinds(
+    name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None
+) -> tuple[str | None, str | None]:
+    """Return the reasons why a parameter is a vector, and why it is an embedding or an output head;
+    None for what it is not.
+    """
+    if param.dim() < 2:
+        return None, None
+    if any(is_norm(module) for _, module in modules):
+        return "of a norm", None
+    if is_vector(name):
+        return "a vector (by name)", None
+    return None, _table_or_head(name, param, modules, head)
 
 
 def _table_or_head(

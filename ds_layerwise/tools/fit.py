@@ -13,6 +13,7 @@ from ds_layerwise.config.config_file import at
 from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of
+from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.tools.dry_run import DryRun, MetaModel
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
@@ -93,7 +94,7 @@ def find_fits(
     devices: Sequence[int],
     *,
     memory_bytes: int,
-    **options: Any,
+    reduction: Reduction | None = None,
 ) -> tuple[list[list[Fit]], Sequence[str]]:
     """Return, for each number of ``devices``, the changes with which ``model`` fits, and lines with
     the assumptions about the config.
@@ -103,7 +104,7 @@ def find_fits(
 
     Args:
         memory_bytes: the memory of one device.
-        options: further arguments of :meth:`.DryRun.of`.
+        reduction: as in :meth:`.DryRun.of`.
 
     Raises:
         ConfigError: the config is refused as it is, or a file cannot be read.
@@ -111,13 +112,13 @@ def find_fits(
     """
     given = read_file(config)
     built = MetaModel.build(model)
-    as_it_is = DryRun.of(built, given, [devices[0]], **options)
+    as_it_is = DryRun.of(built, given, [devices[0]], reduction=reduction)
     found = []
     for num_devices in devices:
         fits = []
         for kind in _changes():
             for change in kind:
-                fit = _tried(built, given, num_devices, change, memory_bytes, options)
+                fit = _tried(built, given, num_devices, change, memory_bytes, reduction)
                 if fit is not None:
                     fits.append(fit)
             if fits:
@@ -140,7 +141,7 @@ def _tried(
     num_devices: int,
     change: Change,
     memory_bytes: int,
-    options: Mapping[str, Any],
+    reduction: Reduction | None,
 ) -> Fit | None:
     """Return the fit of ``change`` with the config's bucket size, or the largest smaller one; None
     if there is none, or a run would refuse the config.
@@ -150,7 +151,7 @@ def _tried(
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         tried.pop(key, None)
     try:
-        plan = DryRun.of(model, tried, [num_devices], **options)
+        plan = DryRun.of(model, tried, [num_devices], reduction=reduction)
     except LayerWiseError:
         return None
     values = dict(change.values)

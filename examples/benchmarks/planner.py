@@ -85,7 +85,7 @@ def evenest(layout: Layout) -> int:
     total = 0
     for bucket in layout.buckets:
         if bucket.whole:
-            held = [0] * min(len(bucket.shard_numels), len(bucket.slots))
+            held = [0] * min(bucket.holders, len(bucket.slots))
             for slot in sorted(bucket.slots, key=lambda slot: -slot.numel):
                 heapq.heapreplace(held, held[0] + slot.numel)
             total += max(held)
@@ -97,7 +97,7 @@ def longest_shards(layout: Layout, owners: dict[str, int] | None = None) -> int:
     total = 0
     for bucket in layout.buckets:
         if bucket.whole and owners is None:
-            total += max(bucket.shard_numels)
+            total += bucket.shards.longest
         elif bucket.whole and owners is not None:
             held: dict[int, int] = {}
             for slot in bucket.slots:

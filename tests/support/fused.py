@@ -32,9 +32,7 @@ def parts_in(name: str) -> Parts:
     shape, entry = FUSED[name]
     split = Override.from_entry("override", {"name": name, **entry}).changes()["split"]
     route = Route(name=name, recipe=Muon(), reason="", group=0, matrix_shape=shape)
-    parts = parts_of(route, split, outputs=-2)
-    assert parts is not None
-    return parts
+    return parts_of(route, split, outputs=-2)
 
 
 def by_index(whole: Tensor, parts: Parts) -> dict[str, Tensor]:

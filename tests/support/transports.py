@@ -1,15 +1,30 @@
 """Layouts whose buckets have another transport than the planner chose, and the memory of transfers to the byte."""
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.draft_buckets import Draft
+from ds_layerwise.plan.layout.layout import Bucket, Layout, Shards, Slot
 from ds_layerwise.plan.layout.transfer_plan import moves
-from ds_layerwise.plan.layout.transport import itemsize
+from ds_layerwise.plan.layout.transport import Transport, itemsize
 from ds_layerwise.zero.setup import run_plan
+
+
+def numels_of(bucket: Bucket | Draft) -> tuple[int, ...]:
+    """Return the length of every shard."""
+    return tuple(numel for count, numel in bucket.shards.runs for _ in range(count))
+
+
+def bucket_of(index: int, dtype: str, whole: bool, start: int, numels: Sequence[int], slots: Sequence[Slot],
+              ep_size: int = 1, transport: Transport | None = None) -> Bucket:
+    """Return the bucket with shards of these lengths; even if they are equal, else in cuts."""
+    shards = Shards.of({i: numel for i, numel in enumerate(numels) if numel}, len(numels))
+    transport = transport or ("even" if len(set(numels)) == 1 else "cuts")
+    return Bucket(index, dtype, whole, start, shards, tuple(slots), transport, ep_size)
 
 
 def in_cuts(layout: Layout, only=lambda bucket: True, *, even: bool = False) -> Layout:
@@ -19,7 +34,7 @@ def in_cuts(layout: Layout, only=lambda bucket: True, *, even: bool = False) -> 
     ends: dict[str, int] = {}
     for bucket in layout.buckets:
         start, holders = ends.get(bucket.dtype, 0), bucket.holders
-        numels, transport = list(bucket.shard_numels), bucket.transport
+        numels, transport = list(numels_of(bucket)), bucket.transport
         if bucket.whole and holders > 1 and only(bucket):
             last = max(i for i, numel in enumerate(numels) if numel)
             numels[last] += -sum(numels) % (holders * layout.alignment)
@@ -32,7 +47,7 @@ def in_cuts(layout: Layout, only=lambda bucket: True, *, even: bool = False) -> 
         slots = tuple(replace(slot, start=slot.start + (
             moved[bucket.owner(slot) // bucket.ep_size] if bucket.whole else start - bucket.start))
             for slot in bucket.slots)
-        made = Bucket(bucket.index, bucket.dtype, bucket.whole, start, tuple(numels), slots, bucket.ep_size, transport)
+        made = bucket_of(bucket.index, bucket.dtype, bucket.whole, start, numels, slots, bucket.ep_size, transport)
         buckets.append(made)
         ends[bucket.dtype] = made.stop
     return replace(layout, buckets=tuple(buckets))

@@ -277,7 +277,7 @@ def update_bytes(
     most = opened = 0
     owned: dict[tuple[Recipe, int, int, int, str], Counter[int]] = {}
     for bucket in layout.buckets:
-        shard = max(bucket.shards.lengths, default=0)
+        shard = bucket.shards.longest
         forms = int((master_dtype, bucket.dtype) == ("bfloat16+remainder", "bfloat16"))
         forms += max(len(routes[slot.name].recipe.low_bit_dtypes()) for slot in bucket.slots)
         opened = max(opened, SUM_BYTES * forms * shard)
@@ -330,7 +330,7 @@ def transfer_bytes(
             own += itemsize(wire)
         pending.append(copies * itemsize(wire) * bucket.numel + own * bucket.cut_numel)
         if bucket.transport == "cuts" or (bucket.whole and stage == 3):
-            exchanges.append(SUM_BYTES * (bucket.cut_numel + max(bucket.shards.lengths)))
+            exchanges.append(SUM_BYTES * (bucket.cut_numel + bucket.shards.longest))
     most = [sum(nlargest(MAX_PENDING, each)) for each in (pending, exchanges)]
     # The backend's own sums are made before anything is exchanged.
     return sum(most) if reduction == "ordered" else max(most)

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.layout.shards import Ints
+from ds_layerwise.plan.layout.layout import Bucket, Ints, Layout
 from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.plan.layout.transport import Reduction, itemsize, sum_dtype
 
@@ -71,7 +70,7 @@ def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
     """
     sums = np.full(bucket.holders, bucket.cut_numel, np.int64)
     back = np.zeros(bucket.holders, np.int64)
-    for owner, start, numel in zip(*bucket.shards[:3], strict=True):
+    for owner, start, numel in bucket.filled():
         cut = bucket.start + owner * bucket.cut_numel
         stays = min(start + numel, cut + bucket.cut_numel) - max(start, cut)
         sums[owner] -= max(stays, 0)

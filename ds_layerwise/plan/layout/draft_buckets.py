@@ -9,8 +9,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from ds_layerwise.plan.layout.layout import Shards
 from ds_layerwise.plan.layout.owners import Item
-from ds_layerwise.plan.layout.shards import Numels, Shards
 from ds_layerwise.plan.layout.transport import Transport, padded_for_cuts, transport_of
 
 
@@ -21,16 +21,11 @@ class Draft:
     """
 
     whole: bool
-    shard_numels: Numels
+    shards: Shards
     items: Sequence[Item]
     """In memory order."""
     offsets: Sequence[int]
     transport: Transport = "even"
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in all shards together, with padding."""
-        return Shards.of(self.shard_numels, 0).numel
 
     @property
     def position(self) -> int:
@@ -64,7 +59,7 @@ def draft_split(items: Sequence[Item], holders: int, alignment: int) -> Draft:
     *offsets, total = accumulate((item.span for item in items), initial=0)
     shard = -(-total // holders)
     shard += -shard % alignment
-    return Draft(False, Numels.equal(shard, holders), items, offsets)
+    return Draft(False, Shards(((holders, shard),)), items, offsets)
 
 
 def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft:
@@ -74,7 +69,7 @@ def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft
         cut = -(-item.numel // holders)
         rooms.append(holders * (cut + -cut % alignment))
     *offsets, total = accumulate(rooms, initial=0)
-    shards = Numels.equal(total // holders, holders)
+    shards = Shards(((holders, total // holders),))
     return Draft(False, shards, items, offsets, "by_param")
 
 
@@ -89,7 +84,7 @@ def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shar
             in_order.append(item)
             offsets.append(end)
             end += item.span
-    return Draft(True, Numels.equal(shard, holders), in_order, offsets)
+    return Draft(True, Shards(((holders, shard),)), in_order, offsets)
 
 
 def draft_balanced(
@@ -109,8 +104,7 @@ def draft_balanced(
         in_order += by_rank[rank]
     *offsets, _ = accumulate((item.span for item in in_order), initial=0)
     lengths[max(lengths)] += padded_for_cuts(numel, holders, alignment) - numel
-    numels = Numels.of_filled(holders, tuple(lengths), tuple(lengths.values()))
-    return Draft(True, numels, in_order, offsets, "cuts")
+    return Draft(True, Shards.of(lengths, holders), in_order, offsets, "cuts")
 
 
 def _by_rank(items: Sequence[Item], owners: Iterable[int]) -> dict[int, list[Item]]:

@@ -3,7 +3,8 @@
 There is one flat buffer per dtype. Buckets tile it; in a bucket, the shards of rank 0, 1, ...
 follow one another; every parameter has one contiguous range, its slot. Offsets and sizes are in
 elements, never bytes, and offsets count from the start of the buffer of the bucket's dtype.
-Constructors check all values, so users of a layout need no checks.
+Buckets and layouts check where parameters lie when they are made, so users of a layout need no
+checks.
 """
 
 from __future__ import annotations
@@ -12,14 +13,18 @@ import hashlib
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain, count
-from typing import Any, cast, get_args
+from itertools import accumulate, chain, count
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ds_layerwise.errors import LayoutError
-from ds_layerwise.plan.layout.shards import Numels, Shards
 from ds_layerwise.plan.layout.transport import Transport
+
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +36,6 @@ class ParamSpec:
     ranks that hold different parameters under this name, a pattern that repeats; it is more than 1
     for experts. ``wire`` is the dtype in which the gradient is sent; all parameters of a bucket
     have the same.
-
-    Raises:
-        LayoutError: no name, no elements, ep_size below 1, or work for a parameter that is cut.
     """
 
     name: str
@@ -43,25 +45,6 @@ class ParamSpec:
     work: int = 0
     ep_size: int = 1
     wire: str = "float32"
-
-    def __post_init__(self) -> None:
-        if not self.name or not self.dtype:
-            raise LayoutError(
-                f"a parameter needs a name and a dtype, got name {self.name!r}, dtype "
-                f"{self.dtype!r}"
-            )
-        for size in self.shape:
-            if size < 1:
-                raise LayoutError(
-                    f"{self.name}: every axis needs at least 1 element, got shape {self.shape}"
-                )
-        if self.ep_size < 1:
-            raise LayoutError(f"{self.name}: ep_size must be at least 1, got {self.ep_size}")
-        if self.work < 0 or (self.work and not self.whole):
-            raise LayoutError(
-                f"{self.name}: work must be at least 0, and 0 where whole is false, got "
-                f"{self.work} with whole {self.whole}"
-            )
 
     @property
     def numel(self) -> int:
@@ -76,13 +59,6 @@ class Slot:
     name: str
     start: int
     numel: int
-
-    def __post_init__(self) -> None:
-        if self.start < 0 or self.numel < 1:
-            raise LayoutError(
-                f"{self.name}: a slot needs start >= 0 and numel >= 1, got start {self.start}, "
-                f"numel {self.numel}"
-            )
 
     @property
     def stop(self) -> int:
@@ -105,6 +81,49 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
+class Shards:
+    """The lengths of a bucket's shards.
+
+    At 4,096 ranks most shards of most buckets are empty, or all are equal. So they are runs of
+    equal ones, which keeps layouts of 10,000 buckets cheap.
+    """
+
+    runs: tuple[tuple[int, int], ...]
+    """For each run the number of its shards, and the number of elements in each of them. No two
+    runs of one length follow each other.
+    """
+
+    @classmethod
+    def of(cls, lengths: Mapping[int, int], count: int) -> Shards:
+        """Return ``count`` shards, all empty except those in ``lengths``, which are in order."""
+        runs: list[tuple[int, int]] = []
+        done = 0
+        for number, numel in (*lengths.items(), (count, 0)):
+            for many, each in ((number - done, 0), (int(number < count), numel)):
+                if many and runs and runs[-1][1] == each:
+                    many += runs.pop()[0]
+                if many:
+                    runs.append((many, each))
+            done = number + 1
+        return cls(tuple(runs))
+
+    @property
+    def count(self) -> int:
+        """The number of shards."""
+        return sum(count for count, _ in self.runs)
+
+    @property
+    def numel(self) -> int:
+        """The number of elements in all of them together."""
+        return sum(count * numel for count, numel in self.runs)
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest one."""
+        return max(numel for _, numel in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
 class Bucket:
     """A contiguous range of the buffer of ``dtype`` that one collective reduces: the shard of rank
     0, of rank 1, ...
@@ -123,8 +142,6 @@ class Bucket:
       ZeRO stage 3 does it, cut r to holder r, whose shard consists of its cuts of all parameters.
       Slots have room for as many equal cuts.
 
-    The default is ``even`` if all shards are equal, else ``cuts``.
-
     Raises:
         LayoutError: a slot leaves the bucket, overlaps the previous one, or crosses a border that
             it must not cross; or the bucket does not allow the transport.
@@ -134,118 +151,74 @@ class Bucket:
     dtype: str
     whole: bool
     start: int
-    shard_numels: Sequence[int]
-    """The number of elements of each shard, stored as :class:`.plan.layout.shards.Numels`."""
+    shards: Shards
     slots: tuple[Slot, ...]
+    transport: Transport
     ep_size: int = 1
-    transport: Transport = None  # type: ignore[assignment]  # the default depends on the shards
-    shards: Shards = field(init=False, repr=False, compare=False)
-    """The shards of ``shard_numels``; their starts are offsets in the buffer."""
     holders: int = field(init=False, repr=False, compare=False)
     """The number of shards: the size of a group of ranks that hold the bucket together."""
+    numel: int = field(init=False, repr=False, compare=False)
+    """The number of elements in all shards together, with padding."""
     cut_numel: int = field(init=False, repr=False, compare=False)
     """The length of each of as many equal cuts as there are shards, for the transport ``cuts``."""
+    _numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The number of the first shard of each run."""
+    _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The start in the buffer of each run."""
 
     def __post_init__(self) -> None:
-        if (
-            self.index < 0
-            or self.start < 0
-            or not self.shard_numels
-            or not self.slots
-            or self.ep_size < 1
-        ):
+        numels = [count * numel for count, numel in self.shards.runs]
+        counts = [count for count, _ in self.shards.runs]
+        derived = {
+            "holders": self.shards.count,
+            "numel": self.shards.numel,
+            "cut_numel": self.shards.numel // self.shards.count,
+            "_numbers": tuple(accumulate(counts[:-1], initial=0)),
+            "_starts": tuple(accumulate(numels[:-1], initial=self.start)),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        allowed = {
+            "even": self.is_even,
+            "cuts": self.whole,
+            "by_param": self.is_even and not self.whole,
+        }
+        if not allowed.get(self.transport):
             raise LayoutError(
-                f"bucket {self.index}: index and start must be at least 0, shards, slots and "
-                f"ep_size at least 1, got start {self.start}, {len(self.shard_numels)} shards, "
-                f"{len(self.slots)} slots, ep_size {self.ep_size}"
+                f"bucket {self.index} of {'whole' if self.whole else 'split'} parameters with "
+                f"shards {self.shards.runs} has the transport {self.transport!r}, which it cannot "
+                f"have; possible are {', '.join(name for name in allowed if allowed[name])}"
             )
-        numels = Numels.of(self.shard_numels)
-        object.__setattr__(self, "shard_numels", numels)
-        shards = Shards.of(numels, self.start)
-        if shards.shortest < 0:
-            raise LayoutError(
-                f"bucket {self.index}: shards must have at least 0 elements, that of rank "
-                f"{self.ep_size * self.shard_numels.index(shards.shortest)} has {shards.shortest}"
-            )
-        object.__setattr__(self, "shards", shards)
-        object.__setattr__(self, "holders", numels.size)
-        object.__setattr__(self, "cut_numel", shards.numel // numels.size)
-        if cast("Transport | None", self.transport) is None:
-            object.__setattr__(self, "transport", "even" if shards.is_even else "cuts")
         self._check_slots()
-        self._check_transport()
-
-    @property
-    def _lengths(self) -> str:
-        return f"{min(self.shard_numels)} to {max(self.shard_numels)} elements"
-
-    def _check_transport(self) -> None:
-        if self.transport not in get_args(Transport):
-            raise LayoutError(
-                f"bucket {self.index}: transport must be one of {', '.join(get_args(Transport))}, "
-                f"got {self.transport!r}"
-            )
-        if not self.whole and (self.transport == "cuts" or not self.is_even):
-            raise LayoutError(
-                f"bucket {self.index}: slots that are cut over the ranks need equal shards and the "
-                f"transport 'by_param' or 'even', got {self.transport!r} and shards of "
-                f"{self._lengths}"
-            )
-        if self.whole and self.transport == "by_param":
-            raise LayoutError(
-                f"bucket {self.index}: the transport 'by_param' needs slots that are cut over the "
-                "ranks"
-            )
-        if self.transport == "by_param":
-            self._check_room()
-        if self.transport == "even" and not self.is_even:
-            raise LayoutError(
-                f"bucket {self.index}: the transport 'even' needs equal shards, got {self._lengths}"
-            )
 
     def _check_slots(self) -> None:
-        end_of_previous = self.start
-        for slot in self.slots:
-            if not (self.start <= slot.start and slot.stop <= self.stop):
+        """Check that each slot ends before the next begins, and before the end of the shard of its
+        owner; by ``by_param``, so do all cuts of it.
+        """
+        start = self.start
+        ends = [slot.start for slot in self.slots[1:]]
+        for slot, end in zip(self.slots, [*ends, self.stop], strict=True):
+            stop = slot.stop
+            if self.whole:
+                end = min(end, self.shard(self.owner(slot))[1])
+            elif self.transport == "by_param":
+                stop = slot.start + self.holders * self.cut_of(slot)
+            if not start <= slot.start < stop <= end:
                 raise LayoutError(
-                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves bucket {self.index}, "
-                    f"[{self.start}, {self.stop})"
+                    f"{slot.name}: [{slot.start}, {stop}) leaves its place in bucket {self.index}, "
+                    f"[{start}, {end})"
                 )
-            if slot.start < end_of_previous:
-                raise LayoutError(
-                    f"{slot.name}: [{slot.start}, {slot.stop}) starts before the end "
-                    f"{end_of_previous} of the slot before it in bucket {self.index}"
-                )
-            end_of_previous = slot.stop
-        if self.whole:
-            self._check_owners()
-
-    def _check_owners(self) -> None:
-        filled, starts, lengths = self.shards[:3]
-        i = 0
-        for slot in self.slots:
-            i = bisect_right(starts, slot.start, i) - 1
-            stop = starts[i] + lengths[i]
-            if slot.stop > stop:
-                raise LayoutError(
-                    f"{slot.name}: [{slot.start}, {slot.stop}) leaves the shard [{starts[i]}, "
-                    f"{stop}) of rank {filled[i] * self.ep_size} in bucket {self.index}"
-                )
+            start = stop
 
     @property
     def is_even(self) -> bool:
         """True if all shards have the same length."""
-        return self.shards.is_even
-
-    @property
-    def numel(self) -> int:
-        """The number of elements in all shards together, with padding."""
-        return self.shards.numel
+        return len(self.shards.runs) == 1
 
     @property
     def stop(self) -> int:
         """The offset after the last element."""
-        return self.start + self.shards.numel
+        return self.start + self.numel
 
     @property
     def world_size(self) -> int:
@@ -262,15 +235,21 @@ class Bucket:
         if not 0 <= rank < self.world_size:
             raise LayoutError(f"rank must be in [0, {self.world_size}), got {rank}")
         number = rank // self.ep_size
-        filled, starts, lengths = self.shards[:3]
-        i = bisect_left(filled, number)
-        if i == len(filled):
-            return self.stop, self.stop
-        return starts[i], starts[i] + (lengths[i] if filled[i] == number else 0)
+        run = bisect_right(self._numbers, number) - 1
+        numel = self.shards.runs[run][1]
+        start = self._starts[run] + (number - self._numbers[run]) * numel
+        return start, start + numel
+
+    def filled(self) -> Iterator[tuple[int, int, int]]:
+        """Yield the number, the start and the length of every shard that has elements, in order."""
+        for number, start, run in zip(self._numbers, self._starts, self.shards.runs, strict=True):
+            count, numel = run
+            for i in range(count * bool(numel)):
+                yield number + i, start + i * numel, numel
 
     def non_empty_shards(self) -> Iterator[tuple[int, int]]:
         """Yield ``(rank, numel)`` of every shard that has elements, in rank order."""
-        for number, numel in zip(self.shards.filled, self.shards.lengths, strict=True):
+        for number, _, numel in self.filled():
             for ep_rank in range(self.ep_size):
                 yield number * self.ep_size + ep_rank, numel
 
@@ -291,7 +270,9 @@ class Bucket:
                 f"{slot.name}: no rank owns [{slot.start}, {slot.stop}) in bucket {self.index}, "
                 f"[{self.start}, {self.stop}), whole {self.whole}"
             )
-        return self.shards.filled[bisect_right(self.shards.starts, slot.start) - 1] * self.ep_size
+        run = bisect_right(self._starts, slot.start) - 1
+        number = self._numbers[run] + (slot.start - self._starts[run]) // self.shards.runs[run][1]
+        return number * self.ep_size
 
     def cut_of(self, slot: Slot) -> int:
         """Return the number of elements in each rank's cut of ``slot`` by itself. The last cut may
@@ -304,17 +285,6 @@ class Bucket:
         ``by_param``.
         """
         return (slot.start - self.start) // self.holders
-
-    def _check_room(self) -> None:
-        """Check that the cuts of each slot end before those of the next begin."""
-        ends = [slot.start for slot in self.slots[1:]]
-        for slot, end in zip(self.slots, [*ends, self.stop], strict=True):
-            room = (end - slot.start) // self.holders
-            if (slot.start - self.start) % self.holders or room < self.cut_of(slot):
-                raise LayoutError(
-                    f"{slot.name}: cuts of {self.cut_of(slot)} elements for {self.holders} ranks "
-                    f"from {slot.start} on do not fit before {end} in bucket {self.index}"
-                )
 
     def _pieces_by_param(self, rank: int) -> tuple[Piece, ...]:
         start = self.shard(rank)[0]
@@ -349,7 +319,7 @@ class Bucket:
             "dtype": self.dtype,
             "whole": self.whole,
             "start": self.start,
-            "shards": Numels.of(self.shard_numels).runs(),
+            "shards": self.shards.runs,
             "slots": [[slot.name, slot.start, slot.numel] for slot in self.slots],
         }
         if self.ep_size > 1:
@@ -362,18 +332,22 @@ class Bucket:
     def of_values(cls, index: int, values: dict[str, Any]) -> Bucket:
         """Make the bucket from the result of :meth:`to_values`.
 
-        Shards of any length without a transport are those of an older save. They have no equal
-        cuts; only the places of their pieces are asked for.
+        Shards of any length without a transport, or with "ragged", are those of an older save. They
+        have no equal cuts; only the places of their pieces are asked for.
         """
+        shards = Shards(tuple(map(tuple, values["shards"])))
+        transport = values.get("way", "ragged")
+        if transport == "ragged":
+            transport = "even" if len(shards.runs) == 1 else "cuts"
         return cls(
             index,
             values["dtype"],
             values["whole"],
             values["start"],
-            Numels.of_runs(values["shards"]),
+            shards,
             tuple(Slot(*slot) for slot in values["slots"]),
+            transport,
             values.get("variants", 1),
-            values.get("way", cast("Transport", None)),
         )
 
 
@@ -396,11 +370,6 @@ class Layout:
     _homes: dict[str, tuple[Bucket, Slot]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not self.policy or self.world_size < 1 or self.alignment < 1:
-            raise LayoutError(
-                "a layout needs a policy, world_size >= 1 and alignment >= 1, got "
-                f"{self.policy!r}, {self.world_size}, {self.alignment}"
-            )
         buffers: dict[str, int] = {}
         homes: dict[str, tuple[Bucket, Slot]] = {}
         for index, bucket in enumerate(self.buckets):
@@ -421,7 +390,7 @@ class Layout:
             raise LayoutError(f"bucket {bucket.index} is at place {index} of the launch order")
         if bucket.world_size != self.world_size:
             raise LayoutError(
-                f"bucket {index} has {len(bucket.shard_numels)} shards with ep_size "
+                f"bucket {index} has {bucket.holders} shards with ep_size "
                 f"{bucket.ep_size}, the layout {self.world_size} ranks"
             )
         if bucket.start != expected_start:
@@ -429,14 +398,12 @@ class Layout:
                 f"bucket {index} starts at {bucket.start} of the {bucket.dtype} buffer, the one "
                 f"before it stops at {expected_start}"
             )
-        for rank, numel in bucket.non_empty_shards():
+        for _, numel in bucket.shards.runs:
             if numel % self.alignment:
                 raise LayoutError(
-                    f"bucket {index}: the shard of rank {rank} has {numel} elements, not a "
-                    f"multiple of {self.alignment}"
+                    f"bucket {index}: a shard has {numel} elements, not a multiple of "
+                    f"{self.alignment}"
                 )
-            if bucket.is_even:  # all have the same length
-                break
         for slot in bucket.slots:
             if slot.start % self.alignment:
                 raise LayoutError(

@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ds_layerwise.plan.layout.shards import Ints
+from ds_layerwise.plan.layout.layout import Ints
 
 #: The most that balancing memory as well may cost, in percent of the maximum from balancing work
 #: alone.
@@ -60,8 +60,6 @@ class Item(NamedTuple):
     work: int
     dtype: str
     ep_size: int
-    wire: str
-    """The dtype in which the gradient is sent."""
 
 
 class _Kind(NamedTuple):

@@ -13,9 +13,8 @@ from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from ds_layerwise.config.sections import LayoutPolicy
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.layout.draft_buckets import (
     Draft,
@@ -58,11 +57,15 @@ def plan_layout(
             each parameter that is cut by element is cut by itself.
 
     Raises:
-        LayoutError: an argument is out of range, or two parameters have the same name.
+        LayoutError: experts cannot be shared evenly, or two parameters have the same name.
     """
-    _check(specs, world_size, bucket_numel, policy, alignment)
     streams = defaultdict(list)
     for position, spec in enumerate(reversed(specs)):
+        if world_size % spec.ep_size:
+            raise LayoutError(
+                f"{spec.name} has ep_size {spec.ep_size}, which {world_size} ranks cannot share "
+                "evenly"
+            )
         span = spec.numel + -spec.numel % alignment
         streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
             Item(
@@ -73,7 +76,6 @@ def plan_layout(
                 spec.work,
                 spec.dtype,
                 spec.ep_size,
-                spec.wire,
             )
         )
     drafts = []
@@ -108,38 +110,6 @@ class _Stream(NamedTuple):
     wire: str
 
 
-def _check(
-    specs: Sequence[ParamSpec],
-    world_size: int,
-    bucket_numel: int,
-    policy: str,
-    alignment: int,
-) -> None:
-    for name, value in (
-        ("world_size", world_size),
-        ("bucket_numel", bucket_numel),
-        ("alignment", alignment),
-    ):
-        if value < 1:
-            raise LayoutError(f"{name} must be at least 1, got {value}")
-    if policy not in get_args(LayoutPolicy):
-        raise LayoutError(
-            f"policy must be one of {', '.join(get_args(LayoutPolicy))}, got {policy!r}"
-        )
-    seen = set()
-    for spec in specs:
-        if spec.name in seen:
-            raise LayoutError(
-                f"{spec.name} is there twice among {len(specs)} parameters; names must differ"
-            )
-        if world_size % spec.ep_size:
-            raise LayoutError(
-                f"{spec.name} has ep_size {spec.ep_size}, which {world_size} ranks cannot share "
-                "evenly"
-            )
-        seen.add(spec.name)
-
-
 def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
     ends: dict[str, int] = defaultdict(int)
     buckets = []
@@ -155,10 +125,10 @@ def _assemble(drafts: list[Draft]) -> tuple[Bucket, ...]:
             item.dtype,
             draft.whole,
             start,
-            draft.shard_numels,
+            draft.shards,
             slots,
-            item.ep_size,
             draft.transport,
+            item.ep_size,
         )
         buckets.append(bucket)
         ends[item.dtype] = bucket.stop
@@ -308,5 +278,5 @@ def _moved(drafts: Iterable[Draft]) -> int:
     """Return the number of elements that a rank sends each way, for all of ``drafts``."""
     total = 0
     for draft in drafts:
-        total += moved_numel(draft.numel, len(draft.shard_numels), draft.transport)
+        total += moved_numel(draft.shards.numel, draft.shards.count, draft.transport)
     return total

@@ -16,8 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ds_layerwise.plan.layout.layout import Bucket
-from ds_layerwise.plan.layout.shards import Ints
+from ds_layerwise.plan.layout.layout import Bucket, Ints
 
 #: The rows of a :class:`Placement`.
 Rows = list[tuple[int, int, int, int, int, int]]
@@ -215,7 +214,7 @@ def deal(
         rounds: list[dict[int, tuple[int, Rows]]] = []
         turn: dict[int, int] = defaultdict(int)
         for bucket in same:
-            for owner, start, numel in zip(*bucket.shards[:3], strict=True):
+            for owner, start, numel in bucket.filled():
                 if turn[owner] == len(rounds):
                     rounds.append({})
                 first = start - bucket.start

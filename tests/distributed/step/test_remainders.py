@@ -11,6 +11,7 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.internals import memory_by_kind
 from tests.support.rooms import rooms
 from tests.support.training import PARTS, Net, assert_same_on_all_ranks, ds_config, start, train_engine, train_engines
+from tests.support.transports import numels_of
 from tests.support.universal import convert
 
 pytestmark = rooms("masters", "dtypes", "owned", "rate_checks", "checkpointing", "state_access", "forecast")
@@ -63,7 +64,7 @@ class TestSameBits(DistributedTest):
                         for start, stop in [bucket.shard(rank)])
             assert many.masters - few.masters == owned * 15 // 8
         # Masters of a bucket are put together for its update.
-        shards = [max(bucket.shard_numels) for bucket in engine.optimizer.layout.buckets]
+        shards = [max(numels_of(bucket)) for bucket in engine.optimizer.layout.buckets]
         assert now.working.update == before.working.update + 4 * max(shards)
 
 

@@ -42,7 +42,7 @@ from tests.support.training import (
     train_engine,
     weights,
 )
-from tests.support.transports import plan_in_cuts
+from tests.support.transports import numels_of, plan_in_cuts
 
 pytestmark = rooms("grad_sync", "owned", "comm", "planner", "optimizer", "param_sync", "run_plan", "run_state")
 
@@ -268,7 +268,7 @@ class TestMemory(DistributedTest):
         assert bool(allocations.most) is bool(allocations.expected)
         if stage == 2:
             assert forecast.memory[optimizer.rank].grads == sum(
-                4 * bucket.shard_numels[optimizer.rank] + 4 * bucket.cut_numel * (bucket.transport == "cuts")
+                4 * numels_of(bucket)[optimizer.rank] + 4 * bucket.cut_numel * (bucket.transport == "cuts")
                 for bucket in optimizer.layout.buckets)
         return optimizer.layout
 

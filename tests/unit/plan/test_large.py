@@ -19,6 +19,7 @@ from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
+from tests.support.transports import numels_of
 
 pytestmark = rooms("layout", "buffers")
 
@@ -98,8 +99,8 @@ def test_costs_are_whole_numbers(world_size):
     assert all(type(value) is int for value in sent.gradients)
     for bucket in layout.buckets:
         # What a collective is told: shards back to back, in Python's own whole numbers.
-        assert sum(bucket.shard_numels) == bucket.numel == bucket.stop - bucket.start
-        assert all(type(numel) is int for numel in bucket.shard_numels)
+        assert sum(numels_of(bucket)) == bucket.numel == bucket.stop - bucket.start
+        assert all(type(numel) is int for numel in numels_of(bucket))
     assert math.prod((46_351, 46_337)) == layout.slot("last.weight").numel > LIMIT
 
 

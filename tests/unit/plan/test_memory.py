@@ -9,21 +9,22 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
 from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
-from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes, pieces_on_host
 from tests.support.rooms import rooms
+from tests.support.transports import bucket_of
 
 pytestmark = rooms("memory", "forecast")
 
 
 def layout():
     return Layout("balanced", 3, 64, (
-        Bucket(0, "bfloat16", True, 0, (128, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64), Slot("c", 128, 10)),
+        bucket_of(0, "bfloat16", True, 0, (128, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64), Slot("c", 128, 10)),
                transport="cuts"),
-        Bucket(1, "float32", False, 0, (64, 64, 64), (Slot("d", 0, 70),)),
+        bucket_of(1, "float32", False, 0, (64, 64, 64), (Slot("d", 0, 70),)),
     ))
 
 
@@ -64,7 +65,7 @@ def test_on_the_host_go_whole_pieces_until_there_are_enough():
     assert [pieces_on_host(layout(), 0, ratio) for ratio in (0, 0.01, 0.33, 0.5, 0.67, 1)] == [
         frozenset(), {"a"}, {"a", "d"}, {"a", "b"}, {"a", "b", "d"}, {"a", "b", "d"}]
     assert pieces_on_host(layout(), 1, 1.0) == {"d"}
-    halves = Layout("lpt", 1, 64, tuple(Bucket(i, "float16", True, 64 * i, (64,), (Slot(name, 64 * i, 64),))
+    halves = Layout("lpt", 1, 64, tuple(bucket_of(i, "float16", True, 64 * i, (64,), (Slot(name, 64 * i, 64),))
                                         for i, name in enumerate("abcd")))
     assert [pieces_on_host(halves, 0, ratio) for ratio in (0.25, 0.5, 0.75)] == [{"a"}, {"a", "c"}, {"a", "b", "c"}]
 
@@ -111,7 +112,7 @@ def test_the_host_takes_the_ratio_of_any_layout_and_less_than_a_piece_more():
 def two_in_cuts(transport="cuts"):
     """Two buckets of two ranks, of which the second owns all."""
     return Layout("balanced", 2, 1, tuple(
-        Bucket(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), transport=transport)
+        bucket_of(i, "bfloat16", True, 40 * i, (0, 40), (Slot(name, 40 * i, 40),), transport=transport)
         for i, name in enumerate("ab")))
 
 
@@ -154,7 +155,8 @@ def test_transfers_of_a_bucket_do_not_grow_with_the_ranks(reduction):
     """Also if one rank owns all of it."""
     most = []
     for ranks in (2, 4, 8, 64, 512):
-        bucket = Bucket(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),), transport="cuts")
+        bucket = bucket_of(0, "bfloat16", True, 0, (0,) * (ranks - 1) + (1024,), (Slot("a", 0, 1000),),
+                           transport="cuts")
         most.append(transfer_bytes(Layout("balanced", ranks, 1, (bucket,)), stage=1, wires=["bfloat16"],
                                    stored_as={"bfloat16": "bfloat16"}, reduction=reduction))
     assert most == sorted(most, reverse=True)
@@ -164,7 +166,7 @@ def test_an_update_works_in_a_batch_of_equal_matrices():
     muon, adamw = Muon(), AdamW()
     sizes = (128, 128, 64)
     names = [["a", "b"], ["c", "d"], ["e"]]
-    buckets = tuple(Bucket(i, "bfloat16", i < 2, 128 * i, (size, 0), tuple(
+    buckets = tuple(bucket_of(i, "bfloat16", i < 2, 128 * i, (size, 0), tuple(
         Slot(name, 128 * i + 64 * j, 64) for j, name in enumerate(names[i])), transport="cuts" if i < 2 else "by_param")
         for i, size in enumerate(sizes[:2]))
     planned = Layout("balanced", 2, 1, buckets)
@@ -173,7 +175,7 @@ def test_an_update_works_in_a_batch_of_equal_matrices():
     assert update_bytes(planned, routes, "float32") == muon.workspace((4, 8, 8))
     # Masters of the largest shard, opened to float32.
     assert update_bytes(planned, routes, "bfloat16+remainder") == muon.workspace((4, 8, 8)) + 4 * 128
-    split = Layout("balanced", 2, 64, (Bucket(0, "float32", False, 0, (64, 64), (Slot("e", 0, 100),)),))
+    split = Layout("balanced", 2, 64, (bucket_of(0, "float32", False, 0, (64, 64), (Slot("e", 0, 100),)),))
     routes = {"e": Route(name="e", recipe=adamw, reason="", group=0)}
     assert update_bytes(split, routes, "bfloat16+remainder") == adamw.workspace((64,))
 
@@ -195,8 +197,8 @@ def test_the_report_counts_what_the_layout_says():
 
 
 def test_experts_count_for_each_rank_that_owns_some_of_the_same():
-    dense = Bucket(0, "float32", True, 0, (64, 0, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64)), transport="cuts")
-    experts = Bucket(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), ep_size=2,
+    dense = bucket_of(0, "float32", True, 0, (64, 0, 0, 64), (Slot("a", 0, 60), Slot("b", 64, 64)), transport="cuts")
+    experts = bucket_of(1, "float32", True, 128, (128, 64), (Slot("e", 128, 128), Slot("f", 256, 50)), ep_size=2,
                      transport="cuts")
     found = Layout("balanced", 4, 32, (dense, experts))
     report = LayoutReport.of(found, [

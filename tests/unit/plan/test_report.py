@@ -14,10 +14,11 @@ from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
 from ds_layerwise.plan.forecast.memory import RankMemory, Working
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.plan.forecast.text_tables import GLUE, time_text
-from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.routing.routes import Route
 from tests.support.model_specs import bare, routes_of, specs_in
 from tests.support.rooms import rooms
+from tests.support.transports import bucket_of
 
 pytestmark = rooms("report", "param_tables", "forecast")
 
@@ -141,8 +142,8 @@ def test_the_busiest_rank_is_one_for_all_dtypes(stage, sent):
     # bfloat16 and float32, at stage 1: (4 + 8) + (3 + 2) of rank 0, (6 + 4) + (2 + 4) of rank 1, (6 + 4) + (3 + 2) of
     # rank 2. At stage 2 sums of bfloat16 gradients travel in float32, 2 MiB more of ranks 1 and 2.
     layout = Layout("balanced", 3, 1, (
-        Bucket(0, "bfloat16", True, 0, (3 * 2**20, 0, 0), (Slot("a", 0, 3 * 2**20),), transport="cuts"),
-        Bucket(1, "float32", True, 0, (0, 3 * 2**18, 0), (Slot("b", 0, 3 * 2**18),), transport="cuts")))
+        bucket_of(0, "bfloat16", True, 0, (3 * 2**20, 0, 0), (Slot("a", 0, 3 * 2**20),), transport="cuts"),
+        bucket_of(1, "float32", True, 0, (0, 3 * 2**18, 0), (Slot("b", 0, 3 * 2**18),), transport="cuts")))
     specs = [ParamSpec("a", (3 * 2**10, 2**10), "bfloat16", True, 1, wire="bfloat16"),
              ParamSpec("b", (3 * 2**9, 2**9), "float32", True, 1)]
     routes = {spec.name: Route(name=spec.name, recipe=MUON, reason="matrix", group=0, matrix_shape=spec.shape)

@@ -5,8 +5,9 @@ from random import Random
 import pytest
 
 from ds_layerwise.plan.forecast.sent import sent_bytes
-from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.layout.layout import Layout, Slot
 from tests.support.rooms import rooms
+from tests.support.transports import bucket_of
 
 pytestmark = rooms("sent")
 
@@ -28,7 +29,7 @@ def some_layout(random):
         transport = "cuts" if len({*numels}) > 1 else "even"
         first = next(i for i, numel in enumerate(numels) if numel)
         slot = Slot(f"p{index}", stop + sum(numels[:first]), numels[first])
-        buckets.append(Bucket(index, "bfloat16", True, stop, tuple(numels), (slot,), ep_size, transport))
+        buckets.append(bucket_of(index, "bfloat16", True, stop, tuple(numels), (slot,), ep_size, transport))
         stop = buckets[-1].stop
     return Layout("balanced", ranks, 1, tuple(buckets))
 
@@ -59,9 +60,9 @@ def test_any_buckets_are_counted_rank_by_rank_and_element_by_element(wire, reduc
 
 def test_each_dtype_of_parameters_is_counted_for_itself():
     planned = Layout("balanced", 2, 1, (
-        Bucket(0, "bfloat16", True, 0, (8, 8), (Slot("a", 0, 8), Slot("b", 8, 8))),
-        Bucket(1, "float32", False, 0, (4, 4), (Slot("c", 0, 8),)),
-        Bucket(2, "bfloat16", False, 16, (2, 2), (Slot("d", 16, 4),))))
+        bucket_of(0, "bfloat16", True, 0, (8, 8), (Slot("a", 0, 8), Slot("b", 8, 8))),
+        bucket_of(1, "float32", False, 0, (4, 4), (Slot("c", 0, 8),)),
+        bucket_of(2, "bfloat16", False, 16, (2, 2), (Slot("d", 16, 4),))))
     sent = sent_bytes(planned, wires=["float32", "float32", "bfloat16"], reduction="ordered", stage=1)
     assert sent == {"bfloat16": ((4 * 8 + 2 * 2,) * 2, (2 * 8 + 2 * 2,) * 2), "float32": ((4 * 4,) * 2, (4 * 4,) * 2)}
 
@@ -69,7 +70,7 @@ def test_each_dtype_of_parameters_is_counted_for_itself():
 def test_at_stage_3_both_passes_gather_the_cuts_and_owners_send_to_all_cuts():
     # Of 10 elements a rank has a cut of 5, of 3 one of 2.
     planned = Layout("balanced", 2, 1, (
-        Bucket(0, "float32", True, 0, (10, 4), (Slot("a", 0, 10), Slot("b", 10, 3)), transport="cuts"),))
+        bucket_of(0, "float32", True, 0, (10, 4), (Slot("a", 0, 10), Slot("b", 10, 3)), transport="cuts"),))
     sent = sent_bytes(planned, wires=["float32"], reduction="ordered", stage=3)["float32"]
     fetched = 2 * 4 * (5 + 2)
     # Rank 0 sends a cut of 7, and of those keeps 7; of the other cut 3 go to rank 0.

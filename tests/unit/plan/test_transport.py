@@ -8,18 +8,19 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.forecast import LayoutReport
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.draft_buckets import draft_balanced, draft_owned, row_limit, take_rows
-from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import itemsize, reduction_of_run, transport_of
 from tests.support.model_specs import load_model_specs
 from tests.support.rooms import rooms
+from tests.support.transports import bucket_of, numels_of
 
 pytestmark = rooms("transport", "draft_buckets", "planner")
 
 
 def items(*kinds):
-    return [Item(f"w{i}", i, numel, numel + -numel % 64, work, "bfloat16", 1, "float32")
+    return [Item(f"w{i}", i, numel, numel + -numel % 64, work, "bfloat16", 1)
             for i, (numel, work) in enumerate(kinds)]
 
 
@@ -28,7 +29,7 @@ def sent(shards, transport):
     starts = [sum(shards[:i]) for i in range(len(shards))]
     slots = [Slot(f"p{i}", start, numel) for i, (start, numel) in enumerate(zip(starts, shards)) if numel]
     layout = Layout("balanced", len(shards), 1, (
-        Bucket(0, "float32", True, 0, tuple(shards), tuple(slots), transport=transport),))
+        bucket_of(0, "float32", True, 0, tuple(shards), tuple(slots), transport=transport),))
     each, = sent_bytes(layout, wires=["float32"], reduction="ordered", stage=1).values()
     return (sum(each.gradients) + sum(each.parameters)) // 4
 
@@ -66,13 +67,13 @@ def test_the_other_transport_sends_no_less(seed):
 def test_shards_of_cuts_lie_back_to_back_and_the_last_one_is_padded_to_equal_cuts():
     draft = draft_balanced(items((10**7, 1), (64, 1)), [0, 1], 4, 64)
     # 10,000,064 elements and 64 more are a multiple of 4 x 64.
-    assert (draft.transport, draft.shard_numels, draft.offsets) == ("cuts", (10_000_000, 64 + 64, 0, 0), [0, 10**7])
-    assert draft.numel == 10_000_128
+    assert (draft.transport, numels_of(draft), draft.offsets) == ("cuts", (10_000_000, 64 + 64, 0, 0), [0, 10**7])
+    assert draft.shards.numel == 10_000_128
 
 
 def test_shards_of_an_even_bucket_are_as_long_as_the_longest():
     draft = draft_balanced(items((640, 1), (1000, 1), (300, 1)), [1, 0, 1], 2, 64)
-    assert (draft.transport, draft.shard_numels, draft.offsets) == ("even", (1024, 1024), [0, 1024, 1664])
+    assert (draft.transport, numels_of(draft), draft.offsets) == ("even", (1024, 1024), [0, 1024, 1664])
     assert [item.name for item in draft.items] == ["w1", "w0", "w2"]
     assert draft == draft_owned(items((640, 1), (1000, 1), (300, 1)), [1, 0, 1], 2, 1024)
 
@@ -89,14 +90,14 @@ def test_rows_take_one_parameter_of_a_size_from_every_rank_as_far_as_the_poorest
     assert [item.position for item in rows.rest] == [1, 5, 7]
     assert rows.owners == {1: 1, 5: 1, 7: 0}
     drafts = rows.drafts(2)
-    assert [draft.shard_numels for draft in drafts] == [(64, 64), (64, 64), (128, 128)]
+    assert [numels_of(draft) for draft in drafts] == [(64, 64), (64, 64), (128, 128)]
     assert all(draft.transport == "even" and draft.items[0].wire == "float32" for draft in drafts)
     # A row that is too long is none, and rows fill a bucket.
     assert len(take_rows(stream, owners, 2, bucket_numel=1, limit=255).buckets) == 2
     (bucket, last) = take_rows(stream, owners, 2, bucket_numel=129, limit=256).buckets
     assert [item.position for item in bucket] == [0, 2, 4, 6] and len(last) == 2
     (every,) = take_rows(stream, owners, 2, bucket_numel=10**9, limit=256).drafts(2)
-    assert every.shard_numels == (256, 256)
+    assert numels_of(every) == (256, 256)
 
 
 def test_a_row_is_a_bucket_or_a_sixteenth_of_the_model_at_most():

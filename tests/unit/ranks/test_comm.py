@@ -13,13 +13,14 @@ import torch
 
 from ds_layerwise.errors import LayoutError
 from ds_layerwise.plan.forecast.memory import transfer_bytes
-from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.layout.layout import Layout, Slot
 from ds_layerwise.plan.layout.transport import partial_sums
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.sync.bucket_transfers import Wire, _add_up_at_once, average
 from tests.support.rooms import rooms
+from tests.support.transports import bucket_of
 
 pytestmark = rooms("comm", "transport", "bucket_transfers")
 
@@ -122,7 +123,7 @@ def test_sums_of_a_device_take_little_memory(size, per_node, transport, partial,
     monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     levels = {"inside": Group(per_node, 0), "across": Group(size // per_node, 0)} if 1 < per_node < size else {}
     slots = tuple(Slot(str(i), 64 * i, 64) for i in range(size))
-    bucket = Bucket(0, "bfloat16", True, 0, (64,) * size, slots, transport=transport)
+    bucket = bucket_of(0, "bfloat16", True, 0, (64,) * size, slots, transport=transport)
     turn, meta = Turn(torch.device("meta")), {"device": torch.device("meta")}
     Wire(Group(size, 0), on_host=False, **levels).reduce(
         torch.empty(bucket.numel, dtype=DTYPES[wire], **meta), torch.empty(64, **meta), divide_by=1,

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ds_layerwise.plan.forecast.sent import sent_bytes
-from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.layout.layout import Layout, Slot
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards, deal, seen_by
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
@@ -17,7 +17,7 @@ from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory, bytes_of
 from tests.support.rooms import rooms
-from tests.support.transports import held_at_a_time, in_cuts
+from tests.support.transports import bucket_of, held_at_a_time, in_cuts
 
 pytestmark = rooms("transfer", "transfer_plan")
 
@@ -33,7 +33,7 @@ def a_layout(seed, world_size=6):
         for number, numel in enumerate(numels):
             if numel:
                 slots.append(Slot(f"{index}.{number}", start + sum(numels[:number]), numel))
-        buckets.append(Bucket(index, dtype, True, start, tuple(numels), tuple(slots), ep_size))
+        buckets.append(bucket_of(index, dtype, True, start, tuple(numels), tuple(slots), ep_size))
         ends[dtype] = buckets[-1].stop
     return in_cuts(Layout("balanced", world_size, 4, tuple(buckets)))
 
@@ -139,19 +139,19 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
 
 def test_elements_that_stay_are_left_out_unless_they_part_those_that_arrive():
     slots = (Slot("a", 0, 20), Slot("b", 20, 4), Slot("c", 24, 12))
-    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (20, 4, 12), slots),))).buckets
+    bucket, = in_cuts(Layout("balanced", 3, 4, (bucket_of(0, "float32", True, 0, (20, 4, 12), slots),))).buckets
     # Cuts of 12: rank 0 has 12 of its 20, the others all of theirs.
     of_ranks = [rounds_of([bucket], rank)[0] for rank in range(3)]
     assert [each.parts for each in of_ranks] == [(0, 12, 8), (0, 4, 0), (0, 12, 0)]
     assert [tuple(each.by_holder) for each in of_ranks] == [(0, 8, 0), (0, 0, 0), (0, 0, 0)]
     assert [tuple(each.by_owner) for each in of_ranks] == [(0, 0, 0), (8, 0, 0), (0, 0, 0)]
     slots = (Slot("a", 0, 8), Slot("b", 8, 20), Slot("c", 28, 8))
-    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (8, 20, 8), slots),))).buckets
+    bucket, = in_cuts(Layout("balanced", 3, 4, (bucket_of(0, "float32", True, 0, (8, 20, 8), slots),))).buckets
     # 4 on each side of 12 are copied rather than those.
     middle = rounds_of([bucket], 1)[0]
     assert (middle.parts, tuple(middle.by_holder), middle.stay[:3]) == ((4, 12, 4), (4, 0, 4), (0, 0, 12))
     slots = (Slot("a", 0, 4), Slot("b", 4, 32))
-    bucket, = in_cuts(Layout("balanced", 3, 4, (Bucket(0, "float32", True, 0, (4, 32, 0), slots),))).buckets
+    bucket, = in_cuts(Layout("balanced", 3, 4, (bucket_of(0, "float32", True, 0, (4, 32, 0), slots),))).buckets
     # 8 of rank 0's cut and 12 of rank 2's are on both sides of the 12 that rank 1 has.
     parted = rounds_of([bucket], 1)[0]
     assert (parted.parts, tuple(parted.by_holder), parted.stay) == ((32, 0, 0), (8, 12, 12), None)
@@ -172,7 +172,7 @@ def test_ranks_agree_on_rounds(seed):
 
 
 def test_a_bucket_that_is_not_in_cuts_takes_no_part():
-    layout = Layout("balanced", 2, 4, (Bucket(0, "float32", True, 0, (8, 8), (Slot("a", 0, 4), Slot("b", 8, 8))),))
+    layout = Layout("balanced", 2, 4, (bucket_of(0, "float32", True, 0, (8, 8), (Slot("a", 0, 4), Slot("b", 8, 8))),))
     assert rounds_of(layout.buckets, 0) == []
 
 
