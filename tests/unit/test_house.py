@@ -270,7 +270,7 @@ def test_rules_catch(rule, code):
 
 
 @pytest.mark.parametrize("rule, code, caught", [
-    (partial(breaches_of_floors, "plan.layout.layout"), "from ds_layerwise.plan.planner import planner", False),
+    (partial(breaches_of_floors, "plan.layout.layout"), "from ds_layerwise.plan.layout import planner", False),
     (partial(breaches_of_floors, "plan.layout.layout"), "import ds_layerwise.checkpoint.record", True),
     (partial(breaches_of_floors, "plan.layout.layout"), "from ds_layerwise import initialize", True),
     (partial(breaches_of_floors, "plan.layout.layout"), "from ds_layerwise import __version__", False),
