@@ -80,6 +80,7 @@ SELECTION = (
     "tests/distributed/checkpoint/test_stage3_interop.py",
     "tests/distributed/checkpoint/test_universal.py",
     "tests/distributed/ecosystem/test_contract.py",
+    "tests/distributed/parallel/test_pipeline.py",
     "tests/distributed/step/test_host.py",
     "tests/distributed/step/test_offload.py",
     "tests/distributed/step/test_precision.py",

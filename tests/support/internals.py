@@ -201,6 +201,12 @@ def param_cuts(engine: Any) -> list[torch.Tensor]:
     return list(param_sync(engine)._all_cuts.apart)
 
 
+def persistent(engine: Any) -> list[torch.Tensor]:
+    """Return parameters that DeepSpeed leaves whole at ZeRO stage 3, and the copies that show what is written."""
+    cuts = param_sync(engine)._all_cuts
+    return [*cuts.persistent().values(), *cuts._fetched]
+
+
 def memory_by_kind(engine: Any) -> dict[Any, int]:
     """Return bytes by kind. Memory of two kinds counts for the first."""
     num_bytes: dict[Any, int] = {}

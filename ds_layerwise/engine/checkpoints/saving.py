@@ -351,7 +351,8 @@ def _saying_where(save_dir: str | Path) -> Iterator[None]:
     except LayerWiseError:
         raise
     except (AttributeError, TypeError, PicklingError) as e:
-        if "pickle" not in str(e):
+        # From Python 3.13 on, the second.
+        if "pickle" not in str(e) and "local object" not in str(e):
             raise
         raise LayerWiseError(
             "the checkpoint cannot be written: client_state or the module's state_dict has a value "

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -24,12 +25,15 @@ from ds_layerwise.instance_patches import patch
 
 def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHandle]:
     """Divide gradients where they reach ``params``, in the cases in which ``engine`` would divide
-    them on the way. ``engine`` no longer divides.
+    them on the way. ``engine`` no longer divides, unless it is a pipeline's: there the gradient
+    that the last stage sends on must be divided already, and every gradient passes one output.
 
     Returns:
         The hooks on ``params``. The node of autograd's graph at which gradients arrive has none: a
         parameter gets a new one when its data changes the dtype or the device.
     """
+    if isinstance(engine, PipelineEngine):
+        return []
     engine_of = weakref.ref(engine)
     rule = type(engine)._backward_prologue_per_tensor
     patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)

@@ -4,7 +4,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+from deepspeed.runtime.zero.muon import original_muon
 
 import ds_layerwise
 from tests.support.harness import DistributedTest
@@ -12,12 +12,14 @@ from tests.support.models import tiny_gpt, token_batch, token_loss
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import whole
+from tests.support.versions import needs
 
 pytestmark = rooms("cut_sync", "muon_family", "newton_schulz")
 
 STEPS = 100
 
 
+@needs("deepspeed>=0.19.8", "its Muon does not say its dtype")
 class TestSameLossCurve(DistributedTest):
     def losses(self, optimizer, ns_method, layerwise=None):
         module = tiny_gpt(tied=False)
@@ -29,7 +31,8 @@ class TestSameLossCurve(DistributedTest):
                 "ns_method": ns_method, "torch_adam": True}},
         }
         if optimizer == "LayerWiseMuon":
-            name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[ns_compute_dtype(ns_method)]
+            name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[
+                original_muon.ns_compute_dtype(ns_method)]
             # Stock decays every parameter.
             config["optimizer"]["params"] |= {"ns_dtype": name, "decay_vectors": True}
         engine, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)

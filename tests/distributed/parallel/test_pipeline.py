@@ -24,6 +24,7 @@ from tests.support.reference import Recipe, train, train_on_gradients, whole_num
 from tests.support.rooms import rooms
 from tests.support.training import BF16, allow_fp16, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 from tests.support.universal import convert
+from tests.support.versions import needs
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
 pytestmark = [*rooms("pipeline"),
@@ -170,6 +171,7 @@ class TestAgainstOnePiece(DistributedTest):
         compare(1, True, clip=0.3)
         compare(2, False, clip=0.3, layerwise={"overlap_param_gather": True})
 
+    @needs("deepspeed>=0.19.8", "its activation checkpointing asks a CPU for a stream")
     @pytest.mark.world_size(2)
     def test_activation_checkpointing(self):
         compare(2, True, clip=0.3, pipeline={"activation_checkpoint_interval": 1},

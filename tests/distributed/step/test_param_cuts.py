@@ -51,6 +51,7 @@ from tests.support.training import (
     weights,
     whole,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("cut_sync", "param_cuts", "cut_access", "run_state")
 
@@ -193,7 +194,8 @@ class TestOptimizersOfScripts(DistributedTest):
 
     @pytest.mark.parametrize("make", [
         lambda params: torch.optim.AdamW(params, lr=0.02, weight_decay=0.1), lambda params: SOAP(params, lr=0.02),
-        lambda params: torch.optim.Adagrad(params, lr=0.02, initial_accumulator_value=0.5)],
+        pytest.param(lambda params: torch.optim.Adagrad(params, lr=0.02, initial_accumulator_value=0.5), marks=needs(
+            "torch>=2.13", "its Adagrad makes states when it is made, not in its first step"))],
         ids=["AdamW", "SOAP", "Adagrad"])
     def test_the_same_bits(self, precision, make):
         engines = []
@@ -654,7 +656,9 @@ class TestMemory(DistributedTest):
             tensors += [internals.trained(engine)[slot.name].ds_tensor for slot in bucket.slots]
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}
         planned = optimizer.forecast().memory[optimizer.rank]
-        assert sum(held.values()) == planned.total + planned.host
+        # Without the elements by which DeepSpeed fills up what it gathers.
+        whole = sum(t.nbytes for t in internals.persistent(engine))
+        assert whole and sum(held.values()) + whole == planned.total + planned.host
         cuts = [each.untyped_storage().nbytes() for each in internals.param_cuts(engine)]
         assert bool(planned.host) == bool(host or offload_param)
         assert not offload_param or planned.host >= sum(cuts)

@@ -35,6 +35,7 @@ from tests.support.reference import Recipe, Reference, trainable, whole_number_g
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu, mark, part
 from tests.support.training import allow_fp16, assert_same_on_all_ranks, ds_config, start, train_engine
+from tests.support.versions import needs
 
 pytestmark = rooms("attention", "attention_hook", "attention_logits", "qk_clip_settings", "row_scaling", "update")
 
@@ -475,6 +476,7 @@ class AttendsToItsPart(Attends):
         return whole_number_loss(self, (step, micro, sequence)) * (part == 0)
 
 
+@needs("deepspeed>=0.19.8", "its groups of sequence parallelism cannot be made again in a process")
 class TestSequences(DistributedTest):
     """Ulysses in transformers, where a rank's attention has whole sequences and a share of the heads."""
 
