@@ -41,6 +41,7 @@ from tests.support.huggingface import (
 from tests.support.reference import Recipe, trainable
 from tests.support.rooms import rooms
 from tests.support.training import assert_same_on_all_ranks, from_all_ranks, relative_error, whole
+from tests.support.versions import needs
 from tests.unit.test_examples import load_example
 
 pytestmark = rooms("engine_hooks", "rate_checks")
@@ -302,7 +303,9 @@ class TestLora(DistributedTest):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 class TestStage3(DistributedTest):
-    @pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+    @pytest.mark.parametrize("adapter", [False, pytest.param(True, marks=needs(
+        "deepspeed>=0.19.8", "adapters at stage 3 lose their values after a save, with its own optimizer, too"))],
+        ids=["whole", "adapter"])
     def test_it_trains_saves_and_resumes_as_at_stage_2(self, adapter, tmp_path):
         runs = {}
         for stage, resumes_at in ((2, 2), (3, 3), (3, 2)):
