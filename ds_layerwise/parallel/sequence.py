@@ -64,6 +64,10 @@ class MeshGroups:
         """Return the number of the sequence that this rank processes."""
         return comm.rank_of(self.get_data_parallel_group())
 
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: no parameter is cut. DeepSpeed before 0.19.8 names files by it."""
+        return 0
+
     def get_tensor_model_parallel_world_size(self) -> int:
         """Return 1: no parameter is cut."""
         return 1

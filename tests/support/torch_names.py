@@ -25,6 +25,7 @@ PRIVATE = {
     "torch._C._will_engine_execute_node": "tells a call of torch.autograd.grad, which leaves nothing",
     "torch._dynamo.OptimizedModule": "what torch.compile makes of a module",
     "torch._dynamo.utils": "counters that tell whether torch has compiled something",
+    "torch.Tensor._backward_hooks": "the order of hooks on a parameter",
     "torch.Tensor._make_wrapper_subclass": "pieces of a tensor for torch.distributed.checkpoint",
     "torch.Tensor._version": "tells that a script has written a weight",
     "torch.UntypedStorage._cdata": "tells tensors in one storage",

@@ -50,7 +50,12 @@ def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHa
 
     hooks = []
     for param in params:
+        earlier = list(param._backward_hooks or ())
         hooks.append(param.register_hook(divided))  # type: ignore[no-untyped-call]
+        # Hooks of a script come after it, as they come after DeepSpeed's division.
+        order: Any = param._backward_hooks
+        for key in earlier:
+            order[key] = order.pop(key)
     return hooks
 
 

@@ -13,6 +13,7 @@ from ds_layerwise.tools.dry_run import DryRun
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start
+from tests.support.versions import needs
 
 pytestmark = rooms("sections", "run_config", "ds_config", "config_hook")
 
@@ -224,6 +225,7 @@ def plan(given, ranks=1):
 class TestAlike(DistributedTest):
     world_size = 1
 
+    @needs("deepspeed>=0.19.8", "each release knows other keys")
     def test_in_a_plan_and_in_training(self, monkeypatch):
         """Plans are also made before this process has an engine, and so hooks."""
         # Nobody fills "auto" in, as in training.

@@ -29,6 +29,7 @@ from tests.support.training import (
     weights,
     whole_gradients,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("sequence", "config_hook")
 
@@ -241,6 +242,7 @@ class TestCheckpoints(DistributedTest):
         assert_equal_states(states(resumed), later_states)
         assert torch.equal(weights(resumed.module), later_weights)
 
+    @needs("deepspeed>=0.19.8", "its load takes the place in a sequence for a part of the model")
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("stage", [2, 3])
     def test_resume_on_fewer_sequences(self, stage, run_of_4):

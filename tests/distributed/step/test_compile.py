@@ -16,6 +16,7 @@ from tests.support.checkpoints import loaded
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import arrive_late, assert_same_on_all_ranks, ds_config, start, weights
+from tests.support.versions import needs
 
 pytestmark = rooms("grad_sync", "param_sync")
 
@@ -143,6 +144,7 @@ class TestCompiled(DistributedTest):
             assert not other.optimizer.fresh_states
         assert torch.equal(train(other), train(engine))
 
+    @needs("torch>=2.13", "its compiler breaks the graph at every hook")
     @pytest.mark.parametrize("after", [0, 1], ids=["from the start", "while parameters are under way"])
     @pytest.mark.parametrize("what", ["model", "layer", "layer in one graph", "function"])
     def test_overlap_param_gather_breaks_no_graph_and_hides_no_weight(self, what, after, monkeypatch):

@@ -329,7 +329,7 @@ class TestHooks(DistributedTest):
     """Hooks of the user's own."""
 
     def test_a_hook_on_a_parameter_changes_its_gradient(self, stage):
-        for gas, overlap in ((1, False), (2, True)):
+        for gas, overlap, direct in ((1, False, False), (2, True, False), (2, False, True)):
             module, seen = Twice(), []
 
             def double(grad):
@@ -343,7 +343,8 @@ class TestHooks(DistributedTest):
             expected = plain_gradients(plain, lambda rank: [(batch(0, micro, rank), first) for micro in range(gas)],
                                      gas=gas, stage=stage)
             for micro in range(gas):
-                engine.backward(first(engine(batch(0, micro, dist.get_rank()))))
+                loss = first(engine(batch(0, micro, dist.get_rank())))
+                loss.backward() if direct else engine.backward(loss)
                 plain.zero_grad()
                 (first(plain(batch(0, micro, dist.get_rank()))) / gas).backward()
                 assert torch.equal(seen[-1], plain.shared.weight.grad)  # this rank's, of this micro-batch
