@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
     (["repair", "x"], "invalid choice: 'repair'"),
     (["to-universal", "in"], "OUT"),
     (["verify"], "PATH"),
-    (["verify", "a", "b"], "unrecognized arguments: b"),
+    (["verify", "a", "b"], "verify each checkpoint by itself"),
     (["compare", "a", "b"], "invalid choice: 'compare'"),
     (["verify", "a", "--overwrite"], "unrecognized arguments: --overwrite"),
     (["verify", "a", "--workers", "0"], "--workers: must be a whole number from 1 on, got '0'"),

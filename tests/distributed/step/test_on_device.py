@@ -7,7 +7,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.layout.layout import Slot
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
@@ -22,7 +22,7 @@ from tests.support.training import (
     train_engines,
     weights,
 )
-from tests.support.transports import plan_in_cuts
+from tests.support.transports import bucket_of, plan_in_cuts
 
 pytestmark = [*rooms("bucket_transfers", "grad_sync", "param_sync", "host_memory", "optimizer"), pytest.mark.gpu]
 
@@ -39,7 +39,7 @@ class TestWires(DistributedTest):
         rank, size = dist.get_rank(), dist.get_world_size()
         numels = {"even": [64] * size, "cuts": [0, 64 * size, *[0] * (size - 2)]}[transport]
         slots = tuple(Slot(str(i), sum(numels[:i]), numel) for i, numel in enumerate(numels) if numel)
-        bucket = Bucket(0, "bfloat16", True, 0, tuple(numels), slots, transport=transport)
+        bucket = bucket_of(0, "bfloat16", True, 0, numels, slots, transport=transport)
         wire = make_wires({1: None}, [0] * size, native=reduction == "native", device=device())[1]
         start, stop = 64 * rank, 64 * (rank + 1)
         rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(3)).bfloat16()

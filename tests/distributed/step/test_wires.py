@@ -8,12 +8,12 @@ import pytest
 import torch
 from deepspeed.utils import safe_get_full_grad, safe_set_full_grad
 
-from ds_layerwise.plan.layout.layout import Bucket, Slot
+from ds_layerwise.plan.layout.layout import Slot
 from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
-from tests.support import internals
+from tests.support import internals, transports
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, assert_same_on_all_ranks, ds_config, start, train_engine, weights
@@ -26,7 +26,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 def bucket_of(numels, transport):
     slots = tuple(Slot(f"p{rank}", sum(numels[:rank]), numel) for rank, numel in enumerate(numels) if numel)
-    return Bucket(0, "float32", True, 0, tuple(numels), slots, transport=transport)
+    return transports.bucket_of(0, "float32", True, 0, numels, slots, transport=transport)
 
 
 def buckets_of(size):

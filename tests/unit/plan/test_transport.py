@@ -91,7 +91,7 @@ def test_rows_take_one_parameter_of_a_size_from_every_rank_as_far_as_the_poorest
     assert rows.owners == {1: 1, 5: 1, 7: 0}
     drafts = rows.drafts(2)
     assert [numels_of(draft) for draft in drafts] == [(64, 64), (64, 64), (128, 128)]
-    assert all(draft.transport == "even" and draft.items[0].wire == "float32" for draft in drafts)
+    assert all(draft.transport == "even" for draft in drafts)
     # A row that is too long is none, and rows fill a bucket.
     assert len(take_rows(stream, owners, 2, bucket_numel=1, limit=255).buckets) == 2
     (bucket, last) = take_rows(stream, owners, 2, bucket_numel=129, limit=256).buckets
