@@ -447,7 +447,7 @@ SCRIPT = """
             os._exit(0)
         os.environ.update(env)
         for number in (1, 2):
-            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), number)
+            os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
         if args[1].endswith("process"):
             process = multiprocessing.get_context("spawn").Process(target=main, args=args)
             process.start()
