@@ -97,6 +97,9 @@ REASONS: tuple[tuple[str, str, str], ...] = (
     (r"ds0\.19\.4$", "test_before_the_reduction_it_is_this_ranks_own_sum_as_with_stock",
      "`safe_get_full_grad` of this DeepSpeed stops with its own optimizer, which the test compares with."),
     (r"ds0\.19\.[4-6]$", "test_it_need_not_be_computed", "`compute_grad_norm` came with DeepSpeed 0.19.7."),
+    (r"ds0\.19\.4", "test_hf_trainer.*(TestStage3|from_pretrained_cuts)|writes_into_persistent_parameters",
+     "At stage 3 of this DeepSpeed parameters may have values that nobody gave them, now and then, with its own Adam, "
+     "too: losses of 0.0 in a Trainer that saves."),
     (r"ds0\.19\.[45]$", "test_sums_instead_of_means", "`gradient_allreduce_op` came with DeepSpeed 0.19.6."),
 )
 
