@@ -1,5 +1,5 @@
-"""The base of all sections of settings: types declare the bounds of values, and errors name the
-key.
+"""The base of all sections of settings: types declare the bounds of values. Unknown keys are found
+in :mod:`ds_layerwise.config.sections`.
 
 A section of a config, and a recipe, is a :class:`Section`: pydantic checks it, and :func:`build`
 turns pydantic's errors into one :class:`~ds_layerwise.errors.ConfigError` that names the key, its

@@ -1,4 +1,6 @@
-"""The routes, layout and names of all parameters: one value that all ranks agree on first."""
+"""The routes, layout and names of all parameters, and which copy of one is counted and saved: one
+value that all ranks agree on first.
+"""
 
 from __future__ import annotations
 
