@@ -179,7 +179,13 @@ class CutSync:
         self._all_cuts.follow_persistent()
         self.fetch()
 
-    reload = take_over
+    def reload(self) -> None:
+        """Do what :meth:`take_over` does, and let parameters that stay whole have what was written
+        into their cuts.
+        """
+        self.take_over()
+        self._all_cuts.release()
+        self._all_cuts.fetch_persistent()
 
     def search(self) -> None:
         """Compare all cuts with the values that their owners have. Every rank must call this at the

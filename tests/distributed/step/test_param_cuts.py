@@ -413,6 +413,16 @@ class TestWrittenByScripts(DistributedTest):
         engine.zero_grad()
         train_engine(engine, 2, first=5)
 
+    def test_reloaded_weights_are_those_of_the_next_forward_pass(self):
+        engine = train_engine(start(Net(), config_of(3, zero={"stage3_param_persistence_threshold": 10**6})), 1)
+        params = engine.module.square.weight, engine.module.norm.bias
+        expected = [param.detach() * 2 for param in params]
+        for param in params:
+            param.ds_tensor.data.mul_(2)
+        engine.optimizer.reload_weights()
+        assert all(map(torch.equal, params, expected))
+        train_engine(engine, 1, first=1)
+
     @pytest.mark.parametrize("name", ["square.weight", "norm.bias"])
     def test_different_writes_of_ranks_into_persistent_parameters_are_errors(self, name):
         zero = {"stage3_param_persistence_threshold": 10**6}
