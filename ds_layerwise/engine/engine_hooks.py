@@ -23,7 +23,6 @@ Note: what is wrapped, and why there
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,6 +34,7 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.moe.layer import MoE
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
@@ -53,7 +53,7 @@ from ds_layerwise.engine import (
 from ds_layerwise.engine.checkpoints import exit_saves, loading, saving
 from ds_layerwise.engine.contract import patches
 from ds_layerwise.engine.contract.patches import Method, only_ours
-from ds_layerwise.engine.shared_storage import viewable_as_bytes
+from ds_layerwise.engine.shared_storage import on_all_ranks, viewable_as_bytes
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
@@ -62,7 +62,6 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_tables import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
-from ds_layerwise.zero.engine_protocol import AUTOCAST_SCALE
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.client_groups import (
@@ -72,7 +71,7 @@ from ds_layerwise.zero.setup.client_groups import (
 )
 from ds_layerwise.zero.setup.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.setup.run_settings import AUTOCAST_SCALE, LossScaling, Settings
 from ds_layerwise.zero.step_progress import warn_once
 
 #: The configs of engines. Several hooks need one before the engine has an optimizer, which has it
@@ -115,7 +114,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
         engine.mpu = sequence.MeshGroups(engine.mesh_device)
-    with _on_all_ranks():
+    with on_all_ranks():
         _check_config(engine)
     if dist.is_initialized():
         described = what_ranks_share(given)
@@ -130,13 +129,6 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         return original()
     except AssertionError as error:
         retell(error)
-
-
-def _on_all_ranks() -> AbstractContextManager[None]:
-    """Raise errors of one rank on all ranks. DeepSpeed can also run without a process group."""
-    if dist.is_initialized():
-        return comm.errors_on_all_ranks()
-    return nullcontext()
 
 
 def _check_config(engine: DeepSpeedEngine) -> None:
@@ -171,7 +163,7 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
     model = engine.module
     is_stage = pipeline.is_pipeline(model)
-    with _on_all_ranks():
+    with on_all_ranks():
         _check_model(engine)
         sequence.check(engine)
         if is_stage:
@@ -183,10 +175,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         described = []
         for name, param in model.named_parameters():
             described.append(_described(name, param))
-        if is_stage:
-            group = engine.seq_data_parallel_group
-        else:
-            group = None
+        group = engine.seq_data_parallel_group if is_stage else None
         with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
@@ -194,10 +183,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
 
 
 def _described(name: str, param: torch.nn.Parameter) -> str:
-    if param.requires_grad:
-        notes = ""
-    else:
-        notes = " (frozen)"
+    notes = "" if param.requires_grad else " (frozen)"
     if param_owner.is_trained(param):
         notes += " (trained by another engine before)"
     return f"{name} {tuple(param.shape)} {param.dtype}{notes}"
@@ -227,7 +213,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
 
 
 def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_parameters: Any) -> Any:
-    with _on_all_ranks():
+    with on_all_ranks():
         section = engine._config._param_dict.get("scheduler")
         if engine.client_lr_scheduler:
             section = None
@@ -240,7 +226,7 @@ def _configure_optimizer(
     if client_optimizer is None:
         return original(client_optimizer, model_parameters)
     with (
-        _on_all_ranks(),
+        on_all_ranks(),
         pointing_to_ours(client_optimizer),
         whole_shapes(engine.module.parameters()),
     ):
@@ -455,34 +441,29 @@ def _tensor_group(engine: DeepSpeedEngine, mpu: Any) -> comm.Group | None:
     return tensor_group(mpu, autotp_group=autotp_group)
 
 
-def _checks_overflow(
-    engine: DeepSpeedEngine, compute_dtype: torch.dtype, compute_grad_norm: bool
-) -> bool:
-    """Decide as DeepSpeed does whether to check for overflow: always in fp16, on request in bf16,
-    and in fp32 if a norm is computed.
-    """
-    if engine.bfloat16_enabled():
-        return bool(engine._config.bfloat16_config.check_grad_overflow)
-    return compute_dtype == torch.float16 or compute_grad_norm
-
-
 def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     run = _run(engine)
-    model_dtype, _ = engine.get_data_types()
-    compute_dtype = engine.torch_autocast_dtype() if run.autocast else model_dtype
+    compute_dtype, _ = engine.get_data_types()
+    if run.autocast:
+        compute_dtype = engine.torch_autocast_dtype()
     # DeepSpeed before 0.19.7 has no such key and always computes the norm.
     compute_grad_norm = getattr(config.zero_config, "compute_grad_norm", True)
+    # As in DeepSpeed: always in fp16, on request in bf16, and in fp32 if a norm is computed.
+    check_overflow = compute_dtype == torch.float16 or compute_grad_norm
+    if engine.bfloat16_enabled():
+        check_overflow = bool(config.bfloat16_config.check_grad_overflow)
+    loss_scale_args = AUTOCAST_SCALE if run.autocast else engine.dynamic_loss_scale_args()
     group = engine.seq_data_parallel_group
-    mpu = engine.mpu if sequence.cuts_params(engine.mpu) else None
-    if mpu is None:
-        model_group = None
-    else:
+    mpu = model_group = None
+    mp_rank = 0
+    if sequence.cuts_params(engine.mpu):
+        mpu = engine.mpu
         model_group = mpu.get_model_parallel_group()
+        mp_rank = mpu.get_model_parallel_rank()
+    expert_groups: dict[str, comm.Group] = {}
     if engine.has_moe_layers:
         expert_groups = engine.expert_data_parallel_group or {}
-    else:
-        expert_groups = {}
     for made_by_deepspeed in (group, model_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
@@ -494,19 +475,23 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         group=group,
         expert_groups=expert_groups,
         model_group=model_group,
-        mp_rank=0 if mpu is None else mpu.get_model_parallel_rank(),
+        mp_rank=mp_rank,
         tensor_group=_tensor_group(engine, mpu),
         sequence_group=sequence.group_of(engine),
-        compute_dtype=compute_dtype,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
         overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=float(engine.gradient_clipping()),
         may_be_unused=engine.zero_ignore_unused_parameters(),
-        check_overflow=_checks_overflow(engine, compute_dtype, compute_grad_norm),
+        check_overflow=check_overflow,
         compute_grad_norm=compute_grad_norm,
-        dynamic_loss_scale=run.autocast or engine.dynamic_loss_scale(),
-        static_loss_scale=engine.loss_scale(),
-        loss_scale_args=AUTOCAST_SCALE if run.autocast else engine.dynamic_loss_scale_args(),
+        scaling=LossScaling(
+            CreateLossScaler(
+                dtype=compute_dtype,
+                static_loss_scale=engine.loss_scale(),
+                dynamic_scaling=run.autocast or engine.dynamic_loss_scale(),
+                dynamic_loss_args=loss_scale_args,
+            )
+        ),
         pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
     )

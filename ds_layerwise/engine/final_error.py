@@ -83,10 +83,7 @@ def _tell(
     store: Any = (
         distributed.distributed_c10d._get_default_store() if distributed.is_initialized() else None
     )
-    if store is None:
-        rank = int(os.environ.get("RANK", 0))
-    else:
-        rank = distributed.get_rank()
+    rank = int(os.environ.get("RANK", 0)) if store is None else distributed.get_rank()
     if not isinstance(error, (LayerWiseError, OSError, ValueError)):
         # The error is unexpected, so its traceback is needed. The errors of other ranks only name
         # this rank.

@@ -10,7 +10,7 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, ref
 
@@ -19,6 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
+from ds_layerwise.config.config_file import at
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import StepError
@@ -35,21 +36,6 @@ _fetchers: WeakKeyDictionary[nn.Module, ref[DeepSpeedZeRoOffload]] = WeakKeyDict
 
 
 def _init(
-    original: Method, engine: DeepSpeedEngine, args: Any, model: Any, *rest: Any, **kwargs: Any
-) -> None:
-    """Build the engine, which takes over a model that another engine has for inference: the hooks
-    of two on one model would count its modules twice.
-    """
-    earlier = _fetchers.pop(model, None)
-    fetcher = None if earlier is None else earlier()
-    if fetcher is not None:
-        fetcher.destroy()
-    _build(original, engine, args, model, *rest, **kwargs)
-    if isinstance(engine.optimizer, DeepSpeedZeRoOffload):
-        _fetchers[model] = ref(engine.optimizer)
-
-
-def _build(
     original: Method,
     engine: DeepSpeedEngine,
     args: Any,
@@ -59,26 +45,33 @@ def _build(
     *rest: Any,
     **kwargs: Any,
 ) -> None:
-    config = kwargs.get("config_class")
-    if (
-        config is None
-        or optimizer is not None
-        or model_parameters is not None
-        or pipeline.is_pipeline(model)
-        or not _is_for_asking(config._param_dict)
-    ):
-        original(args, model, optimizer, model_parameters, *rest, **kwargs)
-        return
-    kept = {}
-    for key, value in config._param_dict.items():
-        if key not in _OF_TRAINING:
-            kept[key] = value
-    # At stage 3 DeepSpeed reads the config again, without the mesh, and counts other ranks.
-    kept["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
-    kwargs["config"] = config._param_dict = kept
-    config.optimizer_name = config.optimizer_params = None
+    """Build the engine, without an optimizer if nothing is trained.
+
+    It takes over a model that another engine has for inference: the hooks of two on one model would
+    count its modules twice.
+    """
+    earlier = _fetchers.pop(model, None)
+    fetcher = None if earlier is None else earlier()
+    if fetcher is not None:
+        fetcher.destroy()
+    config: Any = kwargs.get("config_class")
+    stage = None
+    if config is not None and optimizer is None and model_parameters is None:
+        stage = _stage_of_asking(config._param_dict, model)
+    if stage is not None:
+        kept = {}
+        for key, value in config._param_dict.items():
+            if key not in _OF_TRAINING:
+                kept[key] = value
+        # At stage 3 DeepSpeed reads the config again, without the mesh, and counts other ranks.
+        kept["train_micro_batch_size_per_gpu"] = config.train_micro_batch_size_per_gpu
+        kwargs["config"] = config._param_dict = kept
+        config.optimizer_name = config.optimizer_params = None
     original(args, model, optimizer, model_parameters, *rest, **kwargs)
-    stage = kept["zero_optimization"]["stage"]
+    if isinstance(engine.optimizer, DeepSpeedZeRoOffload):
+        _fetchers[model] = ref(engine.optimizer)
+    if stage is None:
+        return
     patch(engine, backward=_refuse("backward", stage), step=_refuse("step", stage))
     if not dist.is_initialized() or dist.get_rank() == 0:
         announce(
@@ -89,14 +82,11 @@ def _build(
         )
 
 
-def _is_for_asking(given: dict[str, Any]) -> bool:
-    zero = given.get("zero_optimization")
-    if isinstance(zero, dict):
-        stage = zero.get("stage")
-    else:
-        stage = None
-    is_number = isinstance(stage, int) and not isinstance(stage, bool)
-    return is_for_us(given) and is_number and stage in (0, 3)
+def _stage_of_asking(given: Mapping[str, Any], model: nn.Module) -> int | None:
+    """Return the ZeRO stage of a model that is not trained; None for others."""
+    stage = at(given, "zero_optimization.stage")
+    is_for_asking = type(stage) is int and stage in (0, 3) and is_for_us(given)
+    return stage if is_for_asking and not pipeline.is_pipeline(model) else None
 
 
 def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:

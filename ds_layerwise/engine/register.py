@@ -33,10 +33,7 @@ def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -
             valid.
     """
     final_error.begin()
-    if overrides is None:
-        given = None
-    else:
-        given = overrides_of(overrides)
+    given = None if overrides is None else overrides_of(overrides)
     with patches.changing():
         if not patches.is_registered():
             contract.check()

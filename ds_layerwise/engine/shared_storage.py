@@ -1,5 +1,5 @@
-"""The refusal of weights that share memory without being the same parameter. They would be
-separated when parameters move into their buffer.
+"""The memory of weights when an engine takes a model over. Weights that share memory without being
+the same parameter are refused: they would be separated when parameters move into their buffer.
 
 DeepSpeed casts and moves a model parameter by parameter, which also separates them, before routing
 starts.
@@ -8,7 +8,7 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -127,9 +127,16 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     return bool(taken.as_strided(second.shape, second.stride(), starts[1]).any())
 
 
+def on_all_ranks() -> AbstractContextManager[None]:
+    """Raise errors of one rank on all ranks. DeepSpeed can also run without a process group."""
+    if dist.is_initialized():
+        return comm.errors_on_all_ranks()
+    return nullcontext()
+
+
 def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
     """Refuse shared memory when the engine gets its model, before it casts or moves it."""
-    with comm.errors_on_all_ranks() if dist.is_initialized() else nullcontext():
+    with on_all_ranks():
         refuse_shared_memory(model)
     return original(model)
 

@@ -27,7 +27,7 @@ from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.cut_access import attach_all, detach_all
-from ds_layerwise.zero.engine_protocol import EngineOptimizer, LossScaling
+from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
@@ -66,7 +66,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         settings: Settings,
         engine: Any,
     ) -> None:
-        super().__init__(LossScaling(settings))
+        super().__init__(settings.scaling)
         self.optimizer = optimizer
         self.config = settings.layerwise
         self.settings = settings
@@ -84,7 +84,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.specs = planned.specs
         self.saved_shapes = planned.saved_shapes
         self.layout = planned.layout
-        run = RunState(model, optimizer, settings, planned, self._engine, self.scaling)
+        run = RunState(model, optimizer, settings, planned, self._engine)
         self._run = run
         self._params = run.params
         param_owner.retire_owners(run.params.values())

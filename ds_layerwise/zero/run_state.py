@@ -20,7 +20,6 @@ from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
-from ds_layerwise.zero.engine_protocol import LossScaling
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.param_cuts import ParamCuts
@@ -65,7 +64,6 @@ class RunState:
         settings: Settings,
         planned: Planned,
         engine: Callable[[], Any],
-        scaling: LossScaling,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -73,7 +71,7 @@ class RunState:
         self.settings = settings
         self.planned = planned
         self.engine = engine
-        self.scaling = scaling
+        self.scaling = settings.scaling
         self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
         self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
@@ -82,7 +80,7 @@ class RunState:
         """The number of consecutive ranks that hold different experts under a name, by parameter in
         model order.
         """
-        self.params = {name: p for name, p in model.named_parameters() if name in planned.routes}
+        self.params = planned.trained
         """The trained parameters by name."""
         self.shapes = {name: tuple(param.shape) for name, param in self.params.items()}
         """The shapes of whole parameters by name."""
@@ -105,7 +103,13 @@ class RunState:
         self.products = Products.agree(recipes, self.device)
         self._move_in()
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
-            self.grads = self._make_grads()
+            self.grads = None
+            if self.settings.stage == 1:
+                layout = self.planned.layout
+                stored_as = {}
+                for dtype in layout.dtypes:
+                    stored_as[dtype] = DTYPES[self.settings.stored_as(dtype)]
+                self.grads = FlatBuffer(layout, self.device, stored_as=stored_as)
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
             self.optimizer.hold(
@@ -142,15 +146,6 @@ class RunState:
         if isinstance(self.param_sync, CutSync):
             index = None if name is None else [self.planned.layout.bucket_of(name).index]
             self.param_sync.follow_writes(index)
-
-    def _make_grads(self) -> FlatBuffer | None:
-        layout = self.planned.layout
-        if self.settings.stage > 1:
-            return None
-        stored_as = {}
-        for dtype in layout.dtypes:
-            stored_as[dtype] = DTYPES[self.settings.stored_as(dtype)]
-        return FlatBuffer(layout, self.device, stored_as=stored_as)
 
     def _make_owned(self) -> Owned:
         planned = self.planned

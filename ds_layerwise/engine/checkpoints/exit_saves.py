@@ -56,10 +56,7 @@ def _end_at_exit() -> None:
     # The exit below calls this function again, and so does Python after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()
-    if unfinished:
-        alone = _alone_at_exit()
-    else:
-        alone = ""
+    alone = _alone_at_exit() if unfinished else ""
     for engine in unfinished:
         with (attempt := Attempt()):
             if alone:
@@ -110,6 +107,4 @@ def _alone_at_exit() -> str:
         ).decode()
     except RuntimeError as e:
         return f"another rank has ended before ({e})"
-    if decided == _ALL_THERE:
-        return ""
-    return decided
+    return "" if decided == _ALL_THERE else decided

@@ -113,7 +113,11 @@ def _load_checked(
         _as_before(engine, universal=is_universal),
         as_at_stage_2(engine),
     ):
-        _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
+        # Errors that the engine would find only after it has loaded half of the model.
+        with comm.errors_on_all_ranks():
+            if pipeline.is_pipeline(engine.module) and not is_universal:
+                check_layers(engine, folder, strict=load_module_strict)
+            check_model_file(engine, load_dir, tag)
         with _pipeline_loading(engine.module, load), _Alone(load):
             done = original(
                 load_dir,
@@ -146,16 +150,6 @@ def _has_masters_only(folder: Path) -> bool:
         # A pipeline has its layers in files of their own.
         found = bool(trained) and module is not None and trained.isdisjoint(map(bare, module))
     return any(comm.gather_objects(found, group=None))
-
-
-def _check_first(
-    engine: DeepSpeedEngine, load_dir: str, tag: str, *, universal: bool, strict: bool
-) -> None:
-    """Check for errors that the engine would find only after it has loaded half of the model."""
-    with comm.errors_on_all_ranks():
-        if pipeline.is_pipeline(engine.module) and not universal:
-            check_layers(engine, Path(load_dir, tag), strict=strict)
-        check_model_file(engine, load_dir, tag)
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:
@@ -217,10 +211,7 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
     counts = {}
     for key in ("global_steps", "global_samples", "skipped_steps"):
         counts[key] = vars(engine)[key]
-    if hasattr(scheduler, "state_dict"):
-        schedule = scheduler.state_dict()
-    else:
-        schedule = None
+    schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     done = False
     try:
         with patch(engine._config, load_universal_checkpoint=universal):
@@ -332,10 +323,7 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
         pointer = load_dir / "latest"
     if not pointer.exists():
         return None
-    if pointer.is_file():
-        tag = atomic.pointed(pointer)
-    else:
-        tag = ""
+    tag = atomic.pointed(pointer) if pointer.is_file() else ""
     # A tag may be a path. File systems limit each part to 255 bytes. Unprintable text may have no
     # encoding.
     parts = tag.split("/")

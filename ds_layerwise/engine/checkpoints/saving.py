@@ -138,10 +138,7 @@ def _check_kind(folder: Path, *, is_universal: bool) -> None:
     if universal.is_universal(folder) is is_universal:
         return
     if any(folder.glob("zero/*")) or any(folder.glob("*_states.pt")):
-        if is_universal:
-            there, new = ("regular", "universal")
-        else:
-            there, new = ("universal", "regular")
+        there, new = ("regular", "universal") if is_universal else ("universal", "regular")
         raise LayerWiseError(
             f"{folder} holds a {there} checkpoint, and this save would put a {new} one there; "
             "choose another tag, or remove it"

@@ -190,10 +190,7 @@ def unwrap() -> None:
 def _refuse_replaced(lost: Sequence[_Patch], way_out: str) -> None:
     if lost:
         names = ", ".join(f"{patch.owner.__name__}.{patch.name}" for patch in lost)
-        if len(lost) > 1:
-            verb = "were"
-        else:
-            verb = "was"
+        verb = "were" if len(lost) > 1 else "was"
         raise ConfigError(f"{names} {verb} replaced after ds_layerwise.register(){way_out}")
 
 

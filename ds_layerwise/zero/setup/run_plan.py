@@ -45,6 +45,8 @@ class Planned:
 
     routes: dict[str, Route]
     specs: list[ParamSpec]
+    trained: dict[str, nn.Parameter]
+    """The parameters with a route, by name in model order."""
     layout: Layout
     reduction: Reduction
     """The method by which sums over ranks are made."""
@@ -226,6 +228,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     return Planned(
         routes=routes,
         specs=specs,
+        trained=trained,
         layout=layout,
         reduction=reduction,
         where=tuple(where),

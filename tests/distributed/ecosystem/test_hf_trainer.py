@@ -82,7 +82,7 @@ class TestNumbers(DistributedTest):
         settings = engine.optimizer.settings
         assert (settings.stage, settings.clip_grad, settings.bucket_numel) == (stage, 0.5, WIDTH**2)
         assert (engine.train_batch_size(), engine.train_micro_batch_size_per_gpu()) == (8, 2)
-        assert engine.gradient_accumulation_steps() == 2 and settings.compute_dtype == torch.float32
+        assert engine.gradient_accumulation_steps() == 2 and engine.get_data_types()[0] == torch.float32
 
         def schedule(step):
             return step / warmup if step < warmup else (1 + math.cos(
