@@ -15,7 +15,7 @@ _PUBLIC = {
     "register": "engine.register",
     "unregister": "engine.register",
     "initialize": "engine.register",
-    "measure_attention": "zero.qk_clip.attention_hook",
+    "measure_attention": "zero.step.attention_hook",
     "ParamKey": "config.param_keys",
     "ParamPredicate": "config.param_keys",
     "ParamWithNamePredicate": "config.param_keys",

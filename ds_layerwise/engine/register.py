@@ -11,7 +11,7 @@ from ds_layerwise.config.overrides import beside, keep, overrides_of
 from ds_layerwise.config.param_keys import ParamKey
 from ds_layerwise.engine import final_error
 from ds_layerwise.engine.contract import contract, patches
-from ds_layerwise.zero.qk_clip.attention_hook import MEASURED
+from ds_layerwise.zero.step.attention_hook import MEASURED
 
 
 def register(*, overrides: Mapping[ParamKey, Mapping[str, Any]] | None = None) -> None:

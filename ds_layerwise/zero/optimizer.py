@@ -27,9 +27,8 @@ from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
 from ds_layerwise.zero.cut_access import attach_all, detach_all
-from ds_layerwise.zero.engine_protocol import EngineOptimizer
+from ds_layerwise.zero.engine_protocol import EngineOptimizer, divide_once
 from ds_layerwise.zero.offloading import Offloading
-from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
 from ds_layerwise.zero.setup.param_cuts import ParamCuts
@@ -37,8 +36,8 @@ from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.state_access import StateAccess
+from ds_layerwise.zero.step.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.first_step import FirstStep
-from ds_layerwise.zero.step.gradient_share import divide_once
 from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps

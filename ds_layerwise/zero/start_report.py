@@ -18,8 +18,8 @@ from ds_layerwise.plan.forecast.param_tables import listed
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.routes import idle_keys
-from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.step.attention_logits import AttentionLogits
 
 
 def warn_of_zeros(run: RunState) -> None:

@@ -24,8 +24,8 @@ from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import GradSync
-from ds_layerwise.zero.qk_clip import attention_logits
-from ds_layerwise.zero.qk_clip.attention_logits import AttentionLogits
+from ds_layerwise.zero.step import attention_logits
+from ds_layerwise.zero.step.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.update import update
 from ds_layerwise.zero.step_progress import Interrupted
 from tests.support.rooms import rooms

@@ -19,9 +19,9 @@ from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.routing.attention import attentions_of
-from ds_layerwise.zero.qk_clip import attention_hook
-from ds_layerwise.zero.qk_clip.attention_hook import counts_for
-from ds_layerwise.zero.qk_clip.attention_logits import _indices
+from ds_layerwise.zero.step import attention_hook
+from ds_layerwise.zero.step.attention_hook import counts_for
+from ds_layerwise.zero.step.attention_logits import _indices
 from tests.support.attention import KINDS, _rows, attention_modules, entry_of, model_of, tokens_of
 from tests.support.documents import DOCS, tables_of
 from tests.support.rooms import rooms

@@ -30,8 +30,8 @@ from ds_layerwise.routing.attention import (
     implementation_of,
 )
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.qk_clip.attention_hook import MEASURED, is_measured
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.step.attention_hook import MEASURED, is_measured
 from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The number of updates that may pass without a logit of a module; layers may be dropped at random.

@@ -1,1 +1,0 @@
-"""QK-clip: attention logits and the scaling of queries and keys."""
