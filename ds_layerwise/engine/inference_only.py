@@ -56,9 +56,14 @@ def _init(
         fetcher.destroy()
     config: Any = kwargs.get("config_class")
     stage = None
-    if config is not None and optimizer is None and model_parameters is None:
-        stage = _stage_of_asking(config._param_dict, model)
-    if stage is not None:
+    if (
+        config is not None
+        and optimizer is None
+        and model_parameters is None
+        and not pipeline.is_pipeline(model)
+        and _is_for_asking(config._param_dict)
+    ):
+        stage = config._param_dict["zero_optimization"]["stage"]
         kept = {}
         for key, value in config._param_dict.items():
             if key not in _OF_TRAINING:
@@ -82,11 +87,10 @@ def _init(
         )
 
 
-def _stage_of_asking(given: Mapping[str, Any], model: nn.Module) -> int | None:
-    """Return the ZeRO stage of a model that is not trained; None for others."""
+def _is_for_asking(given: Mapping[str, Any]) -> bool:
     stage = at(given, "zero_optimization.stage")
-    is_for_asking = type(stage) is int and stage in (0, 3) and is_for_us(given)
-    return stage if is_for_asking and not pipeline.is_pipeline(model) else None
+    is_number = isinstance(stage, int) and not isinstance(stage, bool)
+    return is_for_us(given) and is_number and stage in (0, 3)
 
 
 def _refuse(name: str, stage: int) -> Callable[..., NoReturn]:
