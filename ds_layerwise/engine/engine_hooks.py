@@ -62,6 +62,7 @@ from ds_layerwise.parallel.tensor import check_mpu, tensor_group
 from ds_layerwise.plan.forecast.param_tables import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
+from ds_layerwise.ranks.sync.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes
 from ds_layerwise.zero.optimizer import LayerWiseZeroOptimizer, uses_us
 from ds_layerwise.zero.setup import param_owner
 from ds_layerwise.zero.setup.client_groups import (
@@ -69,7 +70,6 @@ from ds_layerwise.zero.setup.client_groups import (
     must_be_optimizer,
     pointing_to_ours,
 )
-from ds_layerwise.zero.setup.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_settings import AUTOCAST_SCALE, LossScaling, Settings
 from ds_layerwise.zero.step_progress import warn_once
@@ -113,7 +113,7 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         config_hook.refuse_what_others_ignore(config, engine.client_optimizer)
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
-        engine.mpu = sequence.MeshGroups(engine.mesh_device)
+        engine.mpu = sequence.mesh_groups(engine.mesh_device)
     with on_all_ranks():
         _check_config(engine)
     if dist.is_initialized():
@@ -272,7 +272,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if settings.stage == 3:
         _refuse_at_stage_3(engine)
         with viewable_as_bytes(engine.module.parameters()):
-            settings = replace(settings, fetcher=make_fetcher(engine, settings.group))
+            settings = replace(settings, fetcher=make_fetcher(original, engine, settings.group))
     else:
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):

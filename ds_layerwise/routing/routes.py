@@ -12,16 +12,18 @@ from functools import lru_cache
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from ds_layerwise.config.overrides import Split
 from ds_layerwise.config.sections import LayerWiseConfig, OptimizerConfig, Recipes
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.any_torch import ClientTorch, is_path
 from ds_layerwise.optimizers.fields import build
-from ds_layerwise.optimizers.recipe import Recipe, Shape, StateSpec
+from ds_layerwise.optimizers.recipe import Recipe, Shape, State, StateSpec
 from ds_layerwise.optimizers.registry import REGISTRY, recipe_at
 from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 from ds_layerwise.routing.module_of import QK_NORM
-from ds_layerwise.routing.part_views import Parts
+from ds_layerwise.routing.part_views import Parts, Seen, seen_parts, whole_states
 
 #: The keys of a group for a script's own scheduler, or for torch's in addition to "max_lr". Here
 #: only overrides have them.
@@ -189,6 +191,25 @@ class Route:
         if self.lr is not None:
             return self.lr / float(group["configured_lr"])
         return float(group[self.recipe.lr_ratio]) * self.lr_scale
+
+    def views(self, param: Tensor, grad: Tensor, state: State) -> list[Seen]:
+        """Return the master, gradient and state of the parameter, or of each of its parts, in the
+        shapes that its rule sees.
+
+        Args:
+            param, grad, state: in the memory order of the parameter.
+        """
+        if self.parts is not None:
+            places = self.parts.places(tuple(grad.shape))
+            return seen_parts(param, grad, state, places, whole_states(self.recipe))
+
+        def as_seen(value: Tensor) -> Tensor:
+            # Blocks of columns become a batch.
+            is_turned = self.by_columns and value.shape == self.stored_shape
+            return value.transpose(0, 1) if is_turned else value
+
+        seen = {key: as_seen(value) for key, value in state.items()}
+        return [Seen(as_seen(param), as_seen(grad), seen)]
 
     @property
     def by_columns(self) -> bool:

@@ -29,10 +29,10 @@ from ds_layerwise.plan.forecast.param_tables import listed
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
 from ds_layerwise.ranks.owned.buffers import DTYPES
+from ds_layerwise.ranks.sync.param_cuts import refuse_unfetchable
 from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes, idle_keys
-from ds_layerwise.zero.setup.param_cuts import refuse_unfetchable
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 

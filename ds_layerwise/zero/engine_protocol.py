@@ -161,19 +161,19 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     def finalize_gradient_accumulation_boundary(self) -> None:
         """Do nothing. The engine calls this at stage 2 when the user marks the end of a step;
-        ``step`` does all the work.
+        ``step`` does all the work. It calls the same as ``setup_buckets`` in its flush after
+        ``coalesce_grad_reduction``; the epilogue that follows does all the work.
         """
+
+    setup_buckets = finalize_gradient_accumulation_boundary
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
         """Finish the reduction at ZeRO stage 2. The engine calls this after every backward pass and
-        after ``coalesce_grad_reduction``.
+        after ``coalesce_grad_reduction``. At stage 3 it has another name.
         """
         self.reduce_gradients()
 
-    def setup_buckets(self) -> None:
-        """Do nothing. The engine calls this in its flush after ``coalesce_grad_reduction``; the
-        epilogue that follows does all the work.
-        """
+    independent_gradient_partition_epilogue = overlapping_partition_gradients_reduce_epilogue
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
         """Return the gradient left on ``param``, for the flush after
@@ -195,10 +195,6 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
     def fp16_groups(self) -> list[list[nn.Parameter]]:
         """The groups of :attr:`bit16_groups`, under the name of ZeRO stage 3."""
         return self.bit16_groups
-
-    def independent_gradient_partition_epilogue(self) -> None:
-        """Finish the reduction, under the name of ZeRO stage 3."""
-        self.reduce_gradients()
 
     def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
         """End a backward pass, and release the parameters that it left whole."""

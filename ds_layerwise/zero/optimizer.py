@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,22 +19,19 @@ from torch import nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.step_state import Call
-from ds_layerwise.zero import start_report
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
-from ds_layerwise.zero.cut_access import attach_all, detach_all
-from ds_layerwise.zero.engine_protocol import EngineOptimizer, divide_once
+from ds_layerwise.zero.engine_protocol import divide_once
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
-from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import plan
 from ds_layerwise.zero.setup.run_settings import Settings
+from ds_layerwise.zero.start_report import ReportingOptimizer
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.first_step import FirstStep
@@ -45,7 +42,7 @@ from ds_layerwise.zero.step.update import Step, StepObserver, timed, update
 from ds_layerwise.zero.step_progress import survivable, warn_once
 
 
-class LayerWiseZeroOptimizer(EngineOptimizer):
+class LayerWiseZeroOptimizer(ReportingOptimizer):
     """A ZeRO optimizer: whole matrices under one owner each, all other parameters cut by element.
 
     Model parameters become views into one buffer per dtype. The optimizer takes over ``param.grad``
@@ -55,8 +52,6 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
     Raises:
         RoutingError, ConfigError, LayoutError: on every rank.
     """
-
-    optimizer: LayerWiseOptimizer
 
     def __init__(
         self,
@@ -69,11 +64,10 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         self.optimizer = optimizer
         self.config = settings.layerwise
         self.settings = settings
-        self._engine: Callable[[], Any] = weakref.ref(engine)
+        self._engine = weakref.ref(engine)
         self.dp_process_group = settings.group
         self.rank = comm.rank_of(settings.group)
         self.world_size = comm.size_of(settings.group)
-        self.partition_gradients = settings.stage > 1
         self.clip_grad = settings.clip_grad
         self.parameter_offload = settings.fetcher
 
@@ -116,13 +110,9 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
         param_owner.take(run.params.values(), self)
-        self._access = [StateAccess(name, run, self.offloading) for name in run.params]
-        if isinstance(run.places, ParamCuts):
-            attach_all(self._access, model.parameters(), run.places)
-        else:
-            for access in self._access:
-                access.attach()
-        start_report.warn_of_zeros(run)
+        self._access = StateAccess(run, self.offloading)
+        self._access.attach()
+        self._warn_of_zeros()
         # One checkpoint group per parameter; see checkpoint.formats.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
@@ -242,7 +232,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         Raises:
             LayerWiseError: on every rank, if no rank has gradients of a backward pass, if an error
                 ended the backward pass of any rank, or if parameters have changed; see
-                :class:`~ds_layerwise.zero.step.param_guard.Guard`.
+                :class:`~ds_layerwise.zero.step.pre_step.Guard`.
         """
         if closure is not None:
             raise StepError(
@@ -488,42 +478,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         with self.checkpoint_event():
             self.checkpointing.load_sharded(checkpoint, states=states, strict=strict)
 
-    # --- reports and the end
-
-    def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
-        """Record the largest attention logits of each head in a forward pass; see
-        :meth:`.AttentionLogits.note`.
-        """
-        self.attention.note(attention, largest)
-
-    @property
-    def max_attention_logits(self) -> dict[str, float]:
-        """The largest logits over all ranks in the last step that was not skipped, by attention
-        module.
-        """
-        return dict(self.attention.largest)
-
-    def report(self) -> dict[str, float]:
-        """Return the last value of everything that DeepSpeed's monitor gets, by name, on every
-        rank; see docs/training.md.
-        """
-        return self.reports.last(self._engine())
-
-    def forecast(self) -> Forecast:
-        """Return what this layout costs each rank."""
-        return start_report.forecast(self._run)
-
-    def describe(self) -> str:
-        """Return the start-up table: routes, their reasons, and the cost per rank."""
-        return start_report.table(self._run, self.attention)
-
-    def listed(self) -> list[dict[str, Any]]:
-        """Return every parameter's route; see :func:`.plan.forecast.param_list.listed`."""
-        return start_report.routes(self._run)
-
-    def write_param_map(self) -> None:
-        """Write the file of ``layerwise.dump_param_map``, if the config names one."""
-        start_report.write_param_map(self._run)
+    # --- the end
 
     def destroy(self) -> None:
         """Remove every hook. May be called twice, and after the process group is destroyed."""
@@ -538,9 +493,7 @@ class LayerWiseZeroOptimizer(EngineOptimizer):
         for param in self._params.values():
             # The next engine may have another ``torch_autocast`` section, or none.
             param.__dict__.pop(PARAM_COMM_DTYPE_ATTR_NAME, None)
-        for access in self._access:
-            access.detach()
-        detach_all(self._run.model.parameters())
+        self._access.detach()
         self.attention.destroy()
         if self.parameter_offload is not None:
             self.parameter_offload.destroy()

@@ -19,10 +19,10 @@ from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
+from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.numerics_context import Products
-from ds_layerwise.zero.setup.param_cuts import ParamCuts
 from ds_layerwise.zero.setup.param_groups import Held, LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings

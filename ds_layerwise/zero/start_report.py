@@ -1,14 +1,16 @@
-"""The start-up report of an engine: its table, the file of its parameters, and warnings about
-weights.
+"""The reports of an engine's optimizer: its start-up table, the file of its parameters, warnings
+about weights, and the values of each step.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from deepspeed.utils import logger
+from torch import nn
 
 from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
@@ -18,105 +20,140 @@ from ds_layerwise.plan.forecast.param_tables import listed
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.routes import idle_keys
+from ds_layerwise.zero.engine_protocol import EngineOptimizer
 from ds_layerwise.zero.run_state import RunState
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.attention_logits import AttentionLogits
+from ds_layerwise.zero.step.metrics import Reports
 
 
-def warn_of_zeros(run: RunState) -> None:
-    """Warn of all-zero matrices under a hook that keeps each matrix at its own norm. Every rank of
-    the group must call this.
+class ReportingOptimizer(EngineOptimizer):
+    """The part of the engine's optimizer that reports: its routes and their cost at the start, and
+    the values of each step.
 
-    It is no error, because a checkpoint may be loaded next.
+    Subclasses set the attributes that have no value here.
     """
-    kept = set()
-    for name, route in run.planned.routes.items():
-        if keeps_zeros(route.recipe):
-            kept.add(name)
-    if not kept:
-        return
-    mine = [name for name in kept & run.pieces.keys() if not run.owned.value(name).any()]
-    zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
-    if zeros and run.rank == 0:
-        logger.warning(
-            f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update or "
-            "hyperball 'own' will keep them at 0; initialise them differently, give hyperball a "
-            "norm, or turn the hook off for them in layerwise.overrides"
-        )
 
+    optimizer: LayerWiseOptimizer
+    attention: AttentionLogits
+    reports: Reports
+    _run: RunState
+    _engine: Callable[[], Any]
 
-def forecast(run: RunState) -> Forecast:
-    """Forecast the cost of the layout for each rank."""
-    planned = run.planned
-    return Forecast.of(
-        planned.layout,
-        planned.specs,
-        planned.routes,
-        run.settings,
-        tp_size=run.settings.tp_size,
-        reduction=planned.reduction,
-    )
+    def note_attention_logits(self, attention: nn.Module | str, largest: Any) -> None:
+        """Record the largest attention logits of each head in a forward pass; see
+        :meth:`.AttentionLogits.note`.
+        """
+        self.attention.note(attention, largest)
 
+    @property
+    def max_attention_logits(self) -> dict[str, float]:
+        """The largest logits over all ranks in the last step that was not skipped, by attention
+        module.
+        """
+        return dict(self.attention.largest)
 
-def routes(run: RunState) -> list[dict[str, Any]]:
-    """Return every parameter's route; see :func:`.plan.forecast.param_tables.listed`."""
-    planned = run.planned
-    return listed(planned.routes, planned.specs, planned.layout, run.optimizer.groups_now())
+    def report(self) -> dict[str, float]:
+        """Return the last value of everything that DeepSpeed's monitor gets, by name, on every
+        rank; see docs/training.md.
+        """
+        return self.reports.last(self._engine())
 
+    def _warn_of_zeros(self) -> None:
+        """Warn of all-zero matrices under a hook that keeps each matrix at its own norm. Every rank
+        of the group must call this.
 
-def write_param_map(run: RunState) -> None:
-    """Write the file of ``layerwise.dump_param_map``, if the config names one.
+        It is no error, because a checkpoint may be loaded next.
+        """
+        run = self._run
+        kept = set()
+        for name, route in run.planned.routes.items():
+            if keeps_zeros(route.recipe):
+                kept.add(name)
+        if not kept:
+            return
+        mine = [name for name in kept & run.pieces.keys() if not run.owned.value(name).any()]
+        zeros = set[str]().union(*comm.gather_objects(mine, group=run.settings.group))
+        if zeros and run.rank == 0:
+            logger.warning(
+                f"ds_layerwise: {few(sorted(zeros))}: all weights are 0, and relative_update or "
+                "hyperball 'own' will keep them at 0; initialise them differently, give hyperball "
+                "a norm, or turn the hook off for them in layerwise.overrides"
+            )
 
-    The file has the list that ``ds-layerwise plan --list --json`` prints, without times. The list
-    has one element per pipeline stage, one if there is no pipeline. Rank 0 writes, and the
-    replacement is atomic: a reader finds the old file or the whole new one.
-
-    Raises:
-        ConfigError: on every rank, if rank 0 cannot write.
-    """
-    path = run.config.dump_param_map
-    if path is None:
-        return
-    plans = [{**as_json(forecast(run)), "parameters": routes(run)}]
-    if run.settings.model_group is not None and run.settings.tensor_group is None:
-        plans = comm.gather_objects(plans[0], group=run.settings.model_group)
-    text = json.dumps(plans) + "\n"
-    with comm.errors_on_all_ranks():
-        if comm.rank_of(None) == 0:
-            try:
-                write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))
-            except OSError as e:
-                raise ConfigError(
-                    f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
-                    f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
-                ) from e
-
-
-def table(run: RunState, attention: AttentionLogits) -> str:
-    """Return the start-up table: which optimizer trains each parameter and why, and the cost per
-    rank.
-    """
-    planned = run.planned
-    optimizer = run.optimizer
-    products = {}
-    for recipe in planned.recipes:
-        text = run.products.told(recipe)
-        if text is not None:
-            products[recipe] = text
-    everywhere = [*planned.routes.values(), *planned.routes_elsewhere.values()]
-    idle = idle_keys(optimizer.config, run.config, everywhere, optimizer.own_keys)
-    parts = [
-        plan_table(
-            planned.routes,
+    def forecast(self) -> Forecast:
+        """Return the cost of this layout for each rank."""
+        run = self._run
+        planned = run.planned
+        return Forecast.of(
+            planned.layout,
             planned.specs,
-            [forecast(run)],
-            optimizer.config,
-            groups=optimizer.groups_now(),
-            without_effect=[*run.settings.without_effect, *idle],
-            products=products,
+            planned.routes,
+            run.settings,
+            tp_size=run.settings.tp_size,
+            reduction=planned.reduction,
         )
-    ]
-    if planned.left_out:
-        names = few(planned.left_out)
-        parts.append(f"in no parameter group, so not trained here: {names}")
-    parts.append(attention.summary())
-    return "\n".join(part for part in parts if part)
+
+    def listed(self) -> list[dict[str, Any]]:
+        """Return every parameter's route; see :func:`.plan.forecast.param_tables.listed`."""
+        planned = self._run.planned
+        return listed(planned.routes, planned.specs, planned.layout, self.optimizer.groups_now())
+
+    def write_param_map(self) -> None:
+        """Write the file of ``layerwise.dump_param_map``, if the config names one.
+
+        The file has the list that ``ds-layerwise plan --list --json`` prints, without times. The
+        list has one element per pipeline stage, one if there is no pipeline. Rank 0 writes, and the
+        replacement is atomic: a reader finds the old file or the whole new one.
+
+        Raises:
+            ConfigError: on every rank, if rank 0 cannot write.
+        """
+        run = self._run
+        path = run.config.dump_param_map
+        if path is None:
+            return
+        plans = [{**as_json(self.forecast()), "parameters": self.listed()}]
+        if run.settings.model_group is not None and run.settings.tensor_group is None:
+            plans = comm.gather_objects(plans[0], group=run.settings.model_group)
+        text = json.dumps(plans) + "\n"
+        with comm.errors_on_all_ranks():
+            if comm.rank_of(None) == 0:
+                try:
+                    write_whole(Path(path), lambda new: new.write_text(text, encoding="utf-8"))
+                except OSError as e:
+                    raise ConfigError(
+                        f"layerwise.dump_param_map is {str(path)!r}, which cannot be written: "
+                        f"{e.strerror or e}; name a file in a folder that rank 0 can write to"
+                    ) from e
+
+    def describe(self) -> str:
+        """Return the start-up table: which optimizer trains each parameter and why, and the cost
+        per rank.
+        """
+        run = self._run
+        planned = run.planned
+        optimizer = self.optimizer
+        products = {}
+        for recipe in planned.recipes:
+            text = run.products.told(recipe)
+            if text is not None:
+                products[recipe] = text
+        everywhere = [*planned.routes.values(), *planned.routes_elsewhere.values()]
+        idle = idle_keys(optimizer.config, run.config, everywhere, optimizer.own_keys)
+        parts = [
+            plan_table(
+                planned.routes,
+                planned.specs,
+                [self.forecast()],
+                optimizer.config,
+                groups=optimizer.groups_now(),
+                without_effect=[*run.settings.without_effect, *idle],
+                products=products,
+            )
+        ]
+        if planned.left_out:
+            names = few(planned.left_out)
+            parts.append(f"in no parameter group, so not trained here: {names}")
+        parts.append(self.attention.summary())
+        return "\n".join(part for part in parts if part)

@@ -1,4 +1,4 @@
-"""The access of DeepSpeed's ``safe_get_full_*`` and ``safe_set_full_*`` functions to a parameter.
+"""The access of DeepSpeed's ``safe_get_*`` and ``safe_set_*`` functions to values of parameters.
 
 Every rank of the parameter's group must call a getter, as with DeepSpeed's own optimizers. If the
 requested value does not exist, all of them raise an error. There are two special cases:
@@ -7,15 +7,19 @@ requested value does not exist, all of them raise an error. There are two specia
   this rank alone. In DeepSpeed, ``param.grad`` has it then.
 * At stage 2, while sums are in cuts until the step, all ranks of the world must ask for a gradient,
   also for that of an expert.
+
+A parameter that is not trained has no values: getters return None, and setters do nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.ranks.comm import comm
@@ -23,45 +27,67 @@ from ds_layerwise.ranks.owned.owned import MASTER
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 
-#: The methods that DeepSpeed calls on the parameter itself.
-_METHODS = ("get_full_hp_param", "set_full_hp_param", "get_full_hp_grad", "set_full_hp_grad")
+#: The attributes of parameters in which DeepSpeed's functions look for an optimizer.
+_ATTRIBUTES = (
+    "_z3_optimizer",
+    "_hp_mapping",
+    "_dp_group",
+    "get_full_hp_param",
+    "set_full_hp_param",
+    "get_full_hp_grad",
+    "set_full_hp_grad",
+)
 
 
 class StateAccess:
-    """The master, the states and the averaged gradient of one parameter, whole, whichever rank owns
-    them.
+    """The masters, the states and the averaged gradients of all parameters, whole, whichever rank
+    owns them; at ZeRO stage 3 also as this rank's cuts. Its methods have the names of DeepSpeed's
+    optimizer at stage 3.
 
     Every method waits for pending collectives of the parameter, and raises an error if its values
     are offloaded.
     """
 
-    def __init__(self, name: str, run: RunState, offloading: Offloading) -> None:
-        self.name = name
+    def __init__(self, run: RunState, offloading: Offloading) -> None:
         self._run = run
         self._offloading = offloading
-        self.param = run.params[name]
-        self._shape = run.shapes[name]
         self._owned = run.owned
-        self._group = run.group_of(name)
-        self._piece = run.pieces.get(name)
+        self._cuts: Any = run.places
+        self._names = {param: name for name, param in run.params.items()}
 
     def attach(self) -> None:
-        """Attach this object to the parameter, where DeepSpeed's functions look for it."""
-        self.param.__dict__.update(
+        """Let DeepSpeed's functions find this object. At stage 3 they ask one object for all
+        parameters, at stages 1 and 2 each parameter itself.
+        """
+        if self._run.settings.stage == 3:
+            for param in self._run.model.parameters():
+                param._z3_optimizer = self  # type: ignore[attr-defined]
+            return
+        for param in self._names:
+            self._attach(param)
+
+    def _attach(self, param: nn.Parameter) -> None:
+        param.__dict__.update(
             _hp_mapping=self,
-            _dp_group=self._group,
-            **{name: getattr(self, name) for name in _METHODS},
+            _dp_group=self._run.group_of(self._names[param]),
+            get_full_hp_param=partial(self.get_full_hp_param, param),
+            set_full_hp_param=lambda value, *key: self.set_full_hp_param(value, param, *key),
+            get_full_hp_grad=partial(self.get_fp32_grad_for_param, param),
+            set_full_hp_grad=lambda value: self.set_fp32_grad_for_param(value, param),
         )
 
     def detach(self) -> None:
         """Undo :meth:`attach`."""
-        for key in ("_hp_mapping", "_dp_group", *_METHODS):
-            self.param.__dict__.pop(key, None)
+        for param in {*self._run.model.parameters(), *self._names}:
+            for key in _ATTRIBUTES:
+                param.__dict__.pop(key, None)
 
     def __deepcopy__(self, memo: object) -> None:
         """Return None: a copy of the model has no optimizer."""
 
-    def get_full_hp_param(self, optim_state_key: str | None = None) -> Tensor:
+    def get_full_hp_param(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> Tensor | None:
         """Return a copy of the float32 master, or of the state ``optim_state_key``, in the shape of
         the parameter. ``step`` is 0-d.
 
@@ -70,20 +96,25 @@ class StateAccess:
         Raises:
             StepError: on every rank, if the parameter's optimizer keeps no such state.
         """
-        self._wait()
+        name = self._name_of(param)
+        if name is None:
+            return None
         if optim_state_key is None:
-            self._run.follow_cuts(self.name)
-            return self._whole(self._owned.followed)
-        key = self._key(optim_state_key)
+            self._run.follow_cuts(name)
+            return self._whole(name, self._owned.followed)
+        key = self._key(name, optim_state_key)
         if key == "step":
-            step = torch.zeros((), dtype=torch.float32, device=self.param.device)
-            if self._piece is not None and self._piece.param_start == 0:
-                step.copy_(self._owned.states[self.name][key])
-            return comm.sum_over_ranks(step, group=self._group)
-        return self._whole(lambda name: self._owned.value(name, key).view(-1))
+            step = torch.zeros((), dtype=torch.float32, device=param.device)
+            piece = self._run.pieces.get(name)
+            if piece is not None and piece.param_start == 0:
+                step.copy_(self._owned.states[name][key])
+            return comm.sum_over_ranks(step, group=self._run.group_of(name))
+        return self._whole(name, lambda name: self._owned.value(name, key).view(-1))
 
     @torch.no_grad()
-    def set_full_hp_param(self, value: Tensor, optim_state_key: str | None = None) -> None:
+    def set_full_hp_param(
+        self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
         """Set the state ``optim_state_key``, or the master and with it this rank's copy of the
         parameter.
 
@@ -93,22 +124,24 @@ class StateAccess:
             StepError: on every rank, if there is no such state, or ``value`` has another number of
                 elements.
         """
-        self._wait()
-        key = MASTER if optim_state_key is None else self._key(optim_state_key)
+        name = self._name_of(param)
+        if name is None:
+            return
+        key = MASTER if optim_state_key is None else self._key(name, optim_state_key)
         if key == "step":
-            if self._piece is not None:
-                self._owned.states[self.name][key].copy_(value)
+            if name in self._run.pieces:
+                self._owned.states[name][key].copy_(value)
             return
         if key == MASTER:
             # Round once, as the master is rounded when it is compared with the parameter.
             value = value.float()
-        part = self._part(value)
+        part = self._part(name, value)
         if key == MASTER:
-            self._run.write(self.name, value)
+            self._run.write(name, value)
         if part is not None:
-            self._owned.set_value(self.name, key, part)
+            self._owned.set_value(name, key, part)
 
-    def get_full_hp_grad(self) -> Tensor:
+    def get_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
         """Return a copy of the gradient of the step so far, averaged over ranks, float32, in the
         shape of the parameter.
 
@@ -118,56 +151,135 @@ class StateAccess:
         Raises:
             StepError: on every rank, if it has not been reduced, or the step is over.
         """
-        self._wait()
-        own = self._run.grad_sync.local_sum(self.name)
+        name = self._name_of(param)
+        if name is None:
+            return None
+        own = self._run.grad_sync.local_sum(name)
         if own is not None:
-            return own.view(self._shape).clone()
+            return own.view(self._run.shapes[name]).clone()
         divisor = self._run.grad_sync.divisor()
         # After a refused step, some ranks may have averages already, and others not.
-        return self._whole(lambda name: self._owned.reduced.piece(name) / divisor)
+        return self._whole(name, lambda name: self._owned.reduced.piece(name) / divisor)
 
     @torch.no_grad()
-    def set_full_hp_grad(self, value: Tensor) -> None:
-        """Replace the gradient that :meth:`get_full_hp_grad` returns.
+    def set_fp32_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """Replace the gradient that :meth:`get_fp32_grad_for_param` returns.
 
         Raises:
             StepError: on every rank, if there is no gradient now, or ``value`` has another number
                 of elements.
         """
-        self._wait()
-        own = self._run.grad_sync.local_sum(self.name, to_write=True)
+        name = self._name_of(param)
+        if name is None:
+            return
+        own = self._run.grad_sync.local_sum(name, to_write=True)
         divisor = 1.0 if own is not None else self._run.grad_sync.divisor(to_write=True)
-        part = self._part(value)
+        part = self._part(name, value)
         if own is not None:
             own.copy_(value.reshape(-1))
         elif part is not None:
-            self._owned.reduced.piece(self.name).copy_(part * divisor)
+            self._owned.reduced.piece(name).copy_(part * divisor)
 
-    def _wait(self) -> None:
-        self._offloading.check_not_offloaded()
-        self._run.param_sync.finish()
+    def update_fp32_grad_for_param_vectorized(
+        self, update: Callable[[Tensor, nn.Parameter], Tensor], params: Sequence[nn.Parameter]
+    ) -> None:
+        """Replace the gradient of each of ``params`` by the return value of ``update``."""
+        for param in params:
+            grad = self.get_fp32_grad_for_param(param)
+            if grad is not None:
+                self.set_fp32_grad_for_param(update(grad, param), param)
 
-    def _key(self, asked: str) -> str:
-        keys = self._owned.state_keys(self.name)
+    # --- cuts of ZeRO stage 3
+
+    def get_local_fp32_param(
+        self, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> Tensor | None:
+        """Return a copy of this rank's cut of the master, or of the state ``optim_state_key``: 1-D,
+        of as many elements as DeepSpeed's cut of the weights, zeros past the parameter's end.
+        ``step`` is 0-d.
+
+        A matrix is whole on its owner, so all ranks must call this and the other ``local`` methods.
+        """
+        whole = self.get_full_hp_param(param, optim_state_key)
+        return whole if optim_state_key == "step" else self._cut_of(param, whole)
+
+    def get_local_fp32_grad_for_param(self, param: nn.Parameter) -> Tensor | None:
+        """Return a copy of this rank's cut of the averaged gradient; see
+        :meth:`get_local_fp32_param`.
+        """
+        return self._cut_of(param, self.get_fp32_grad_for_param(param))
+
+    def set_local_hp_param(
+        self, value: Tensor, param: nn.Parameter, optim_state_key: str | None = None
+    ) -> None:
+        """Set the master or a state from the cuts ``value`` of all ranks; see
+        :meth:`get_local_fp32_param`.
+
+        Raises:
+            StepError: on every rank, if a value has not as many elements as its cut.
+        """
+        if optim_state_key != "step":
+            value = self._whole_of_cuts(param, value)
+        self.set_full_hp_param(value, param, optim_state_key)
+
+    def set_local_grad_for_param(self, value: Tensor, param: nn.Parameter) -> None:
+        """Replace the averaged gradient by the cuts ``value`` of all ranks; see
+        :meth:`set_local_hp_param`.
+        """
+        self.set_fp32_grad_for_param(self._whole_of_cuts(param, value), param)
+
+    def _cut_of(self, param: nn.Parameter, whole: Tensor | None) -> Tensor | None:
+        if whole is None:
+            return None
+        return self._cuts.part(param, whole.reshape(-1))
+
+    def _whole_of_cuts(self, param: nn.Parameter, cut: Tensor) -> Tensor:
+        name = self._names.get(param)
+        if name is None:
+            return cut
+        expected = param.ds_tensor.numel()  # type: ignore[attr-defined]
+        with comm.errors_on_all_ranks():
+            if cut.numel() != expected:
+                raise StepError(
+                    f"{name}: this rank's cut has {expected} elements, got a value of "
+                    f"{cut.numel()}; pass a tensor of the size that safe_get_local_* returns"
+                )
+        return self._cuts.together(name, cut.detach().float())
+
+    # --- helpers
+
+    def _name_of(self, param: nn.Parameter) -> str | None:
+        """Return the name of a trained parameter, whose values are on the device now; None for
+        another one.
+        """
+        name = self._names.get(param)
+        if name is not None:
+            self._offloading.check_not_offloaded()
+            self._run.param_sync.finish()
+        return name
+
+    def _key(self, name: str, asked: str) -> str:
+        keys = self._owned.state_keys(name)
         if asked in keys:
             return asked
         if asked == "exp_avg" and "momentum_buffer" in keys:
             return "momentum_buffer"
         raise StepError(
-            f"{self.name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}"
+            f"{name} has no state {asked!r}; its optimizer keeps {', '.join(keys) or 'none'}"
         )
 
-    def _part(self, value: Tensor) -> Tensor | None:
+    def _part(self, name: str, value: Tensor) -> Tensor | None:
         """Return this rank's part of the whole parameter ``value``, 1-D; None if it has none."""
-        if value.numel() != math.prod(self._shape):
+        numel = math.prod(self._run.shapes[name])
+        if value.numel() != numel:
             raise StepError(
-                f"{self.name} has {math.prod(self._shape)} elements, got a value of "
+                f"{name} has {numel} elements, got a value of "
                 f"{value.numel()}; pass a tensor with the shape of the whole parameter"
             )
-        if self._piece is None:
+        piece = self._run.pieces.get(name)
+        if piece is None:
             return None
-        start = self._piece.param_start
-        return value.reshape(-1)[start : start + self._piece.numel]
+        return value.reshape(-1)[piece.param_start : piece.param_start + piece.numel]
 
-    def _whole(self, own: Callable[[str], Tensor]) -> Tensor:
-        return self._run.whole(self.name, own).view(self._shape)
+    def _whole(self, name: str, own: Callable[[str], Tensor]) -> Tensor:
+        return self._run.whole(name, own).view(self._run.shapes[name])

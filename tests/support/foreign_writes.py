@@ -26,7 +26,8 @@ LISTED = {
     "engine.micro_steps": "counted again after an interrupted step",
     "engine._running_engine_step": "the same",
     "engine._unmanaged_backward_count": "the same",
-    "engine.mpu": "the grid of a pipeline",
+    "engine.mpu": "a mesh of sequences; none while DeepSpeed makes what fetches parameters at stage 3",
+    "mpu.{*}": "the groups of that mesh",
     "engine.save_non_zero_checkpoint": "the rank that writes the model's file",
     "engine.{*}": "counts, as they were before a load that failed",
     "engine.module.{UNIVERSAL_CHECKPOINT_INFO}": "DeepSpeed's converter asks the model's file for it",
@@ -38,10 +39,9 @@ LISTED = {
     "state.post_backward_callback_queued": "the same",
     # Where DeepSpeed's functions look on a parameter for its optimizer; all are ``asked`` in deepspeed_names.py.
     "param._z3_optimizer": "state access at stage 3",
-    "param.{'_z3_optimizer'}": "the same, taken away",
     "param.{PARAM_COMM_DTYPE_ATTR_NAME}": "taken away with the engine that has set it",
-    "self.param.{*}": "state access at stages 1 and 2",
-    "self.param.{key}": "the same, taken away",
+    "param.{*}": "state access at stages 1 and 2",
+    "param.{key}": "state access, taken away",
     # torch: attributes that are there to be set.
     "param.data": "the memory of a parameter",
     "self._cut(slot.name).data": "the same",

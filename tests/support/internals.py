@@ -157,8 +157,8 @@ def before_update(engine: Any) -> Any:
     return engine.optimizer._before_update
 
 
-def access(engine: Any) -> list[Any]:
-    """Return each parameter's access by DeepSpeed's functions to its values."""
+def access(engine: Any) -> Any:
+    """Return the access of DeepSpeed's functions to the values of parameters."""
     return engine.optimizer._access
 
 

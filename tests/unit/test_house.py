@@ -40,8 +40,8 @@ FLOORS = (
 PURE = {"errors", "output"}
 
 #: DeepSpeed's internals change with every release; only these know them.
-MAY_IMPORT_DEEPSPEED = ("checkpoint", "optimizers.devices", "ranks.comm", "ranks.owned.host_memory", "tools.links",
-                        "tools.verify", "parallel", "zero", "engine", "run")
+MAY_IMPORT_DEEPSPEED = ("checkpoint", "optimizers.devices", "ranks.comm", "ranks.owned.host_memory",
+                        "ranks.sync.param_cuts", "tools.links", "tools.verify", "parallel", "zero", "engine", "run")
 
 MAX_AT_THE_TOP = {"files": 8, "folders": 12}
 

@@ -52,10 +52,10 @@ from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.sync.param_cuts import whole_shapes
 from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.checkpointing import Load
 from ds_layerwise.zero.optimizer import uses_us
-from ds_layerwise.zero.setup.param_cuts import whole_shapes
 
 
 def _load_checked(

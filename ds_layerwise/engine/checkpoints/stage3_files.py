@@ -20,7 +20,7 @@ from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.zero.setup.param_cuts import write_cut
+from ds_layerwise.ranks.sync.param_cuts import write_cut
 
 
 def is_cut(engine: DeepSpeedEngine) -> bool:

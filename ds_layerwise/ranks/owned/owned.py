@@ -24,7 +24,7 @@ from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
-from ds_layerwise.routing.part_views import Seen, first_state, seen_parts, whole_states
+from ds_layerwise.routing.part_views import Seen, first_state, whole_states
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The key of a master among the keys of states.
@@ -241,7 +241,7 @@ class Owned:
         if route.parts is not None:
             places = route.parts.places(tuple(master.shape))
             return first_state(master, places, whole_states(route.recipe), init)
-        seen = self._as_seen(name, master)
+        seen = master.transpose(0, 1) if route.by_columns else master
         state = init(seen)
         for key, value in state.items():
             if route.by_columns and value.shape == seen.shape:
@@ -321,13 +321,7 @@ class Owned:
         grad = self._gradient(name)
         master = self._opened_master(name).view_as(grad)
         state = {key: form.opened for key, form in self._forms[name].items()}
-        if route.parts is not None:
-            places = route.parts.places(tuple(grad.shape))
-            return seen_parts(master, grad, state, places, whole_states(route.recipe))
-        for key, value in state.items():
-            if value.shape == route.stored_shape:
-                state[key] = self._as_seen(name, value)
-        return [Seen(self._as_seen(name, master), self._as_seen(name, grad), state)]
+        return route.views(master, grad, state)
 
     def _opened_master(self, name: str) -> Tensor:
         """Return the master of ``name`` that rules update, 1-D."""
@@ -343,14 +337,6 @@ class Owned:
         if shape is None:
             return gradient
         return gradient.view(shape)
-
-    def _as_seen(self, name: str, value: Tensor) -> Tensor:
-        """Return ``value`` in the shape that the rule of ``name`` sees; blocks of columns become a
-        batch, too.
-        """
-        if self._routes[name].by_columns and value.dim() == 3:
-            return value.transpose(0, 1)
-        return value
 
     # --- masters and weights
 

@@ -5,9 +5,8 @@ and of written cuts back to the owners.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from itertools import chain
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,34 +19,8 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.buffers import OwnShards, out_of_rows
 from ds_layerwise.ranks.owned.weight_writes import check_same, differs
+from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.transfer import Transfer
-
-
-class Cuts(Protocol):
-    """This rank's cuts of parameters. Modules gather the whole parameters while they use them."""
-
-    def of(self, name: str) -> Tensor:
-        """Return the cut of a parameter, 1-D."""
-
-    def release(self) -> None:
-        """Release all parameters, so that none is whole."""
-
-    def fetch_persistent(self) -> None:
-        """Gather the parameters that stay whole, once the model has run. A collective."""
-
-    def persistent(self) -> Mapping[str, Tensor]:
-        """Return those that stay whole, and are, by name."""
-
-    def written(self) -> Tensor:
-        """Tell whether a signal shows that somebody has written a cut, or what stays whole, since
-        :meth:`take_note`: 0-d bool; nobody waits for the device.
-        """
-
-    def take_note(self) -> None:
-        """Let cuts count as not written."""
-
-    def follow_persistent(self) -> None:
-        """Copy writes into parameters that stay whole to their cuts."""
 
 
 class CutSync:
@@ -59,7 +32,7 @@ class CutSync:
 
     Args:
         values: this rank's shards.
-        cuts: see :class:`Cuts`.
+        cuts: this rank's cuts of parameters.
         group: the ranks that have the cuts.
     """
 
@@ -68,7 +41,7 @@ class CutSync:
         layout: Layout,
         rank: int,
         values: OwnShards,
-        cuts: Cuts,
+        cuts: ParamCuts,
         *,
         group: comm.Group,
     ) -> None:
@@ -145,7 +118,7 @@ class CutSync:
     # --- cuts to owners
 
     def written(self) -> Tensor:
-        """See :meth:`Cuts.written`."""
+        """See :meth:`.ParamCuts.written`."""
         return self._all_cuts.written()
 
     def fetch(self, indices: Collection[int] | None = None) -> None:

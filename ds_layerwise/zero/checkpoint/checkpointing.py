@@ -36,15 +36,15 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.sync.cut_sync import CutSync
+from ds_layerwise.ranks.sync.param_cuts import whole_shapes, write_cut
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
 from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.checkpoint.whole_states import tied
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
-from ds_layerwise.zero.setup.param_cuts import whole_shapes, write_cut
 from ds_layerwise.zero.setup.rate_checks import check_accuracy
-from ds_layerwise.zero.step.param_guard import Guard
+from ds_layerwise.zero.step.pre_step import Guard
 
 
 @dataclass(frozen=True)

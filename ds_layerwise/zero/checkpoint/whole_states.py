@@ -31,8 +31,8 @@ from ds_layerwise.optimizers.recipe import Shape
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.sync.param_cuts import filled_cut
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
-from ds_layerwise.zero.setup.param_cuts import filled_cut
 
 #: The recipes with a torch class that can read their states.
 _CLASSES: dict[str, Any] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}

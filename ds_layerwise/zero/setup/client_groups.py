@@ -75,13 +75,10 @@ class ClientOptimizer(LayerWiseOptimizer):
         self.client = client
         self.recipes_by_group = _recipes_of(client, split)
         self.config = OptimizerConfig(decay_vectors=True)
-        self._stepping = False
         Optimizer.__init__(self, client.param_groups, {})
         self.param_groups = client.param_groups
         self.state = client.state
-        self._built = tuple(self.param_groups)
-        self.built_with = tuple(map(_before_schedules, self.param_groups))
-        self.configured = list(map(dict, self.built_with))
+        self._take_note(map(_before_schedules, self.param_groups))
         self.own_decay = frozenset(range(len(self._built)))
         self.own_keys = []
 
@@ -167,14 +164,9 @@ class ClientOptimizer(LayerWiseOptimizer):
             __reduce_ex__=refuse,
         )
 
-    def mark_step(self) -> None:
-        """Tell the object's schedulers and hooks that an update was made."""
-        self._stepping = True
-        try:
-            self.client.step()
-            vars(self.client)["_opt_called"] = True
-        finally:
-            self._stepping = False
+    def _tell_of_step(self) -> None:
+        self.client.step()
+        vars(self.client)["_opt_called"] = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction. The object has already set defaults."""

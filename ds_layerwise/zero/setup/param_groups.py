@@ -94,6 +94,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     """The keys of the whole run, which a group may repeat but not change."""
     recipes_by_group: tuple[Recipe, ...] = ()
     """The recipe of each group's parameters; empty if each parameter has its own."""
+    _stepping = False
 
     def __init__(
         self,
@@ -104,7 +105,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.config = config
         self._scheduler = scheduler
-        self._stepping = False
         groups: list[dict[str, Any]] = []
         self.own_keys: list[frozenset[str]] = []
         """The keys that the script has set in each group."""
@@ -119,19 +119,23 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             groups.append(_with_ratios("param_groups", {"params": loose}, config))
             self.own_keys.append(frozenset())
         super().__init__(groups, {key: getattr(config, key) for key in HYPER_KEYS})
-        self._built = tuple(self.param_groups)
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
         self.fixed_keys = _of_no_group(config)
-        self.built_with = tuple(map(_hyper_of, self.param_groups))
-        """The settings of each group from config and script, without changes by schedulers or a
-        checkpoint.
-        """
-        self.configured = [dict(group) for group in self.built_with]
-        """The hyper-parameters of the run that this one continues, as far as they are used."""
+        self._take_note(map(_hyper_of, self.param_groups))
         decay = [i for i, keys in enumerate(self.own_keys) if "weight_decay" in keys]
         self.own_decay = frozenset(decay)
         """The indices of the groups that set a weight decay themselves."""
+
+    def _take_note(self, settings: Iterable[dict[str, Any]]) -> None:
+        """Keep the ``settings`` of the groups, which are complete now."""
+        self._built = tuple(self.param_groups)
+        self.built_with = tuple(settings)
+        """The settings of each group from config and script, without changes by schedulers or a
+        checkpoint.
+        """
+        self.configured = list(map(dict, self.built_with))
+        """The hyper-parameters of the run that this one continues, as far as they are used."""
 
     def groups_now(self) -> list[dict[str, Any]]:
         """Return the settings of groups for the next step: their own, and ``configured_lr``, their
@@ -282,12 +286,15 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             raise StepError("this optimizer only holds the parameter groups; call engine.step()")
 
     def mark_step(self) -> None:
-        """Tell torch's schedulers that an update was made."""
+        """Tell schedulers and hooks that an update was made."""
         self._stepping = True
         try:
-            self.step()
+            self._tell_of_step()
         finally:
             self._stepping = False
+
+    def _tell_of_step(self) -> None:
+        self.step()
 
 
 def cannot_load() -> StepError:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.torch_autocast import get_comm_dtype
@@ -29,7 +29,7 @@ from ds_layerwise.ranks.comm import comm, nodes
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
-from ds_layerwise.routing.routes import Route, Routes
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_kept
@@ -40,22 +40,28 @@ _FEW = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
-    """The plan of a model that the ranks have agreed on."""
+class Routed:
+    """The routes of a model, and what placing its parameters needs to know."""
 
     routes: dict[str, Route]
     specs: list[ParamSpec]
     trained: dict[str, nn.Parameter]
     """The parameters with a route, by name in model order."""
+    names: dict[str, tuple[str, ...]]
+    """The names of experts in a checkpoint, by parameter; see
+    :func:`.checkpoint.new_names.expert_names`.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned(Routed):
+    """The plan of a model that the ranks have agreed on."""
+
     layout: Layout
     reduction: Reduction
     """The method by which sums over ranks are made."""
     where: tuple[int, ...]
     """The number of each rank's node, by rank of the world."""
-    names: dict[str, tuple[str, ...]]
-    """The names of experts in a checkpoint, by parameter; see
-    :func:`.checkpoint.new_names.expert_names`.
-    """
     routes_elsewhere: dict[str, Route]
     """The routes of parameters on other pipeline stages. DeepSpeed's converter keeps one stage's
     information about all parameters.
@@ -90,17 +96,6 @@ class Planned:
             for saved in self.names[spec.name]:
                 shapes[saved] = spec.shape
         return shapes
-
-
-class Routed(NamedTuple):
-    """The routes of a model, and what placing its parameters needs to know."""
-
-    routes: dict[str, Route]
-    specs: list[ParamSpec]
-    trained: dict[str, nn.Parameter]
-    """The parameters with a route, by name."""
-    names: dict[str, tuple[str, ...]]
-    """The names of experts, see :class:`Planned`."""
 
 
 def route(
@@ -151,7 +146,7 @@ def route(
         params.append((name, tuple(param.shape), dtype))
     specs = specs_of(params, routes, tp_size=tp_size, ep_size=ep_sizes, wires=wires)
     check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=run.host_ratio)
-    return Routed(routes, specs, trained, names)
+    return Routed(routes=routes, specs=specs, trained=trained, names=names)
 
 
 def norm_groups_of(
@@ -194,11 +189,12 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             tp_size=settings.tp_size,
             elsewhere=elsewhere,
         )
-        routes, specs, trained, names = routed
+        routes = routed.routes
+        trained = routed.trained
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
         layout = plan_layout(
-            specs,
+            routed.specs,
             comm.size_of(settings.group),
             bucket_numel=settings.bucket_numel,
             policy=config.layout,
@@ -210,7 +206,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         routes_elsewhere = pipeline.routes_of_all_stages(
             routes, optimizer.param_groups, settings.model_group
         )
-    _compare(routes, specs, layout, optimizer, settings)
+    _compare(routed, layout, optimizer, settings)
     if reduction == "ordered":
         _tell_of_nodes(where)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
@@ -226,13 +222,10 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         counted_elsewhere.update(not_cut)
     saved_elsewhere = counted_elsewhere if pipeline.is_pipeline(model) else ()
     return Planned(
-        routes=routes,
-        specs=specs,
-        trained=trained,
+        **vars(routed),
         layout=layout,
         reduction=reduction,
         where=tuple(where),
-        names=names,
         routes_elsewhere=routes_elsewhere,
         counted_elsewhere=frozenset(counted_elsewhere),
         saved_elsewhere=frozenset(saved_elsewhere),
@@ -309,11 +302,7 @@ def _ep_sizes(
 
 
 def _compare(
-    routes: Routes,
-    specs: Sequence[ParamSpec],
-    layout: Layout,
-    optimizer: LayerWiseOptimizer,
-    settings: Settings,
+    routed: Routed, layout: Layout, optimizer: LayerWiseOptimizer, settings: Settings
 ) -> None:
     """Compare the plan over ranks.
 
@@ -321,8 +310,8 @@ def _compare(
         LayerWiseError: on every rank, if it differs.
     """
     described = []
-    for spec in specs:
-        route = routes[spec.name]
+    for spec in routed.specs:
+        route = routed.routes[spec.name]
         cut = f", cut (axis {route.tp_axis})" * route.is_cut
         described.append(
             f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "

@@ -7,7 +7,7 @@ Note: what is compared
       element; the tolerance is the rounding error of sums with as many summands in the dtype on the
       wire. The norm of these averages gives the factor for gradients, which is compared too.
     * Masters, and states stored in float32, after the update, with those of
-      :class:`.reference_step.PlainStep` on the whole parameter, from the same averages. A rank
+      :class:`PlainStep` on the whole parameter, from the same averages. A rank
       other than the owner computes these for each parameter, with its own settings.
     * The weights of every rank with the masters, exactly.
 
@@ -30,23 +30,88 @@ from torch import Tensor
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.optimizers.recipe import State, UpdateError
+from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, UpdateError
 from ds_layerwise.output import announce
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 from ds_layerwise.ranks.owned.owned import MASTER
+from ds_layerwise.routing.routes import Route
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
-from ds_layerwise.zero.step.reference_step import PlainStep
 from ds_layerwise.zero.step.update import Step, StepObserver
 
 #: The bound of rounding errors. Those of a sum of n summands grow about like the root of n; this
 #: many times that is no rounding error.
 _SPREAD = 4.0
 
+#: The tolerance relative to the largest change, if the rule multiplies in float32 or not at all.
+_TOLERANCE = 1e-3
+#: The same if the rule multiplies in half precision. Newton-Schulz amplifies the rounding of
+#: directions near zero to full size.
+_TOLERANCE_IN_HALF = 0.25
+#: The states that do not depend on a matrix product.
+_EXACT = ("momentum_buffer", "step")
+#: The tolerance relative to the weights themselves, for updates smaller than their rounding.
+_ROUNDING = 8 * 2.0**-24
+
 #: A difference in a parameter: the parameter's number in the model, and a text.
 _Difference = tuple[int, str]
+
+
+class PlainStep:
+    """The update of the whole parameter of ``route`` as a single process would make it: no buffers,
+    no ranks, no batching.
+
+    It shares two things with training: the rule, and the views in which the rule sees the
+    parameter.
+
+    Args:
+        numel: its elements.
+        fast_dtypes: see :attr:`.Site.fast_dtypes`.
+    """
+
+    def __init__(self, route: Route, numel: int, *, fast_dtypes: frozenset[torch.dtype]) -> None:
+        self._route = route
+        self._site = Site(fast_dtypes)
+        self._shape = route.stored_shape or (numel,)
+        self.states: Mapping[str, StateSpec] = route.states(numel)
+        """The states of the whole parameter, by name."""
+
+    def shape_of(self, key: str) -> tuple[int, ...]:
+        """Return the shape of a state in memory."""
+        shape = self.states[key].shape
+        return self._shape if shape == (self._route.matrix_shape or self._shape) else shape
+
+    def is_like_the_parameter(self, key: str) -> bool:
+        """Tell whether a state has one element per element of the parameter, in the same order."""
+        return self.shape_of(key) == self._shape
+
+    def update_(
+        self, master: Tensor, grad: Tensor, state: State, param_group: Mapping[str, Any]
+    ) -> None:
+        """Update ``master``, 1-D, and ``state`` in place with ``grad``, which has as many elements
+        and is only read.
+        """
+        hyper = Hyper(**self._route.hyper(param_group))
+        for seen in self._route.views(master.view(self._shape), grad.view(self._shape), state):
+            copy = seen.copy()
+            self._route.recipe.update_([copy.param], [copy.grad], [copy.state], hyper, self._site)
+            seen.take_back(copy)
+
+    def most(self, key: str, before: Tensor, expected: Tensor) -> float:
+        """Return the tolerance for an element of the weights, or of the state ``key``, that was
+        ``before`` and should be ``expected``.
+        """
+        if not expected.numel():
+            return 0.0
+        products = self._route.recipe.products_in(self._site.fast_dtypes)
+        in_half = products not in (None, torch.float32) and key not in _EXACT
+        wide = widest_float()
+        change = float((expected.to(wide) - before.to(wide)).abs().max())
+        size = float(expected.abs().max())
+        bound = (_TOLERANCE_IN_HALF if in_half else _TOLERANCE) * change + _ROUNDING * size
+        return bound if math.isfinite(bound) else math.inf
 
 
 @dataclass

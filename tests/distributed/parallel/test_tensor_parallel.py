@@ -188,8 +188,9 @@ class TestOtherMatrixOptimizers(DistributedTest):
 
 def everything(engine):
     """Masters (key None) and states of this rank's parts, by (parameter, key)."""
-    return {(access.name, key): access.get_full_hp_param(key) for access in internals.access(engine)
-            for key in (None, *internals.owned(engine).state_keys(access.name))}
+    access, params = internals.access(engine), internals.trained(engine)
+    return {(name, key): access.get_full_hp_param(param, key) for name, param in params.items()
+            for key in (None, *internals.owned(engine).state_keys(name))}
 
 
 def assert_holds(engine, expected):

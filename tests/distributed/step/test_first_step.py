@@ -34,7 +34,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("first_step", "reference_step")
+pytestmark = rooms("first_step")
 
 VERIFY = {"verify_first_step": True}
 

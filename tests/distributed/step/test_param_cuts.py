@@ -53,7 +53,7 @@ from tests.support.training import (
 )
 from tests.support.versions import needs
 
-pytestmark = rooms("cut_sync", "param_cuts", "cut_access", "run_state")
+pytestmark = rooms("cut_sync", "param_cuts", "state_access", "run_state")
 
 #: Makes stage 3 compute linear layers as other stages do.
 PLAIN = {"memory_efficient_linear": False}

@@ -6,7 +6,7 @@ DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tenso
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -48,31 +48,26 @@ def refuse_unfetchable(model: nn.Module) -> None:
             )
 
 
-def make_fetcher(engine: Any, group: comm.Group) -> DeepSpeedZeRoOffload:
+def make_fetcher(
+    make: Callable[[None], DeepSpeedZeRoOffload], engine: Any, group: comm.Group
+) -> DeepSpeedZeRoOffload:
     """Cut the parameters of ``engine`` over the ranks, except those that ``zero.Init`` has cut, and
     return the object that fetches them.
+
+    Args:
+        make: DeepSpeed's method that makes the object for an engine without an optimizer.
 
     Raises:
         ConfigError: they are cut over other ranks than those of ``group``, or twice.
     """
-    fetcher = DeepSpeedZeRoOffload(
-        engine.module,
-        timers=engine.timers,
-        ds_config=engine.config,
-        overlap_comm=engine.zero_overlap_comm(),
-        prefetch_bucket_size=engine.zero_prefetch_bucket_size(),
-        max_reuse_distance=engine.zero_max_reuse_distance(),
-        max_live_parameters=engine.zero_max_live_parameters(),
-        param_persistence_threshold=engine.zero_param_persistence_threshold(),
-        model_persistence_threshold=engine.zero_model_persistence_threshold(),
-        dp_process_group=group,
-        offload_param_config=engine.zero_offload_param(),
-        # The config is read again, for as many sequences as before. Without groups of an mpu,
-        # DeepSpeed cuts over all ranks, as ranks of a sequence share cuts.
-        mpu=SimpleNamespace(get_data_parallel_world_size=lambda: engine._config.world_size),
-        zero_module_granularity_threshold=engine.zero_module_granularity_threshold(),
-        log_trace_cache_warnings=engine.zero_log_trace_cache_warnings(),
-    )
+    mpu = engine.mpu
+    # The config is read again, for as many sequences as before. Without groups of an mpu, DeepSpeed
+    # cuts over all ranks, as ranks of a sequence share cuts.
+    engine.mpu = SimpleNamespace(get_data_parallel_world_size=lambda: engine._config.world_size)
+    try:
+        fetcher = make(None)
+    finally:
+        engine.mpu = mpu
     told = []
     with comm.errors_on_all_ranks():
         for name, param in engine.module.named_parameters():
