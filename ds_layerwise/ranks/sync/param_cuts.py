@@ -6,7 +6,7 @@ DeepSpeed cuts, fetches, prefetches and releases them. A cut is ``param.ds_tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from types import SimpleNamespace
@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
-from ds_layerwise.plan.layout.layout import Bucket, Layout, Slot
+from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
-from ds_layerwise.ranks.owned.host_memory import host_memory
 from ds_layerwise.ranks.owned.weight_writes import differs
 
 
@@ -144,7 +143,7 @@ class ParamCuts:
     """This rank's cuts of the trained parameters, bucket by bucket.
 
     Those of parameters that are cut by element move into the shards of ``values``, where they are
-    updated; the others into memory of their own, on the host with ``offload_param``.
+    updated; the others stay where DeepSpeed has put them, on the host with ``offload_param``.
     """
 
     def __init__(
@@ -169,15 +168,22 @@ class ParamCuts:
         self._were_whole = False
         """True once persistent parameters have been whole."""
         self._refusing: dict[nn.Parameter, ExitStack] = {}
-        apart: dict[str, list[tuple[Slot, int]]] = {}
+        self.apart: list[Tensor] = []
+        """The memory of cuts that are no shards."""
         for bucket in layout.buckets:
-            if bucket.whole:
-                slots = [(slot, bucket.cut_of(slot)) for slot in bucket.slots]
-                apart.setdefault(bucket.dtype, []).extend(slots)
-            else:
-                self._move_in(bucket, values.shard(bucket, rank))
-        self.apart = [self._move_apart(slots) for slots in apart.values()]
-        """The memory of cuts that are no shards, one tensor per dtype."""
+            for slot in bucket.slots:
+                cut = self.of(slot.name)
+                filled, _ = filled_cut(params[slot.name], rank)
+                if bucket.whole:
+                    cut[filled.numel() :] = 0
+                    self.apart.append(cut)
+                else:
+                    first = bucket.offset_in_shard(slot)
+                    place = values.shard(bucket, rank).narrow(0, first, cut.numel())
+                    # Elements past the parameter's end keep their zeros.
+                    place[: filled.numel()].copy_(filled)
+                    self._cut(slot.name).data = cut = place
+                self._places[slot.name] = cut
         self.tensors = (*values.tensors, *self.apart)
         """The memory of what this rank owns, and of cuts."""
         self.take_note()
@@ -191,31 +197,6 @@ class ParamCuts:
         # DeepSpeed writes a cut where GatheredParameters has a modifier_rank. The views of
         # :meth:`of` count apart, so that what this package writes is none.
         return [self._cut(name)._version for name in self._params]
-
-    def _move_apart(self, slots: Sequence[tuple[Slot, int]]) -> Tensor:
-        sizes = [size for _, size in slots]
-        like = self.of(slots[0][0].name)
-        if like.device == self._device:
-            memory = like.new_zeros(sum(sizes))
-        else:
-            memory = host_memory(sum(sizes), like.dtype, pin_memory=like.is_pinned()).zero_()
-        for (slot, _), place in zip(slots, memory.split_with_sizes(sizes), strict=True):
-            self._move(slot, place)
-        return memory
-
-    def _move_in(self, bucket: Bucket, shard: Tensor) -> None:
-        for slot in bucket.slots:
-            first = bucket.offset_in_shard(slot)
-            self._move(slot, shard.narrow(0, first, bucket.cut_of(slot)))
-
-    def _move(self, slot: Slot, place: Tensor) -> None:
-        """Move the cut of a parameter to ``place``. Elements past the parameter's end keep their
-        zeros.
-        """
-        numel = min(max(slot.numel - self._rank * place.numel(), 0), place.numel())
-        place[:numel].copy_(self.of(slot.name)[:numel])
-        self._cut(slot.name).data = place
-        self._places[slot.name] = place
 
     def of(self, name: str) -> Tensor:
         """Return this rank's cut of ``name``, 1-D, wherever it lies now."""
