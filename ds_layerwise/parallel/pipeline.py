@@ -20,7 +20,7 @@ from deepspeed.runtime.pipe.module import PipelineModule, TiedLayerSpec
 from torch import Tensor, nn
 
 from ds_layerwise.config.overrides import Override
-from ds_layerwise.config.sections import HYPER_KEYS, LayerWiseConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError, LayoutError, StepError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.output_heads import (
@@ -167,9 +167,7 @@ def routes_of_all_stages(
     """
     described = {}
     for route in routes.values():
-        values = param_groups[route.group].items()
-        hyper = {key: value for key, value in values if key in HYPER_KEYS}
-        described[route.name] = f"{route.described()}, group of {hyper}"
+        described[route.name] = f"{route.described()}, group of {param_groups[route.group]}"
     every = {}
     said = []
     for theirs, texts in comm.gather_objects((dict(routes), described), group=group):

@@ -23,7 +23,7 @@ from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.setup import numerics_context
 from ds_layerwise.zero.setup.numerics_context import Products
-from ds_layerwise.zero.setup.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step_progress import Interrupted, Progress
@@ -113,8 +113,7 @@ class RunState:
             check_recipes(recipes, self.device)
             self.owned = self._make_owned()
             self.optimizer.hold(
-                Held(self.params[name], self.planned.routes[name], piece, self.owned.states[name])
-                for name, piece in self.pieces.items()
+                {self.params[name]: self.owned.states[name] for name in self.pieces}
             )
 
     def _move_in(self) -> None:

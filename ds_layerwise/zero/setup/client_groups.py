@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from types import FunctionType, MethodType
@@ -29,8 +29,9 @@ from ds_layerwise.instance_patches import patch
 from ds_layerwise.optimizers import any_torch
 from ds_layerwise.optimizers.any_torch import SPLIT, ClientTorch, UnitOfClass, set_rate
 from ds_layerwise.optimizers.fields import check, normalised, plain
+from ds_layerwise.optimizers.recipe import State
 from ds_layerwise.routing.routes import Routes
-from ds_layerwise.zero.setup.param_groups import Held, LayerWiseOptimizer
+from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_floors
 
 #: The keys of a group that concern the group as a whole, and not an optimizer of one of its
@@ -130,10 +131,10 @@ class ClientOptimizer(LayerWiseOptimizer):
             found[key] = normalised(saved(value, key))
         return found
 
-    def hold(self, held: Iterable[Held]) -> None:
+    def hold(self, states: Mapping[Tensor, State]) -> None:
         """Set the states of the object to those that this rank owns."""
         self.client.state.clear()
-        super().hold(held)
+        super().hold(states)
         self._bind()
 
     def _bind(self) -> None:

@@ -9,7 +9,7 @@ because the rates are stored as factors of ``lr``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +18,9 @@ from ds_layerwise.config.overrides import Override
 from ds_layerwise.config.sections import DEFAULT_MUON_LR, HYPER_KEYS, OptimizerConfig, check_hyper
 from ds_layerwise.errors import ConfigError, StepError, nearest
 from ds_layerwise.optimizers.fields import check, merged_keys, normalised, plain
-from ds_layerwise.optimizers.recipe import Recipe
+from ds_layerwise.optimizers.recipe import Recipe, State
 from ds_layerwise.optimizers.registry import recipes_of_settings
-from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.routing.routes import OF_OTHER_SCHEDULES, Route, Routes
+from ds_layerwise.routing.routes import OF_OTHER_SCHEDULES, Routes
 from ds_layerwise.zero.setup.rate_checks import check_floors, check_peaks, check_taken
 
 #: The rates of a config, each with the group's key for its ratio to ``lr``.
@@ -58,16 +57,6 @@ _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.c
     "optimizer",
     *OF_OTHER_SCHEDULES,
 }
-
-
-class Held(NamedTuple):
-    """The part of one parameter that this rank owns."""
-
-    param: Tensor
-    route: Route
-    piece: Piece
-    state: dict[str, Tensor]
-    """The live states."""
 
 
 #: A negative rate counts as a rounded 0 if it is at most this fraction of the highest rate.
@@ -211,10 +200,9 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
                 named[key] = float(given[key])
         return named
 
-    def hold(self, held: Iterable[Held]) -> None:
+    def hold(self, states: Mapping[Tensor, State]) -> None:
         """Set the visible states, by parameter, to those that this rank owns."""
-        for each in held:
-            self.state[each.param] = each.state
+        self.state.update(states)
 
     def require_chosen_rates(self, routes: Routes) -> None:
         """Refuse a group that has matrices and an ``lr`` of its own without ``muon_lr``, a

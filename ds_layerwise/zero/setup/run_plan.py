@@ -15,7 +15,6 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.config.sections import HYPER_KEYS
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
@@ -204,7 +203,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     routes_elsewhere = {}
     if elsewhere is not None:
         routes_elsewhere = pipeline.routes_of_all_stages(
-            routes, optimizer.param_groups, settings.model_group
+            routes, optimizer.built_with, settings.model_group
         )
     _compare(routed, layout, optimizer, settings)
     if reduction == "ordered":
@@ -317,12 +316,8 @@ def _compare(
             f"{spec.name} {spec.shape} {spec.dtype} by {route.described()}, group {route.group}, "
             f"ep_size {spec.ep_size}, gradient sent in {spec.wire}{cut}"
         )
-    for i, group in enumerate(optimizer.param_groups):
-        hyper = {}
-        for key, value in group.items():
-            if key in HYPER_KEYS:
-                hyper[key] = value
-        described.append(f"param_groups[{i}] with {hyper}")
+    for i, group in enumerate(optimizer.built_with):
+        described.append(f"param_groups[{i}] with {group}")
     digest = comm.digest_of([layout.digest(), *described])
     compared = [("the layout", settings.group)]
     if settings.tensor_group is not None:
