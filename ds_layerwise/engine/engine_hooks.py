@@ -174,19 +174,15 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
             what = "the model, of which parts have to be of equal size,"
         described = []
         for name, param in model.named_parameters():
-            described.append(_described(name, param))
+            notes = " (frozen)" * (not param.requires_grad)
+            if param_owner.is_trained(param):
+                notes += " (trained by another engine before)"
+            described.append(f"{name} {tuple(param.shape)} {param.dtype}{notes}")
         group = engine.seq_data_parallel_group if is_stage else None
         with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()
-
-
-def _described(name: str, param: torch.nn.Parameter) -> str:
-    notes = "" if param.requires_grad else " (frozen)"
-    if param_owner.is_trained(param):
-        notes += " (trained by another engine before)"
-    return f"{name} {tuple(param.shape)} {param.dtype}{notes}"
 
 
 def _check_model(engine: DeepSpeedEngine) -> None:
@@ -432,15 +428,6 @@ WRAPS: dict[str, Method] = {
 }
 
 
-def _tensor_group(engine: DeepSpeedEngine, mpu: Any) -> comm.Group | None:
-    if pipeline.is_pipeline(engine.module):
-        return None
-    autotp_group = None
-    if engine.autotp_size() > 1:
-        autotp_group = engine.tensor_parallel_config().tensor_parallel.tp_group
-    return tensor_group(mpu, autotp_group=autotp_group)
-
-
 def _settings(engine: DeepSpeedEngine) -> Settings:
     config = engine._config
     run = _run(engine)
@@ -455,12 +442,13 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         check_overflow = bool(config.bfloat16_config.check_grad_overflow)
     loss_scale_args = AUTOCAST_SCALE if run.autocast else engine.dynamic_loss_scale_args()
     group = engine.seq_data_parallel_group
-    mpu = model_group = None
+    model_group = parts_group = None
     mp_rank = 0
     if sequence.cuts_params(engine.mpu):
-        mpu = engine.mpu
-        model_group = mpu.get_model_parallel_group()
-        mp_rank = mpu.get_model_parallel_rank()
+        model_group = engine.mpu.get_model_parallel_group()
+        mp_rank = engine.mpu.get_model_parallel_rank()
+        if not pipeline.is_pipeline(engine.module):
+            parts_group = tensor_group(engine)
     expert_groups: dict[str, comm.Group] = {}
     if engine.has_moe_layers:
         expert_groups = engine.expert_data_parallel_group or {}
@@ -476,7 +464,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         expert_groups=expert_groups,
         model_group=model_group,
         mp_rank=mp_rank,
-        tensor_group=_tensor_group(engine, mpu),
+        tensor_group=parts_group,
         sequence_group=sequence.group_of(engine),
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
         overlap_comm=bool(engine.zero_overlap_comm()),

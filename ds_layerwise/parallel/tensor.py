@@ -70,22 +70,23 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
             )
 
 
-def tensor_group(mpu: Any, *, autotp_group: comm.Group | None = None) -> comm.Group | None:
+def tensor_group(engine: Any) -> comm.Group | None:
     """Return the ranks with the parts of the same parameters, in the order of the parts; None if
     each rank has all parts.
 
-    Args:
-        autotp_group: the group for which AutoTP has cut the model, if it has.
-
     Raises:
-        ConfigError: it differs from the group of ``mpu``, by which gradients are averaged.
+        ConfigError: AutoTP has cut the model for another group than that of the engine's ``mpu``,
+            by which gradients are averaged.
     """
-    if mpu is None or bwc_tensor_model_parallel_world_size(mpu) == 1:
+    if bwc_tensor_model_parallel_world_size(engine.mpu) == 1:
         return None
-    group = bwc_tensor_model_parallel_group(mpu)
-    if autotp_group is not None and comm.ranks_of(autotp_group) != comm.ranks_of(group):
+    group = bwc_tensor_model_parallel_group(engine.mpu)
+    by_autotp = None
+    if engine.autotp_size() > 1:
+        by_autotp = engine.tensor_parallel_config().tensor_parallel.tp_group
+    if by_autotp is not None and comm.ranks_of(by_autotp) != comm.ranks_of(group):
         raise ConfigError(
-            f"AutoTP has cut the model over ranks {comm.ranks_of(autotp_group)}, but gradients are "
+            f"AutoTP has cut the model over ranks {comm.ranks_of(by_autotp)}, but gradients are "
             f"averaged as if over ranks {comm.ranks_of(group)}; leave tp_group out of "
             "tp_model_init"
         )
