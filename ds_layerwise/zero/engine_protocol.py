@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ds_layerwise.instance_patches import patch
-from ds_layerwise.zero.setup.param_groups import cannot_load
+from ds_layerwise.zero.setup.param_groups import refuse_states
 from ds_layerwise.zero.setup.run_settings import LossScaling
 
 
@@ -99,17 +99,8 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """The loss scale, under the name that the engine's monitor reads."""
         return self.loss_scale
 
-    def load_state_dict(self, *_: Any, **__: Any) -> None:
-        """Raise an error: only the engine's ``load_checkpoint`` can read the files of all ranks
-        that a load needs.
-
-        Raises:
-            StepError: always.
-        """
-        raise cannot_load()
-
-    #: A copy or a pickle would have only the states of this rank.
-    __reduce_ex__ = load_state_dict  # type: ignore[assignment]
+    #: Only the engine's ``load_checkpoint`` can read the files of all ranks that a load needs.
+    load_state_dict = __reduce_ex__ = refuse_states
 
     def get_lr(self) -> float:
         """Return the learning rate of the first group."""

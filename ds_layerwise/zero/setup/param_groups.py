@@ -9,7 +9,7 @@ because the rates are stored as factors of ``lr``.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -61,6 +61,22 @@ _SAID_BY_OVERRIDES = frozenset((*merged_keys(recipes_of_settings()), *Override.c
 
 #: A negative rate counts as a rounded 0 if it is at most this fraction of the highest rate.
 _ROUNDED = 1e-9
+
+
+def refuse_states(*_: object, **__: object) -> NoReturn:
+    """Raise an error: an engine's optimizer loads no dict of states, and is neither copied nor
+    pickled. Each rank has only the states of some parameters, in memory that the engine updates.
+
+    Raises:
+        StepError: always.
+    """
+    raise StepError(
+        "an engine's optimizer accepts no states from load_state_dict(), and cannot be copied or "
+        "pickled, because each rank has only those of some parameters; load with "
+        "engine.load_checkpoint(), or whole states from one file with "
+        "engine.optimizer.load_state_dict_from_file(), as "
+        "engine.optimizer.save_state_dict_to_file() writes it"
+    )
 
 
 class LayerWiseOptimizer(torch.optim.Optimizer):
@@ -251,17 +267,8 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
             )
         super().add_param_group(param_group)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Raise an error: each rank has only the states of some parameters, in memory that the
-        engine updates.
-
-        Raises:
-            StepError: always; the engine's optimizer loads no such dict either.
-        """
-        raise cannot_load()
-
-    #: A copy or a pickle would have only these states, too.
-    __reduce_ex__ = load_state_dict  # type: ignore[assignment]
+    #: A copy or a pickle would have only the states of this rank, too.
+    load_state_dict = __reduce_ex__ = refuse_states  # type: ignore[assignment]
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise an error for users: the engine runs the update.
@@ -283,19 +290,6 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
 
     def _tell_of_step(self) -> None:
         self.step()
-
-
-def cannot_load() -> StepError:
-    """Return the error for loading a dict of states into an optimizer of an engine, and for copying
-    or pickling it.
-    """
-    return StepError(
-        "an engine's optimizer accepts no states from load_state_dict(), and cannot be copied or "
-        "pickled, because each rank has only those of some parameters; load with "
-        "engine.load_checkpoint(), or whole states from one file with "
-        "engine.optimizer.load_state_dict_from_file(), as "
-        "engine.optimizer.save_state_dict_to_file() writes it"
-    )
 
 
 def _ratios_in(routes: Routes) -> dict[int, set[str]]:

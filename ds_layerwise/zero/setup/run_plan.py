@@ -209,16 +209,16 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     if reduction == "ordered":
         _tell_of_nodes(where)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
+    counted_elsewhere = set()
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
+        if comm.rank_of(settings.tensor_group) > 0:
+            counted_elsewhere.update(not_cut)
     norm_groups = _norm_groups(model, routed, settings)
-    counted_elsewhere = set()
     for name, param in trained.items():
         if getattr(param, "ds_pipe_replicated", False):
             counted_elsewhere.add(name)
-    if settings.tp_rank > 0:
-        counted_elsewhere.update(not_cut)
     saved_elsewhere = counted_elsewhere if pipeline.is_pipeline(model) else ()
     return Planned(
         **vars(routed),

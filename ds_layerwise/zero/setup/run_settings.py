@@ -110,11 +110,6 @@ class Settings(RunConfig):
         """The number of tensor-parallel parts of the model."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
-    @property
-    def tp_rank(self) -> int:
-        """The number of this rank's tensor-parallel part."""
-        return 0 if self.tensor_group is None else comm.rank_of(self.tensor_group)
-
     def ep_size(self, expert: str, group_name: str) -> int:
         """Return the number of consecutive ranks that hold different experts under the name
         ``expert``.
