@@ -241,11 +241,8 @@ READ = (
         wall_clock_breakdown zero_ignore_unused_parameters zero_load_from_fp32_weights
         zero_optimization_partition_gradients zero_optimization_partition_weights zero_optimization_stage
         zero_overlap_comm""", ("self",)),
-    *_used(_ENGINE, "read", """
-        _get_shared_params zero_log_trace_cache_warnings zero_max_live_parameters zero_max_reuse_distance
-        zero_model_persistence_threshold zero_module_granularity_threshold zero_offload_param
-        zero_param_persistence_threshold zero_prefetch_bucket_size""", ("self",)),
-    *_used(_ENGINE, "read", "config module_state_dict"),
+    Used(f"{_ENGINE}._get_shared_params", "read", ("self",)),
+    Used(f"{_ENGINE}.module_state_dict", "read"),
     Used(f"{_ENGINE}._get_param_fragment_func", "read", ("self", "param")),
     *_used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload", "read", """
         destroy partition_all_parameters""", ("self",)),
