@@ -231,7 +231,8 @@ class StateAccess:
     def _cut_of(self, param: nn.Parameter, whole: Tensor | None) -> Tensor | None:
         if whole is None:
             return None
-        return self._cuts.part(param, whole.reshape(-1))
+        cut: Tensor = self._cuts.part(param, whole.reshape(-1))
+        return cut
 
     def _whole_of_cuts(self, param: nn.Parameter, cut: Tensor) -> Tensor:
         name = self._names.get(param)
@@ -244,7 +245,8 @@ class StateAccess:
                     f"{name}: this rank's cut has {expected} elements, got a value of "
                     f"{cut.numel()}; pass a tensor of the size that safe_get_local_* returns"
                 )
-        return self._cuts.together(name, cut.detach().float())
+        whole: Tensor = self._cuts.together(name, cut.detach().float())
+        return whole
 
     # --- helpers
 

@@ -113,11 +113,7 @@ def _load_checked(
         _as_before(engine, universal=is_universal),
         as_at_stage_2(engine),
     ):
-        # Errors that the engine would find only after it has loaded half of the model.
-        with comm.errors_on_all_ranks():
-            if pipeline.is_pipeline(engine.module) and not is_universal:
-                check_layers(engine, folder, strict=load_module_strict)
-            check_model_file(engine, load_dir, tag)
+        _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
         with _pipeline_loading(engine.module, load), _Alone(load):
             done = original(
                 load_dir,
@@ -150,6 +146,16 @@ def _has_masters_only(folder: Path) -> bool:
         # A pipeline has its layers in files of their own.
         found = bool(trained) and module is not None and trained.isdisjoint(map(bare, module))
     return any(comm.gather_objects(found, group=None))
+
+
+def _check_first(
+    engine: DeepSpeedEngine, load_dir: str, tag: str, *, universal: bool, strict: bool
+) -> None:
+    """Check for errors that the engine would find only after it has loaded half of the model."""
+    with comm.errors_on_all_ranks():
+        if pipeline.is_pipeline(engine.module) and not universal:
+            check_layers(engine, Path(load_dir, tag), strict=strict)
+        check_model_file(engine, load_dir, tag)
 
 
 def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]:

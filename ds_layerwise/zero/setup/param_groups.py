@@ -268,7 +268,7 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     #: A copy or a pickle would have only the states of this rank, too.
-    load_state_dict = __reduce_ex__ = refuse_states  # type: ignore[assignment]
+    load_state_dict = __reduce_ex__ = refuse_states
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise an error for users: the engine runs the update.

@@ -209,7 +209,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     if reduction == "ordered":
         _tell_of_nodes(where)
     not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
-    counted_elsewhere = set()
+    counted_elsewhere = set[str]()
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
             check_copies(not_cut, group=settings.tensor_group)
