@@ -245,28 +245,24 @@ def _numbers(text: str) -> list[int]:
     return numbers
 
 
-def _number(text: str) -> float:
+def _amount(text: str, most: float, bounds: str) -> float:
+    """Return a number above 0 and up to ``most``; ``bounds`` says so in the error."""
     try:
-        return float(text)
+        amount = float(text)
     except ValueError:
-        return math.nan
+        amount = math.nan
+    if not 0 < amount <= most:
+        raise argparse.ArgumentTypeError(f"must be a number of {bounds}, got {text!r}")
+    return amount
 
 
 def _gib(text: str) -> int:
     """Return a number of GiB in bytes."""
-    size = _number(text)
-    if not 0 < size <= _MOST_GIB:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of GiB above 0 and up to {_MOST_GIB:,}, got {text!r}"
-        )
-    return int(size * 2**30)
+    return int(_amount(text, _MOST_GIB, f"GiB above 0 and up to {_MOST_GIB:,}") * 2**30)
 
 
 def _rate(text: str) -> float:
-    rate = _number(text)
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of GB/s above 0, got {text!r}")
-    return rate
+    return _amount(text, sys.float_info.max, "GB/s above 0")
 
 
 def _num_bytes(text: str) -> int:
@@ -305,8 +301,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.forecast.param_tables import as_text
-    from ds_layerwise.plan.forecast.report import as_json, plan_table
+    from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools.dry_run import DryRun
 

@@ -12,10 +12,71 @@ from typing import Any, NoReturn, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from ds_layerwise.config.config_file import at
 from ds_layerwise.config.sections import belongs_in, only_known
 from ds_layerwise.errors import ConfigError, nearest
 from ds_layerwise.optimizers.fields import NonNegative, Positive, check, plain
+
+#: The sections that must be objects in any config.
+_OBJECTS = """
+    optimizer optimizer.params layerwise zero_optimization zero_optimization.offload_optimizer
+    zero_optimization.offload_param bf16 bfloat16 fp16 torch_autocast data_types tensor_parallel
+    checkpoint scheduler scheduler.params amp compile hybrid_engine eigenvalue expert_parallel
+    activation_checkpointing data_efficiency flops_profiler pipeline zero_optimization.leaf_module
+""".split()
+
+#: The switches that affect a plan or a check of the config. DeepSpeed accepts values other than
+#: booleans for them.
+_FLAGS = """
+    bf16.enabled bfloat16.enabled fp16.enabled torch_autocast.enabled zero_optimization.cpu_offload
+    zero_optimization.compute_grad_norm checkpoint.use_node_local_storage
+    managed_gradient_accumulation
+""".split()
+
+#: Those that may be 0 or 1, too, as in DeepSpeed.
+_NUMBERS_OR_FLAGS = """
+    zero_optimization.overlap_comm flops_profiler.enabled wall_clock_breakdown
+""".split()
+
+
+def config_of(given: object) -> Mapping[str, Any]:
+    """Return ``given`` if it is an object whose sections are objects and whose switches are
+    booleans.
+
+    Raises:
+        ConfigError: names the wrong value.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"a DeepSpeed config must be an object, got {given!r}")
+    for path in _OBJECTS:
+        value = at(given, path)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"{path} must be an object, got {value!r}")
+    for path, wanted in (
+        ("optimizer.type", "'LayerWiseMuon' or 'LayerWise'"),
+        ("scheduler.type", "a name"),
+    ):
+        value = at(given, path)
+        if not isinstance(value, str | None):
+            raise ConfigError(f"{path} must be {wanted}, got {value!r}")
+    for path in (*_FLAGS, *_NUMBERS_OR_FLAGS):
+        value = at(given, path)
+        is_flag = isinstance(value, bool) or (path in _NUMBERS_OR_FLAGS and value in (0, 1))
+        if value is not None and value != "auto" and not is_flag:
+            raise ConfigError(f"{path} must be true or false, got {value!r}")
+    return given
+
+
+def at(given: Mapping[str, Any], path: str) -> Any:
+    """Return the value of ``given`` at a path of keys separated by dots; None if there is none. The
+    empty path is that of ``given`` itself.
+    """
+    value: Any = given
+    for key in filter(None, path.split(".")):
+        if not isinstance(value, Mapping):
+            return None
+        value = value.get(key)
+    return value
+
 
 #: The keys elsewhere in a DeepSpeed config that must be false with this backend, each with the way
 #: out.

@@ -11,9 +11,10 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import Field
 
-from ds_layerwise.config.config_file import at, config_of
 from ds_layerwise.config.ds_config import (
+    at,
     check_autocast,
+    config_of,
     refuse_unsupported,
     with_plain_numbers,
     without_effect,

@@ -18,8 +18,14 @@ from deepspeed.runtime.config_utils import dict_raise_error_on_duplicate_keys
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from ds_layerwise.config.config_file import at, config_of
-from ds_layerwise.config.ds_config import refuse_misplaced, retell, type_meant, with_plain_numbers
+from ds_layerwise.config.ds_config import (
+    at,
+    config_of,
+    refuse_misplaced,
+    retell,
+    type_meant,
+    with_plain_numbers,
+)
 from ds_layerwise.config.run_config import RunConfig, checked_ratio
 from ds_layerwise.config.sections import is_for_us, is_ours
 from ds_layerwise.engine import final_error

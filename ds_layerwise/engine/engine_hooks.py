@@ -59,7 +59,7 @@ from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
 from ds_layerwise.parallel.tensor import check_mpu, tensor_group
-from ds_layerwise.plan.forecast.param_tables import as_text
+from ds_layerwise.plan.forecast.report import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
 from ds_layerwise.ranks.sync.param_cuts import make_fetcher, refuse_unfetchable, whole_shapes

@@ -19,7 +19,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
 from torch import nn
 
-from ds_layerwise.config.config_file import at
+from ds_layerwise.config.ds_config import at
 from ds_layerwise.config.sections import is_for_us
 from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import StepError

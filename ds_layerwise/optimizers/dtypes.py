@@ -56,17 +56,9 @@ _AT_A_TIME = 1 << 20
 _TIE = 1 << 15
 
 #: The bytes of one element, by torch's names of dtypes.
-DTYPE_BYTES = {
-    "float64": 8,
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
+DTYPE_BYTES: dict[str, int] = {
+    name: getattr(torch, name).itemsize
+    for name in "float64 float32 bfloat16 float16 int64 int32 int16 int8 uint8 bool".split()
 }
 
 
@@ -110,9 +102,10 @@ def round_by_chance_(
         first: the number of the first element in its parameter; each element has a random number of
             its own.
     """
-    for start in range(0, values.numel(), _AT_A_TIME):
-        some = values[start : start + _AT_A_TIME]
-        drawn = torch.arange(first + start, first + start + some.numel(), device=some.device)
+    for run, _ in _runs(values.numel()):
+        some = values[run]
+        start = first + run.start
+        drawn = torch.arange(start, start + some.numel(), device=some.device)
         # The finaliser of splitmix64; shifts keep the sign here.
         drawn.mul_(-7046029254386353131).add_(chance)
         drawn.bitwise_xor_(drawn >> 30).mul_(-4658895280553007687)
@@ -120,7 +113,7 @@ def round_by_chance_(
         drawn = drawn >> 48 & 0xFFFF
         bits = (some.view(torch.int32) + drawn.to(torch.int32)) >> 16
         plain = some.to(torch.bfloat16).view(torch.int16)
-        place = into[start : start + _AT_A_TIME].view(torch.int16)
+        place = into[run].view(torch.int16)
         place.copy_(torch.where(some.isfinite(), bits.to(torch.int16), plain))
 
 
@@ -149,7 +142,7 @@ def to_codes_(
     """
     maps = torchao_maps()
     levels = _levels(signed, values.device)
-    for run, of in _runs(values.numel()):
+    for run, of in _runs(values.numel(), SCALED):
         some = values[run]
         blocks = _padded(some).view(-1, SCALED)
         largest = torch.linalg.vector_norm(blocks, float("inf"), dim=-1)
@@ -167,18 +160,20 @@ def of_codes(codes: Tensor, scales: Tensor, *, signed: bool) -> Tensor:
     maps = torchao_maps()
     levels = _levels(signed, codes.device)
     found = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    for run, of in _runs(codes.numel()):
+    for run, of in _runs(codes.numel(), SCALED):
         some = codes[run]
         values = maps.dequant_with_qmap(_padded(some), levels, scales[of])
         found[run].copy_(values.view(-1)[: some.numel()])
     return found
 
 
-def _runs(numel: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the values to process at a time, with those of their scales."""
+def _runs(numel: int, block: int = 1) -> Iterator[tuple[slice, slice]]:
+    """Yield slices of the values to process at a time, with those of what each ``block`` of values
+    shares. The last ones may reach beyond the end.
+    """
     for start in range(0, numel, _AT_A_TIME):
         stop = start + _AT_A_TIME
-        yield slice(start, stop), slice(start // SCALED, stop // SCALED)
+        yield slice(start, stop), slice(start // block, stop // block)
 
 
 def _padded(values: Tensor) -> Tensor:
@@ -236,12 +231,10 @@ def split_(
         remainders: int16, of the same length, written.
         marks: int64, one per 64 masters, written.
     """
-    for start in range(0, masters.numel(), _AT_A_TIME):
-        some = slice(start, start + _AT_A_TIME)
+    for some, of in _runs(masters.numel(), BLOCK):
         values[some].copy_(masters[some])
         lacks = masters[some].view(torch.int32) - _upper(values[some])
         remainders[some].copy_(lacks)
-        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
         torch.bitwise_xor(_hash(values[some]), _packed(lacks == _TIE), out=marks[of])
 
 
@@ -260,10 +253,8 @@ def merge_(
         wait.
     """
     written = torch.zeros((), dtype=torch.bool, device=masters.device)
-    for start in range(0, masters.numel(), _AT_A_TIME):
-        some = slice(start, start + _AT_A_TIME)
+    for some, of in _runs(masters.numel(), BLOCK):
         lacks = remainders[some].to(torch.int32)
-        of = slice(start // BLOCK, (start + lacks.numel()) // BLOCK)
         left = marks[of] ^ _hash(values[some])
         foreign = (left & ~_packed(lacks == -_TIE)) != 0
         ties = (left.unsqueeze(-1) >> _places(left.device)) & 1

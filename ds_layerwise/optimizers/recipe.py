@@ -203,10 +203,6 @@ class Recipe(Section):
             "'muon' or 'adamw' with layerwise.overrides"
         )
 
-    def state_bytes(self, shape: Shape) -> int:
-        """Return the bytes of all states of a parameter of ``shape`` on its device."""
-        return sum(state.nbytes for state in self.states(shape).values() if not state.on_host)
-
     @property
     def meaning(self) -> str:
         """The settings that determine the meaning of states, but not their names and shapes, in
@@ -221,19 +217,13 @@ class Recipe(Section):
         """
         return ""
 
-    @classmethod
-    def kept_by(cls) -> dict[str, str]:
-        """Return the fields with the dtypes of states that may be stored in fewer bits, by
-        state.
-        """
-        return {state: key for state, key in _KEPT_BY.items() if key in cls.model_fields}
-
     def low_bit_dtypes(self) -> dict[str, StateDtype]:
         """Return the dtypes of states that are stored in fewer bits than float32, by state."""
-        dtypes = {}
-        for state, key in self.kept_by().items():
-            if getattr(self, key) != "float32":
-                dtypes[state] = getattr(self, key)
+        dtypes: dict[str, StateDtype] = {}
+        for state, key in KEPT_BY.items():
+            dtype: StateDtype = getattr(self, key, "float32")
+            if dtype != "float32":
+                dtypes[state] = dtype
         return dtypes
 
     def like(self, shape: Shape, *names: str) -> States:
@@ -465,7 +455,7 @@ class OneByOne(Recipe):
 COUNT = {"step": StateSpec((), on_host=True)}
 
 #: The field with the dtype of each state that may be stored in fewer bits than float32.
-_KEPT_BY = {
+KEPT_BY = {
     "momentum_buffer": "momentum_dtype",
     "exp_avg": "exp_avg_dtype",
     "exp_avg_sq": "exp_avg_sq_dtype",

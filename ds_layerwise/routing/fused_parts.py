@@ -204,48 +204,12 @@ def cut_heads(
                 f"{shape or 'a parameter of the scalar optimizer'}"
             )
         return route
-    cut = list(shape)
-    cut[axis] //= num_heads
-    heads = replace(route, matrix_shape=(num_heads, *cut), tp_axis=tp_axis)
+    rows, cols = shape
+    heads = replace(route, tp_axis=tp_axis, matrix_shape=(num_heads, rows // num_heads, cols))
+    if route.transposed:
+        part = Part(size=cols, heads=num_heads)
+        heads = replace(heads, matrix_shape=shape, parts=Parts(-1, (("", part),)))
     return heads.because(f"{num_heads} heads")
-
-
-def split_heads(
-    model: nn.Module,
-    routes: dict[str, Route],
-    params: Mapping[str, Tensor],
-    tp_size: int,
-    *,
-    named: Collection[str],
-) -> dict[str, Route]:
-    """Cut the query, key and value projections into one matrix per head, by the head counts of
-    their modules.
-
-    Args:
-        model: has a config like transformers' or nanoGPT's, if its modules have no number of heads.
-        named: the parameters whose heads or parts the user has chosen. They are already changed in
-            ``routes``, and so are those with parts.
-
-    Raises:
-        RoutingError: no projection has a known name and a number of heads, and none is in
-            ``named``.
-    """
-    split = dict(routes)
-    parts_per_head = False
-    for name, route in routes.items():
-        if route.parts is not None:
-            parts_per_head |= any(part.heads for _, part in route.parts.each)
-        elif name not in named:
-            count = _count_of(model, route, tp_size)
-            split[name] = cut_heads(route, count, params[name], tp_size)
-    if split == routes and not (named or parts_per_head):
-        raise RoutingError(
-            "per_head_muon found no query, key or value projection (known: "
-            f"{', '.join(QUERY_NAMES + KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
-            "model.config.num_attention_heads says how many heads it has; name them in "
-            "layerwise.overrides with num_heads"
-        )
-    return split
 
 
 def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
@@ -309,45 +273,83 @@ def split_as_told(
 
 def split_known(
     model: nn.Module,
-    routes: dict[str, Route],
+    routes: Mapping[str, Route],
     params: Mapping[str, Tensor],
     tp_size: int,
     *,
     named: Collection[str],
+    auto_split: bool,
     per_head: bool,
 ) -> dict[str, Route]:
-    """Return ``routes`` with the parts of known models; see the note.
+    """Return ``routes`` with the parts and the heads of known models; see the note.
 
     Args:
-        named: the parameters for which the user has chosen a split.
-        per_head: True if heads become matrices of their own. :func:`split_heads` then cuts
-            queries, keys and values that have heads of equal width.
+        model: has a config like transformers' or nanoGPT's, if its modules have no number of heads.
+        named: the parameters for which the user has chosen heads or parts. They are already changed
+            in ``routes``.
+        auto_split: True for the parts.
+        per_head: True for one matrix per head of the query, key and value projections, by the head
+            counts of their modules.
+
+    Raises:
+        RoutingError: with ``per_head``, no projection has a known name and a number of heads, and
+            none is in ``named``.
     """
     split = dict(routes)
+    has_heads = bool(named)
     for name, route in routes.items():
-        module, leaf = attention_of(model, name)
-        shape = route.matrices
-        if name in named or shape is None or per_head and leaf in FUSED_NAMES:
+        if name in named:
             continue
-        axis = outputs_of(module, route)
-        length = shape[axis]
-        if route.tp_axis == axis:
-            length *= tp_size
-        known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
-        if known is not None and known.length == length and len(known.parts) > 1:
-            parts = parts_of(route, known, outputs=axis, tp_size=tp_size)
-            try:
-                split[name] = _with_parts_here(route, parts, params[name], tp_size)
-            except RoutingError:
-                split[name] = route.because(
-                    f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
-                    "tensor-parallel rank"
-                )
-        elif LOOKS_FUSED.fullmatch(leaf) or (
-            leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv"))
-        ):
-            split[name] = route.because("fused, not split")
+        if auto_split:
+            route = _with_known_parts(model, route, params[name], tp_size, per_head)
+        split[name] = route
+        if route.parts is not None:
+            has_heads |= any(part.heads for _, part in route.parts.each)
+        elif per_head:
+            heads = _count_of(model, route, tp_size)
+            split[name] = cut_heads(route, heads, params[name], tp_size)
+            has_heads |= split[name] is not route
+    if per_head and not has_heads:
+        raise RoutingError(
+            "per_head_muon found no query, key or value projection (known: "
+            f"{', '.join(QUERY_NAMES + KEY_VALUE_NAMES + FUSED_NAMES)}) of which its module or "
+            "model.config.num_attention_heads says how many heads it has; name them in "
+            "layerwise.overrides with num_heads"
+        )
     return split
+
+
+def _with_known_parts(
+    model: nn.Module, route: Route, param: Tensor, tp_size: int, per_head: bool
+) -> Route:
+    """Return ``route`` with the parts of its fused matrix, or a reason why it has none.
+
+    Args:
+        per_head: True if queries, keys and values that have heads of equal width are cut by head.
+    """
+    module, leaf = attention_of(model, route.name)
+    shape = route.matrices
+    if shape is None or per_head and leaf in FUSED_NAMES:
+        return route
+    axis = outputs_of(module, route)
+    length = shape[axis]
+    if route.tp_axis == axis:
+        length *= tp_size
+    known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
+    if known is not None and known.length == length and len(known.parts) > 1:
+        parts = parts_of(route, known, outputs=axis, tp_size=tp_size)
+        try:
+            return _with_parts_here(route, parts, param, tp_size)
+        except RoutingError:
+            return route.because(
+                f"whole, for its parts {', '.join(parts.names)} do not lie whole on a "
+                "tensor-parallel rank"
+            )
+    if LOOKS_FUSED.fullmatch(leaf) or (
+        leaf == "in_proj" and (hasattr(module, "conv1d") or hasattr(module, "conv"))
+    ):
+        return route.because("fused, not split")
+    return route
 
 
 def _known(

@@ -6,13 +6,14 @@ Note: the order along the axis
     without ``heads`` is one matrix, made of its pieces in all groups; a part with ``heads`` is that
     many matrices in each group. For example, a projection may have the queries, keys and values of
     head 0, then those of head 1. It has as many groups as heads, and its queries are one matrix, or
-    one matrix per head.
+    one matrix per head. A single part may have no name: the heads of a layer that stores (inputs,
+    outputs) are blocks of columns.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import NamedTuple
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.config.overrides import Part, Split
-from ds_layerwise.optimizers.recipe import Recipe, Shape, States
+from ds_layerwise.optimizers.recipe import Recipe, Shape, State, States
 from ds_layerwise.orthogonalize.tensor_shards import Axis
 
 #: A shape with axes of different lengths. A state that has this shape for it is like the parameter.
@@ -113,19 +114,59 @@ class Parts:
                 if key in like:
                     states[key] = replace(spec, shape=shape)
                 else:
-                    states[f"{key}.{name}"] = spec
+                    states[key + _suffix(name)] = spec
         return states
 
     def meaning(self, recipe: Recipe) -> str:
         """Return the places of the parts, in words, if ``recipe`` keeps a state that is not like
         the parameter. Such a state could have the same name and shape for other rows. Empty if it
-        keeps none.
+        keeps none, or if heads are all of the matrix.
         """
         like = whole_states(recipe)
         # A state on the host counts steps, or follows from such a count.
-        if all(spec.on_host or key in like for key, spec in recipe.states(_PROBE).items()):
+        states = recipe.states(_PROBE).items()
+        if self.names == ("",) or all(spec.on_host or key in like for key, spec in states):
             return ""
         return f"parts {Split(self.each, 'out' if self.axis == -2 else 'in', self.groups)}"
+
+    def first_state(self, recipe: Recipe, whole: Tensor) -> State:
+        """Return the states that ``recipe`` begins with for each part of ``whole``, with the names
+        of :meth:`states`.
+        """
+        like = whole_states(recipe)
+        state: State = {}
+        for name, place in self.places(tuple(whole.shape)).items():
+            of_part = recipe.init_state(view_of(whole, place).reshape(place.shape))
+            for key, value in of_part.items():
+                if key not in like:
+                    state[key + _suffix(name)] = value
+                    continue
+                if key not in state:
+                    state[key] = torch.empty_like(whole, dtype=value.dtype, device=value.device)
+                into = view_of(state[key], place)
+                into.copy_(value.reshape(into.shape))
+        return state
+
+    def views(self, recipe: Recipe, param: Tensor, grad: Tensor, state: State) -> list[Seen]:
+        """Return each part of a parameter, in order, for ``recipe`` to update.
+
+        Args:
+            param, grad, state: of the whole parameter, contiguous. Of states that are not like it,
+                those of each part, see :meth:`states`.
+        """
+        like = whole_states(recipe)
+        views = []
+        for name, place in self.places(tuple(param.shape)).items():
+            own = {}
+            suffix = _suffix(name)
+            for key, value in state.items():
+                if key in like:
+                    own[key] = view_of(value, place)
+                elif key.endswith(suffix):
+                    own[key.removesuffix(suffix)] = value
+            shape = None if place.is_view else place.shape
+            views.append(Seen(view_of(param, place), view_of(grad, place), own, shape, like))
+        return views
 
     def copied(self, recipe: Recipe, shape: Shape) -> int:
         """Return the bytes of copies for the parts that no strides make a matrix of: of the
@@ -143,6 +184,11 @@ class Parts:
 def whole_states(recipe: Recipe) -> frozenset[str]:
     """Return the states of ``recipe`` that have one element per element of the parameter."""
     return frozenset(key for key, spec in recipe.states(_PROBE).items() if spec.shape == _PROBE)
+
+
+def _suffix(name: str) -> str:
+    """Return the end of the names of states that the part ``name`` has for itself."""
+    return f".{name}" if name else ""
 
 
 def _size_of(runs: list[tuple[int, int]]) -> int:
@@ -178,7 +224,7 @@ class Seen(NamedTuple):
 
     param: Tensor
     grad: Tensor
-    state: dict[str, Tensor]
+    state: State
     shape: tuple[int, ...] | None = None
     like: Set[str] = frozenset()
 
@@ -200,54 +246,3 @@ class Seen(NamedTuple):
         self.param.copy_(copy.param.view_as(self.param))
         for key in self.like & self.state.keys():
             self.state[key].copy_(copy.state[key].view_as(self.state[key]))
-
-
-def first_state(
-    whole: Tensor,
-    places: Mapping[str, Place],
-    like: Set[str],
-    init: Callable[[Tensor], dict[str, Tensor]],
-) -> dict[str, Tensor]:
-    """Return the states that ``init`` makes for each part of ``whole``, with the names of
-    :meth:`.routing.part_views.Parts.states`.
-    """
-    found = {}
-    for name, place in places.items():
-        for key, value in init(view_of(whole, place).reshape(place.shape)).items():
-            if key not in like:
-                found[f"{key}.{name}"] = value
-                continue
-            if key not in found:
-                found[key] = torch.empty_like(whole, dtype=value.dtype, device=value.device)
-            into = view_of(found[key], place)
-            into.copy_(value.reshape(into.shape))
-    return found
-
-
-def seen_parts(
-    param: Tensor,
-    grad: Tensor,
-    state: Mapping[str, Tensor],
-    places: Mapping[str, Place],
-    like: Set[str],
-) -> list[Seen]:
-    """Return each part of a parameter, in order.
-
-    Args:
-        param, grad, state: of the whole parameter, contiguous. For states that are not ``like`` it,
-            those of each part, see :meth:`.routing.part_views.Parts.states`.
-        places: the place of each part.
-    """
-    found = []
-    for name, place in places.items():
-        own = {}
-        for key, value in state.items():
-            if key in like:
-                own[key] = view_of(value, place)
-            elif key.endswith(f".{name}"):
-                own[key.removesuffix(f".{name}")] = value
-        seen = Seen(view_of(param, place), view_of(grad, place), own)
-        if not place.is_view:
-            seen = seen._replace(shape=place.shape, like=like)
-        found.append(seen)
-    return found

@@ -23,7 +23,7 @@ from ds_layerwise.optimizers.recipe import Recipe, Shape, State, StateSpec
 from ds_layerwise.optimizers.registry import REGISTRY, recipe_at
 from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 from ds_layerwise.routing.module_of import QK_NORM
-from ds_layerwise.routing.part_views import Parts, Seen, seen_parts, whole_states
+from ds_layerwise.routing.part_views import Parts, Seen
 
 #: The keys of a group for a script's own scheduler, or for torch's in addition to "max_lr". Here
 #: only overrides have them.
@@ -114,15 +114,14 @@ class Route:
         """Return the shapes in which its rule sees ``numel`` elements, by part; "" without
         parts.
         """
-        if self.parts is None or self.matrix_shape is None:
-            return {"": self.matrix_shape or (numel,)}
-        return self.parts.shapes(self.matrix_shape)
+        shape = self.matrix_shape or (numel,)
+        if self.parts is None:
+            return {"": shape}
+        return self.parts.shapes(shape)
 
     def states(self, numel: int) -> Mapping[str, StateSpec]:
         """Return the states that its recipe keeps for ``numel`` elements of it."""
-        return _states(
-            self.recipe, self.parts, self.matrix_shape, numel if self.matrix_shape is None else 0
-        )
+        return _states(self.recipe, self.parts, self.matrix_shape or (numel,))
 
     def multiplied(self, shape: Shape, tp_size: int) -> Shape:
         """Return the shape in matrix products of a matrix that its rule sees as ``shape``.
@@ -154,10 +153,7 @@ class Route:
             group: with ``configured_lr``, its ``lr`` before any scheduler.
         """
         betas = group["betas"] if self.betas is None else self.betas
-        if self.lr is None:
-            lr = float(group["lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
-        else:
-            lr = self.lr * (float(group["lr"]) / float(group["configured_lr"]))
+        lr = self._rate(group, group["lr"])
         found: dict[str, Any] = {"lr": lr if self.min_lr is None else max(lr, self.min_lr)}
         for key in ("weight_decay", "momentum", "eps"):
             own = getattr(self, key)
@@ -180,11 +176,15 @@ class Route:
             return 0
         return self.parts.copied(self.recipe, self.matrix_shape)
 
+    def _rate(self, group: Mapping[str, Any], lr: Any) -> float:
+        """Return its rate where ``lr`` of its group has that value, without its bound."""
+        if self.lr is not None:
+            return self.lr * (float(lr) / float(group["configured_lr"]))
+        return float(lr) * float(group[self.recipe.lr_ratio]) * self.lr_scale
+
     def configured_lr(self, group: Mapping[str, Any]) -> float:
         """Return its rate while ``lr`` of ``group``, its own group, has the configured value."""
-        if self.lr is not None:
-            return self.lr
-        return float(group["configured_lr"]) * float(group[self.recipe.lr_ratio]) * self.lr_scale
+        return self._rate(group, group["configured_lr"])
 
     def lr_ratio(self, group: Mapping[str, Any]) -> float:
         """Return its rate divided by ``lr`` of ``group``, its parameter group."""
@@ -199,30 +199,9 @@ class Route:
         Args:
             param, grad, state: in the memory order of the parameter.
         """
-        if self.parts is not None:
-            places = self.parts.places(tuple(grad.shape))
-            return seen_parts(param, grad, state, places, whole_states(self.recipe))
-
-        def as_seen(value: Tensor) -> Tensor:
-            # Blocks of columns become a batch.
-            is_turned = self.by_columns and value.shape == self.stored_shape
-            return value.transpose(0, 1) if is_turned else value
-
-        seen = {key: as_seen(value) for key, value in state.items()}
-        return [Seen(as_seen(param), as_seen(grad), seen)]
-
-    @property
-    def by_columns(self) -> bool:
-        """True if its matrices are blocks of columns, stored as (rows, batch, cols)."""
-        return self.transposed and self.matrix_shape is not None and len(self.matrix_shape) == 3
-
-    @property
-    def stored_shape(self) -> Shape | None:
-        """``matrix_shape`` with its axes in memory order."""
-        if not self.by_columns or self.matrix_shape is None:
-            return self.matrix_shape
-        batch, rows, cols = self.matrix_shape
-        return rows, batch, cols
+        if self.parts is None:
+            return [Seen(param, grad, state)]
+        return self.parts.views(self.recipe, param, grad, state)
 
 
 #: Routes by name of the parameter.
@@ -232,13 +211,9 @@ ParamGroups = Sequence[Mapping[str, Any]]
 
 
 @lru_cache(maxsize=1024)
-def _states(
-    recipe: Recipe, parts: Parts | None, matrix_shape: Shape | None, numel: int
-) -> Mapping[str, StateSpec]:
+def _states(recipe: Recipe, parts: Parts | None, shape: Shape) -> Mapping[str, StateSpec]:
     """Cached: it is the same for all layers of a model, and a plan needs each several times."""
-    if parts is None or matrix_shape is None:
-        return MappingProxyType(recipe.states(matrix_shape or (numel,)))
-    return MappingProxyType(parts.states(recipe, matrix_shape))
+    return MappingProxyType(recipe.states(shape) if parts is None else parts.states(recipe, shape))
 
 
 def recipe_named(name: str, recipes: Recipes, changes: Mapping[str, Any]) -> Recipe:

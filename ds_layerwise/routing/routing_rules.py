@@ -53,7 +53,6 @@ from ds_layerwise.routing.fused_parts import (
     cut_heads,
     is_transposed,
     split_as_told,
-    split_heads,
     split_known,
 )
 from ds_layerwise.routing.module_of import (
@@ -161,7 +160,6 @@ def route_parameters(
             chose for all; or it is unclear how a matrix is cut.
     """
     layerwise, elsewhere, tp_size = settings.layerwise, settings.elsewhere, settings.tp_size
-    per_head = settings.optimizer.per_head_muon
     names = {param: name for name, param in model.named_parameters()}
     group_of = _groups_of(names, param_groups)
     holders = holders_of(model)
@@ -185,10 +183,15 @@ def route_parameters(
         )
         routes[name] = _route_of(subject)
     named = {name for name in trained if not merged[name].values.keys().isdisjoint(_CUTS)}
-    if layerwise.auto_split:
-        routes = split_known(model, routes, trained, tp_size, named=named, per_head=per_head)
-    if per_head:
-        routes = split_heads(model, routes, trained, tp_size, named=named)
+    routes = split_known(
+        model,
+        routes,
+        trained,
+        tp_size,
+        named=named,
+        auto_split=layerwise.auto_split,
+        per_head=settings.optimizer.per_head_muon,
+    )
     if elsewhere is None:
         require_a_matrix(routes.values())
     return routes

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ds_layerwise.config.config_file import at, fill_in
+from ds_layerwise.config.ds_config import at
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.engine.config_hook import check_for, read_file
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
-from ds_layerwise.plan.forecast.param_tables import listed
+from ds_layerwise.plan.forecast.report import listed
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
 from ds_layerwise.ranks.owned.buffers import DTYPES
@@ -40,49 +40,37 @@ from ds_layerwise.zero.setup.run_plan import norm_groups_of, route
 _SHIPPED = Path(__file__).resolve().parent / "models"
 
 
-@dataclass(frozen=True)
-class MetaModel:
-    """A model whose parameters have shapes and dtypes, but no values."""
+def build_model(said: str) -> nn.Module:
+    """Build the model that ``--model`` names, with shapes and dtypes, but no values.
 
-    module: nn.Module
+    Args:
+        said: the path of a ``config.json`` of transformers or of a folder with one, the name of
+            one that comes with the package, or ``module:function``.
 
-    @classmethod
-    def build(cls, said: str) -> MetaModel:
-        """Build the model that ``--model`` names.
+    Raises:
+        ConfigError: it is none of these, or building the model fails.
+    """
+    for path in (Path(said), Path(said) / "config.json", _SHIPPED / f"{said}.json"):
+        if path.is_file():
+            with _without_warnings():
+                return _of_transformers(said, path)
+    module_name, colon, function_name = said.partition(":")
+    if not colon:
+        known = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.json")))
+        raise ConfigError(
+            "--model must be a config.json of transformers, a folder with one, "
+            "module:function that returns a model, or the name of a model that comes with "
+            f"this package ({known}), got {said!r}"
+        )
+    return _of_function(said, module_name, function_name)
 
-        Args:
-            said: the path of a ``config.json`` of transformers or of a folder with one, the name of
-                one that comes with the package, or ``module:function``.
 
-        Raises:
-            ConfigError: it is none of these, or building the model fails.
-        """
-        for path in (Path(said), Path(said) / "config.json", _SHIPPED / f"{said}.json"):
-            if path.is_file():
-                with _without_warnings():
-                    return cls(_of_transformers(said, path))
-        module_name, colon, function_name = said.partition(":")
-        if not colon:
-            known = ", ".join(sorted(path.stem for path in _SHIPPED.glob("*.json")))
-            raise ConfigError(
-                "--model must be a config.json of transformers, a folder with one, "
-                "module:function that returns a model, or the name of a model that comes with "
-                f"this package ({known}), got {said!r}"
-            )
-        return cls(_of_function(said, module_name, function_name))
-
-    def cast(self, dtype: str) -> None:
-        """Convert its parameters to ``dtype``, as an engine does; float32 changes nothing."""
-        if dtype != "float32":
-            self.module.to(DTYPES[dtype])
-
-    @property
-    def hidden_size(self) -> int | None:
-        """The hidden size that a Trainer would use: the largest of several; None if there is
-        none.
-        """
-        config = getattr(self.module, "config", None)
-        return _hidden_size(config) or _hidden_size(getattr(config, "text_config", None))
+def hidden_size_of(model: nn.Module) -> int | None:
+    """Return the hidden size that a Trainer would use: the largest of several; None if there is
+    none.
+    """
+    config = getattr(model, "config", None)
+    return _hidden_size(config) or _hidden_size(getattr(config, "text_config", None))
 
 
 @contextmanager
@@ -165,6 +153,28 @@ def _cannot_build(said: str, error: Exception) -> ConfigError:
     )
 
 
+#: The values that Hugging Face's Trainer uses for "auto" with default TrainingArguments.
+_FILLED_IN: dict[str, Any] = {
+    "gradient_clipping": 1.0,
+    "bf16.enabled": False,
+    "fp16.enabled": False,
+    "optimizer.params.lr": 5e-5,
+    "optimizer.params.betas": [0.9, 0.999],
+    "optimizer.params.eps": 1e-8,
+    "optimizer.params.weight_decay": 0.0,
+    "scheduler.params.warmup_min_lr": 0.0,
+    "scheduler.params.warmup_max_lr": 5e-5,
+}
+
+#: Values for the "auto" keys that do not affect a plan. DeepSpeed takes None for a missing key.
+_WITHOUT_EFFECT = {
+    "train_batch_size": None,
+    "train_micro_batch_size_per_gpu": None,
+    "gradient_accumulation_steps": None,
+    "scheduler.params.total_num_steps": 10**9,
+    "scheduler.params.warmup_num_steps": 1,
+}
+
 #: The keys of ``zero_optimization`` that a plan depends on, and that no Trainer fills in.
 _LEFT_TO_DEEPSPEED = """
     reduce_bucket_size overlap_comm compute_grad_norm cpu_offload offload_optimizer.ratio
@@ -187,7 +197,7 @@ class DryRun:
     @classmethod
     def of(
         cls,
-        model: str | MetaModel,
+        model: str | nn.Module,
         config: Path | Mapping[str, Any],
         ranks: Sequence[int],
         *,
@@ -197,7 +207,7 @@ class DryRun:
         of ``ranks``.
 
         Args:
-            model: a model, or the text that names one, see :meth:`.MetaModel.build`.
+            model: a model, or the text that names one, see :func:`build_model`.
             reduction: None for the value of the config, where "auto" assumes devices.
 
         Raises:
@@ -209,22 +219,23 @@ class DryRun:
         for num_ranks in ranks:
             zero = check_for(fill_in(given)[0], num_ranks)  # find mistakes before building anything
         if isinstance(model, str):
-            model = MetaModel.build(model)
-        filled, by_trainer = fill_in(given, hidden_size=model.hidden_size)
+            model = build_model(model)
+        filled, by_trainer = fill_in(given, hidden_size=hidden_size_of(model))
         run = RunConfig.from_ds_config(filled)
         _refuse_unknown(filled, run)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=False)
-        module = model.module
         if run.stage == 3:
-            refuse_unfetchable(module)
-        model.cast(run.param_dtype)
+            refuse_unfetchable(model)
+        # As an engine does.
+        if run.param_dtype != "float32":
+            model.to(DTYPES[run.param_dtype])
         check_recipes(run.optimizer.recipes)
         optimizer = LayerWiseOptimizer(
-            module.parameters(), run.optimizer, scheduler=filled.get("scheduler")
+            model.parameters(), run.optimizer, scheduler=filled.get("scheduler")
         )
-        routed = route(module, optimizer, run, partial(_ep_size, run.stage))
+        routed = route(model, optimizer, run, partial(_ep_size, run.stage))
         groups = run.layerwise.norm_groups
-        require_members(groups, set(norm_groups_of(module, routed, groups).values()))
+        require_members(groups, set(norm_groups_of(model, routed, groups).values()))
         routes, specs = routed.routes, routed.specs
         idle = idle_keys(run.optimizer, run.layerwise, routes.values())
         run = replace(run, without_effect=(*run.without_effect, *idle))
@@ -234,7 +245,7 @@ class DryRun:
         return cls(run, routes, specs, forecasts, assumed, costs_of)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
-        """Return every route of ``plan``; see :func:`.plan.forecast.param_tables.listed`."""
+        """Return every route of ``plan``; see :func:`.plan.forecast.report.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
@@ -272,6 +283,31 @@ def _ep_size(stage: int, expert: str, group_name: str) -> int:
             "from names like ep_size_4; build experts with deepspeed.moe.layer.MoE"
         )
     return int(size)
+
+
+def fill_in(
+    given: Mapping[str, Any], *, hidden_size: int | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a copy of ``given`` in which every "auto" of a Trainer has a value, and these values
+    by path.
+
+    Args:
+        hidden_size: that of the model, if it is known: a Trainer makes buckets of its square.
+    """
+    filled = json.loads(json.dumps(given))
+    values = {path: value for path, value in _FILLED_IN.items() if at(given, path) == "auto"}
+    lr = at(given, "optimizer.params.lr")
+    if "scheduler.params.warmup_max_lr" in values and isinstance(lr, (int, float)):
+        values["scheduler.params.warmup_max_lr"] = lr
+    if hidden_size and at(given, "zero_optimization.reduce_bucket_size") == "auto":
+        values["zero_optimization.reduce_bucket_size"] = hidden_size**2
+    for path, value in {**_WITHOUT_EFFECT, **values}.items():
+        if at(filled, path) == "auto":
+            section, _, key = path.rpartition(".")
+            at(filled, section)[key] = value
+    if filled.get("train_batch_size") is filled.get("train_micro_batch_size_per_gpu") is None:
+        filled["train_micro_batch_size_per_gpu"] = 1
+    return filled, values
 
 
 def _for_auto(

@@ -9,12 +9,14 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from ds_layerwise.config.config_file import at
+from torch import nn
+
+from ds_layerwise.config.ds_config import at
 from ds_layerwise.engine.config_hook import read_file
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.text_tables import rendered, size_text, table_of
 from ds_layerwise.plan.layout.transport import Reduction
-from ds_layerwise.tools.dry_run import DryRun, MetaModel
+from ds_layerwise.tools.dry_run import DryRun, build_model
 
 _REMAINDERS = {"layerwise.master_dtype": "bfloat16+remainder"}
 _SHORT_STATES = {
@@ -111,7 +113,7 @@ def find_fits(
         RoutingError: a parameter cannot be trained by its chosen optimizer.
     """
     given = read_file(config)
-    built = MetaModel.build(model)
+    built = build_model(model)
     as_it_is = DryRun.of(built, given, [devices[0]], reduction=reduction)
     found = []
     for num_devices in devices:
@@ -136,7 +138,7 @@ def _changes() -> Iterator[list[Change]]:
 
 
 def _tried(
-    model: MetaModel,
+    model: nn.Module,
     given: Mapping[str, Any],
     num_devices: int,
     change: Change,

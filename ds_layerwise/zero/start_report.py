@@ -16,8 +16,7 @@ from ds_layerwise.checkpoint.files.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
 from ds_layerwise.plan.forecast.forecast import Forecast
-from ds_layerwise.plan.forecast.param_tables import listed
-from ds_layerwise.plan.forecast.report import as_json, plan_table
+from ds_layerwise.plan.forecast.report import as_json, listed, plan_table
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.routing.routes import idle_keys
 from ds_layerwise.zero.engine_protocol import EngineOptimizer
@@ -95,7 +94,7 @@ class ReportingOptimizer(EngineOptimizer):
         )
 
     def listed(self) -> list[dict[str, Any]]:
-        """Return every parameter's route; see :func:`.plan.forecast.param_tables.listed`."""
+        """Return every parameter's route; see :func:`.plan.forecast.report.listed`."""
         planned = self._run.planned
         return listed(planned.routes, planned.specs, planned.layout, self.optimizer.groups_now())
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ds_layerwise.plan.forecast.forecast import max_over_mean
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.tools.dry_run import DryRun
 
@@ -113,7 +114,7 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
     sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent.values())
     held = max(rank.total for rank in plan.memory)
     report = plan.report
-    return Cost(sent / model.ranks, held, report.work_max_over_mean, report.padding_fraction)
+    return Cost(sent / model.ranks, held, max_over_mean(report.work), report.padding / report.numel)
 
 
 def stock(model: Model) -> Cost:

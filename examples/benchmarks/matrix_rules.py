@@ -58,9 +58,14 @@ def rows_of(shape: tuple[int, int], repetitions: int) -> list[str]:
         f"| {shape[0]}x{shape[1]} | {name} | {recipe.work(shape) / 1e9:.3f} | "
         f"{recipe.work(shape) / recipes['muon'].work(shape):.2f} | {best[name]:.1f} | "
         f"{best[name] / best['muon']:.2f} | {recipe.work(shape) / best[name] / 1e6:.0f} | "
-        f"{recipe.state_bytes(shape) / numel:.1f} | {recipe.workspace(shape) / numel:.1f} |"
+        f"{state_bytes(recipe, shape) / numel:.1f} | {recipe.workspace(shape) / numel:.1f} |"
         for name, recipe in recipes.items()
     ]
+
+
+def state_bytes(recipe: Recipe, shape: tuple[int, ...]) -> int:
+    """Return the bytes of the states on the device."""
+    return sum(state.nbytes for state in recipe.states(shape).values() if not state.on_host)
 
 
 def main() -> None:

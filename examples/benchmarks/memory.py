@@ -203,7 +203,8 @@ def measure(job: Job, watched: Any) -> None:
     run = RunConfig.from_ds_config(job.ds_config())
     params = [(name, shapes[name], run.param_dtype) for name, _ in model.named_parameters()]
     routes = optimizer.routes
-    plan = forecast(specs_of(params, routes), routes, run, job.ranks)
+    wires = dict.fromkeys(shapes, run.sent_as(run.param_dtype))
+    plan = forecast(specs_of(params, routes, wires=wires), routes, run, job.ranks)
     if plan.layout.digest() != optimizer.layout.digest():
         raise RuntimeError("the plan is for another layout than the engine's")
     held = plan.memory[optimizer.rank]

@@ -128,7 +128,7 @@ class Row:
     @property
     def worse(self) -> float:
         """Return the worse of work and memory."""
-        return max(self.report.work_max_over_mean, self.report.whole_max_over_mean)
+        return max(max_over_mean(self.report.work), max_over_mean(self.report.whole_numel))
 
     @property
     def plain_worse(self) -> float:
@@ -143,10 +143,10 @@ class Row:
             str(self.ranks),
             f"{self.bucket_numel / 1e6:.0f} M",
             str(self.report.num_buckets),
-            f"{self.report.padding_fraction:.4%}",
-            f"{self.report.work_max_over_mean:.3f}",
+            f"{self.report.padding / self.report.numel:.4%}",
+            f"{max_over_mean(self.report.work):.3f}",
             f"{self.plain_work:.3f}",
-            f"{self.report.whole_max_over_mean:.3f}",
+            f"{max_over_mean(self.report.whole_numel):.3f}",
             f"{self.plain_memory:.3f}",
             f"{self.longest / self.best_longest:.2f}",
             f"{self.plain_longest / self.best_longest:.2f}",
@@ -278,15 +278,14 @@ less than wall time.
         f"\nOver all {len(rows)} plans (ranks {', '.join(map(str, args.ranks))}):\nslowest "
         f"{slowest.cpu_s:.2f} s CPU ({slowest.model}, {slowest.ranks} ranks), {longest.wall_s:.2f} "
         f"s wall ({longest.model}, {longest.ranks} ranks, {longest.cpu_s:.2f} s CPU);\npadding at "
-        f"most {max(row.report.padding_fraction for row in rows):.4%}. Over the {len(bound)} with "
-        "fewer ranks than matrices, ours over plain LPT:"
+        f"most {max(row.report.padding / row.report.numel for row in rows):.4%}. Over the "
+        f"{len(bound)} with fewer ranks than matrices, ours over plain LPT:"
     )
     if bound:
+        of_memory = [max_over_mean(r.report.whole_numel) / r.plain_memory for r in bound]
         print(
-            f"work at most {max(r.report.work_max_over_mean / r.plain_work for r in bound):.4f}, "
-            "memory at most "
-            f"{max(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f} and at least "
-            f"{min(r.report.whole_max_over_mean / r.plain_memory for r in bound):.4f}, longest "
+            f"work at most {max(max_over_mean(r.report.work) / r.plain_work for r in bound):.4f}, "
+            f"memory at most {max(of_memory):.4f} and at least {min(of_memory):.4f}, longest "
             f"shards at most {max(r.longest / r.plain_longest for r in bound):.4f}."
         )
         print(
@@ -300,7 +299,7 @@ less than wall time.
     missed = False
     for bar in BARS:
         for row in [row for row in rows if (row.model, row.ep_size, row.ranks) == bar[:3]][:1]:
-            reached = row.report.work_max_over_mean, row.report.whole_max_over_mean
+            reached = max_over_mean(row.report.work), max_over_mean(row.report.whole_numel)
             print(
                 f"| {bar[0]} | {bar[1]} | {bar[2]} | {bar[3]:.3f} | {reached[0]:.4f} | "
                 f"{bar[4]:.3f} | {reached[1]:.4f} |"

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 import torch
 from torch import Tensor
 
+from ds_layerwise.optimizers.recipe import KEPT_BY
 from tests.support.decay import decayed, given
 
 #: The numbers that settings are tried at, by field. Switches and choices are tried at all of their values.
@@ -32,7 +33,7 @@ def values_of(recipe: Any, field: str) -> tuple[Any, ...]:
 
 def tried(recipe: Any) -> list[dict[str, Any]]:
     """Return settings of a recipe, in which each field of its own has another value than its default."""
-    shared = {"weight_decay_method", "cautious_weight_decay", "stochastic_rounding", *recipe.kept_by().values()}
+    shared = {"weight_decay_method", "cautious_weight_decay", "stochastic_rounding", *KEPT_BY.values()}
     settings = [{field: value} for field in recipe.keys() if field not in shared for value in values_of(recipe, field)]
     return [{}, *settings]
 

@@ -10,20 +10,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import Recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import NsMethod
-from ds_layerwise.plan.forecast.forecast import specs_of
+from ds_layerwise.plan.forecast import forecast as of_plan
+from ds_layerwise.plan.forecast.forecast import Forecast, specs_of
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.tools.dry_run import MetaModel
+from ds_layerwise.tools.dry_run import build_model
 from tests.support.routing import route_parameters
 
 
 @cache
 def shipped(name: str) -> nn.Module:
     """Build a model that comes with the package, once."""
-    return MetaModel.build(name).module
+    return build_model(name)
 
 
 def bare(shapes: Mapping[str, Sequence[int]], device: str = "meta") -> nn.Module:
@@ -57,6 +59,13 @@ def routes_of(model: nn.Module, overrides: Sequence[Any] = (), **options: Any) -
 def specs_in(model: nn.Module, routes: Mapping[str, Route], dtype: str = "bfloat16") -> list[ParamSpec]:
     """Return the specs of ``model``, as if all its parameters were of ``dtype``."""
     return specs_of(((name, tuple(param.shape), dtype) for name, param in model.named_parameters()), routes)
+
+
+def forecast(specs: Sequence[ParamSpec], routes: Mapping[str, Route], run: RunConfig, ranks: int,
+             **options: Any) -> Forecast:
+    """Forecast ``specs`` with gradients in the dtype in which ``run`` sends them."""
+    sent = [replace(spec, wire=run.sent_as(spec.dtype)) for spec in specs]
+    return of_plan.forecast(sent, routes, run, ranks, **options)
 
 
 def load_model_specs(name: str, *, dtype: str = "bfloat16", method: NsMethod = "gram", steps: int = 5,

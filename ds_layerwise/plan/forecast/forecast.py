@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from ds_layerwise.config.run_config import RunConfig, Whole
@@ -120,23 +120,6 @@ class LayoutReport:
         numel = sum(spec.numel for spec in specs)
         padding = sum(map(layout.buffer_numel, layout.dtypes)) - numel
         return cls(len(layout.buckets), numel, padding, tuple(work), tuple(whole))
-
-    @property
-    def padding_fraction(self) -> float:
-        """The padding over the elements of all parameters."""
-        if self.numel:
-            return self.padding / self.numel
-        return 0.0
-
-    @property
-    def work_max_over_mean(self) -> float:
-        """The FLOPs of the busiest rank over the mean."""
-        return max_over_mean(self.work)
-
-    @property
-    def whole_max_over_mean(self) -> float:
-        """The elements of whole parameters on the fullest rank over the mean."""
-        return max_over_mean(self.whole_numel)
 
 
 @dataclass(frozen=True)
@@ -283,19 +266,6 @@ def wires_of(layout: Layout, specs: Iterable[ParamSpec]) -> tuple[str, ...]:
     return tuple(wire_of[bucket.slots[0].name] for bucket in layout.buckets)
 
 
-def on_the_wire(specs: Iterable[ParamSpec], run: RunConfig) -> list[ParamSpec]:
-    """Return ``specs`` with the dtype that ``run`` sends their gradients in; those that have it are
-    not copied.
-    """
-    sent = []
-    for spec in specs:
-        wire = run.sent_as(spec.dtype)
-        if spec.wire != wire:
-            spec = replace(spec, wire=wire)
-        sent.append(spec)
-    return sent
-
-
 def forecast(
     specs: Sequence[ParamSpec],
     routes: Routes,
@@ -304,19 +274,16 @@ def forecast(
     *,
     bucket_numel: int | None = None,
     reduction: Reduction = "ordered",
-    tp_size: int = 1,
 ) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and forecast the costs.
 
     Args:
         bucket_numel: the bucket size; None for that of the run.
         reduction: the method of sums; see :mod:`.plan.layout.transport`.
-        tp_size: the number of tensor-parallel parts of a matrix.
 
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
     """
-    specs = on_the_wire(specs, run)
     layout = plan_layout(
         specs,
         num_ranks,
@@ -325,4 +292,4 @@ def forecast(
         alignment=run.layerwise.alignment,
         stage=run.stage,
     )
-    return Forecast.of(layout, specs, routes, run, tp_size=tp_size, reduction=reduction)
+    return Forecast.of(layout, specs, routes, run, tp_size=1, reduction=reduction)

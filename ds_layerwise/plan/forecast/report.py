@@ -1,31 +1,33 @@
-"""The table at start, and its numbers for programs: the parameters by recipe, and the costs of each
-rank.
+"""The table at start, and its numbers for programs: the parameters by recipe, the costs of each
+rank, and a list of every parameter's route.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from rich.table import Table
 
-from ds_layerwise.config.sections import OptimizerConfig
+from ds_layerwise.config.sections import PRESETS, OptimizerConfig
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.forecast.forecast import Forecast, max_over_mean
-from ds_layerwise.plan.forecast.param_tables import recipe_parts
 from ds_layerwise.plan.forecast.sent import Sent
 from ds_layerwise.plan.forecast.text_tables import (
     GLUE,
     count_text,
     rendered,
     size_text,
+    table_of,
     time_text,
     work_text,
 )
-from ds_layerwise.plan.layout.layout import ParamSpec
+from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.transport import MAX_PENDING
-from ds_layerwise.routing.routes import ParamGroups, Routes
+from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The width of a text that goes to no terminal, with one column of costs, and of each further one.
 _WIDTH = 110
@@ -59,7 +61,7 @@ def plan_table(
         gb_s: the bandwidth of a rank, in 10^9 bytes per second, for which seconds are printed; None
             for none.
     """
-    parts = recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
+    parts = _recipe_parts(routes, specs, optimizer, groups or [optimizer.group()], products or {})
     if without_effect:
         parts.append(f"without effect here: {', '.join(without_effect)}")
     columns = [_costs(each, memory_bytes, gb_s) for each in forecasts]
@@ -95,7 +97,8 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         "states": size_text(held.states),
         "on the host": size_text(max(rank.host for rank in forecast.memory)),
         "works in, at most": size_text(forecast.working.total),
-        "padding": f"{count_text(report.padding)}, {100 * report.padding_fraction:.3f}{GLUE}%",
+        "padding": f"{count_text(report.padding)}, "
+        f"{100 * report.padding / max(report.numel, 1):.3f}{GLUE}%",
     }
     for dtype in layout.dtypes:
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
@@ -198,7 +201,7 @@ def as_json(
         "elements": report.numel,
         "padding_elements": report.padding,
         "newton_schulz_flops": list(report.work),
-        "newton_schulz_max_over_mean": report.work_max_over_mean,
+        "newton_schulz_max_over_mean": max_over_mean(report.work),
         "owned_matrix_elements": list(report.whole_numel),
         "fullest_rank": forecast.fullest,
         "memory_bytes": [{**asdict(rank), "total": rank.total} for rank in forecast.memory],
@@ -217,3 +220,188 @@ def as_json(
         numbers["gb_s"] = gb_s
         numbers["sent_seconds"] = busiest / gb_s / 1e9
     return numbers
+
+
+# --- parameters
+
+
+def _recipe_parts(
+    routes: Routes,
+    specs: Sequence[ParamSpec],
+    chosen: OptimizerConfig,
+    groups: ParamGroups,
+    products: Mapping[Recipe, str],
+) -> list[Table | str]:
+    """Return the table of parameters by recipe, and the lines below it with the settings of each
+    recipe.
+
+    Args:
+        chosen: the settings of the run's optimizer.
+        groups: the parameter groups, with the values of the next step and ``configured_lr``.
+        products: the dtypes in which recipes multiply matrices.
+    """
+    trained = [routes[spec.name] for spec in specs]
+    lines = []
+    for recipe in _recipes(trained):
+        mine = [route for route in trained if route.recipe == recipe]
+        text = recipe.summary(partial(_hyper, mine, groups))
+        line = f"{_called(recipe, chosen)}: {text}"
+        if recipe in products:
+            line += f", matrix products in {products[recipe]}"
+        lines.append(line)
+    head: list[Table | str] = [
+        _parameters(routes, specs, chosen, groups),
+        "optimizer: whole, one rank owns each parameter, or split, all ranks share each evenly; "
+        "because: the rule that decided; tensors, elements: how many; lr, weight decay: in the "
+        "next step, from least to greatest; for example: the first of them",
+        "; ".join(lines),
+    ]
+    if chosen.preset:
+        head.append(f"preset {chosen.preset}: {_preset(chosen)}")
+    return head
+
+
+def _hyper(routes: Sequence[Route], groups: ParamGroups, key: str) -> str:
+    values = [route.hyper(groups[route.group])[key] for route in routes]
+    if key == "betas":
+        return " and ".join(sorted({f"[{first:g}, {second:g}]" for first, second in values}))
+    return _span(values)
+
+
+def _preset(chosen: OptimizerConfig) -> str:
+    """List the settings of a preset, and those that the config replaces."""
+    given = {**chosen.for_the_run(), **dict(iter(chosen))}
+    own = [key for key in PRESETS[str(chosen.preset)] if key not in chosen.from_preset]
+    taken = []
+    for key in chosen.from_preset:
+        if key in given:
+            value = given[key]
+            taken.append(f"{key} {list(value) if isinstance(value, tuple) else value}")
+    left_out = f"; the config replaces its {', '.join(own)}" if own else ""
+    return f"{', '.join(taken) or 'nothing'}{left_out}"
+
+
+def _recipes(trained: Iterable[Route]) -> list[Recipe]:
+    """Return the recipes in use: those of whole parameters first, then by name."""
+    used = {route.recipe for route in trained}
+    return sorted(used, key=lambda recipe: (not recipe.whole, recipe.rule, repr(recipe)))
+
+
+def _called(recipe: Recipe, chosen: OptimizerConfig) -> str:
+    """Return the name of ``recipe``, with the settings that an override has changed and an unusual
+    weight decay.
+    """
+    # One class may be used for both recipes, with different arguments.
+    run = next((each for each in chosen.recipes if type(each) is type(recipe)), type(recipe)())
+    changed = []
+    for key, value in recipe.settings().items():
+        if value != run.settings()[key] and key not in Recipe.keys():
+            changed.append(f"{key} {value}")
+    if decay := recipe.decay_summary():
+        changed.append(f"weight decay {decay}")
+    if kept := recipe.kept_summary():
+        changed.append(kept)
+    return f"{recipe.rule} with {', '.join(changed)}" if changed else recipe.rule
+
+
+def _span(values: Iterable[float]) -> str:
+    texts = sorted({f"{float(value):g}" for value in values}, key=float)
+    if len(texts) == 1:
+        return texts[0]
+    return f"{texts[0]} to {texts[-1]}"
+
+
+def _parameters(
+    routes: Routes,
+    specs: Sequence[ParamSpec],
+    chosen: OptimizerConfig,
+    groups: ParamGroups,
+) -> Table:
+    in_order = _recipes(routes[spec.name] for spec in specs)
+    rows: dict[tuple[int, str, bool], list[ParamSpec]] = {}
+    for spec in specs:
+        route = routes[spec.name]
+        key = (in_order.index(route.recipe), route.reason, route.bare)
+        rows.setdefault(key, []).append(spec)
+    table = table_of(
+        "parameters",
+        ("optimizer", "because", "tensors", "elements", "lr", "weight decay", "for example"),
+        ("optimizer", "because", "for example"),
+    )
+    for (index, reason, bare), members in sorted(rows.items()):
+        names = [members[0].name]
+        if bare:
+            # Layers have the same few names with different numbers.
+            names = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", spec.name) for spec in members))
+        mine = [routes[spec.name] for spec in members]
+        hypers = [route.hyper(groups[route.group]) for route in mine]
+        recipe = in_order[index]
+        table.add_row(
+            f"{_called(recipe, chosen)} ({'whole' if recipe.whole else 'split'})",
+            f"{reason}, bare" if bare else reason,
+            str(len(members)),
+            count_text(sum(spec.numel for spec in members)),
+            _span(hyper["lr"] for hyper in hypers),
+            _span(hyper["weight_decay"] for hyper in hypers),
+            ", ".join(names),
+        )
+    return table
+
+
+def listed(
+    routes: Routes,
+    specs: Sequence[ParamSpec],
+    layout: Layout,
+    groups: ParamGroups,
+) -> list[dict[str, Any]]:
+    """Return the route, owner and settings of each of ``specs``, in their order.
+
+    Args:
+        groups: the parameter groups, with ``weight_decay``, ``configured_lr``, ``matrix_lr_ratio``
+            and ``scalar_lr_ratio``.
+    """
+    rows = []
+    for spec in specs:
+        route = routes[spec.name]
+        group = groups[route.group]
+        bucket = layout.bucket_of(spec.name)
+        seen = route.seen(spec.numel)
+        matrices = seen.pop("", route.matrix_shape or ())
+        rows.append(
+            {
+                "name": spec.name,
+                "shape": list(spec.shape),
+                "optimizer": route.recipe.rule,
+                "reason": route.reason,
+                "matrices": None if route.matrix_shape is None else list(matrices),
+                "parts": {name: list(shape) for name, shape in seen.items()},
+                "weight_decay": route.hyper(group)["weight_decay"],
+                "weight_decay_summary": route.recipe.decay_summary(),
+                "lr_ratio": route.lr_ratio(group),
+                "min_lr": route.min_lr,
+                "owner": bucket.owner(layout.slot(spec.name)) if bucket.whole else None,
+            }
+        )
+    return rows
+
+
+def as_text(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return routes in columns under a header line.
+
+    Parameters that are cut evenly belong to "all" ranks.
+    """
+    lines = [("name", "shape", "optimizer", "weight decay", "lr ratio", "owner", "because")]
+    for row in rows:
+        cells = (
+            row["name"],
+            "x".join(map(str, row["shape"])) or "()",
+            row["optimizer"],
+            f"{row['weight_decay']:g} {row['weight_decay_summary']}".strip(),
+            f"{row['lr_ratio']:g}",
+            "all" if row["owner"] is None else str(row["owner"]),
+            row["reason"],
+        )
+        lines.append(cells)
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    layout = "  ".join(f"{{:{width}}}" for width in widths)
+    return rendered(layout.format(*line).rstrip() for line in lines)

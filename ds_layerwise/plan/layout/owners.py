@@ -149,10 +149,7 @@ def _longest_first(
     work or of elements, stays smallest. Parameters without work come last, and only elements count
     for them: otherwise all would go to the one rank with the least work, whatever it holds.
     """
-    if shares is None:
-        sizes = exact
-    else:
-        sizes = shares
+    sizes = shares or exact
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
     if shares is None:
         loads = placed.loads
@@ -169,10 +166,7 @@ def _longest_first(
         by_shard = loads.reshape(2, -1, kind.ep_size)
         exactly = placed.loads.reshape(2, -1, kind.ep_size)
         while left:  # each pass places at least one
-            if kind.ep_size > 1:
-                held = by_shard.max(axis=2)
-            else:
-                held = loads
+            held = by_shard.max(axis=2)
             # ``after`` is the load after placement, ``then`` breaks ties, and ``step`` is the least
             # by which a rank that takes one grows: among ranks that are ahead by less, none gets a
             # second parameter before all of them have one.
@@ -194,10 +188,7 @@ def _longest_first(
             # A pass over all ranks leaves their differences as they are, so the next passes are the
             # same.
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
-            if same:
-                times = left // len(after)
-            else:
-                times = 1
+            times = left // len(after) if same else 1
             exactly[:, chosen] += times * np.array(exact[kind])[:, None, None]
             if shares is not None:
                 by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]

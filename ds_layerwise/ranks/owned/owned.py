@@ -24,7 +24,7 @@ from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
-from ds_layerwise.routing.part_views import Seen, first_state, whole_states
+from ds_layerwise.routing.part_views import Seen
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
 
 #: The key of a master among the keys of states.
@@ -220,7 +220,7 @@ class Owned:
         name = piece.name
         route = self._routes[name]
         master = self.value(name)
-        first = self._first_state(name, master.view(route.stored_shape or master.shape))
+        first = self._first_state(name, master.view(route.matrix_shape or master.shape))
         specs = self._state_specs(name)
         self._forms[name] = {}
         for key, value in first.items():
@@ -237,16 +237,9 @@ class Owned:
     def _first_state(self, name: str, master: Tensor) -> State:
         """Return the initial state, in the memory order of the parameter."""
         route = self._routes[name]
-        init = route.recipe.init_state
-        if route.parts is not None:
-            places = route.parts.places(tuple(master.shape))
-            return first_state(master, places, whole_states(route.recipe), init)
-        seen = master.transpose(0, 1) if route.by_columns else master
-        state = init(seen)
-        for key, value in state.items():
-            if route.by_columns and value.shape == seen.shape:
-                state[key] = value.transpose(0, 1).contiguous()
-        return state
+        if route.parts is None:
+            return route.recipe.init_state(master)
+        return route.parts.first_state(route.recipe, master)
 
     # --- the update
 
@@ -329,10 +322,8 @@ class Owned:
         return masters.opened[place]
 
     def _gradient(self, name: str) -> Tensor:
-        """Return the gradient of ``name`` in its stored shape: a matrix, a batch of matrices, or
-        1-D.
-        """
-        shape = self._routes[name].stored_shape
+        """Return the gradient of ``name``: a matrix, a batch of matrices, or 1-D."""
+        shape = self._routes[name].matrix_shape
         gradient = self.reduced.piece(name)
         if shape is None:
             return gradient

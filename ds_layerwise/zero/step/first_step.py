@@ -74,18 +74,13 @@ class PlainStep:
     def __init__(self, route: Route, numel: int, *, fast_dtypes: frozenset[torch.dtype]) -> None:
         self._route = route
         self._site = Site(fast_dtypes)
-        self._shape = route.stored_shape or (numel,)
+        self._shape = route.matrix_shape or (numel,)
         self.states: Mapping[str, StateSpec] = route.states(numel)
         """The states of the whole parameter, by name."""
 
-    def shape_of(self, key: str) -> tuple[int, ...]:
-        """Return the shape of a state in memory."""
-        shape = self.states[key].shape
-        return self._shape if shape == (self._route.matrix_shape or self._shape) else shape
-
     def is_like_the_parameter(self, key: str) -> bool:
         """Tell whether a state has one element per element of the parameter, in the same order."""
-        return self.shape_of(key) == self._shape
+        return self.states[key].shape == self._shape
 
     def update_(
         self, master: Tensor, grad: Tensor, state: State, param_group: Mapping[str, Any]
@@ -413,7 +408,7 @@ class FirstStep(StepObserver):
             dtype: torch.dtype = getattr(torch, state.dtype)
             wide = torch.float32 if dtype.is_floating_point else torch.int64
             value = torch.zeros(
-                plain.shape_of(key), dtype=torch.promote_types(dtype, wide), device=run.device
+                state.shape, dtype=torch.promote_types(dtype, wide), device=run.device
             )
             if piece is not None and piece.param_start == 0:
                 value.copy_(self._owned.value(name, key))

@@ -18,7 +18,7 @@ from tests.support.models import tiny_gpt
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, from_all_ranks, start, train_engine
 
-pytestmark = rooms("output", "report", "param_tables")
+pytestmark = rooms("output", "report")
 
 
 def stream(encoding):

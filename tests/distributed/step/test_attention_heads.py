@@ -56,7 +56,7 @@ class TestBlocksOfColumns(DistributedTest):
                 torch.testing.assert_close(found.float(), expected.t().float(), rtol=1e-5, atol=1e-5)
                 states = [safe_get_full_optimizer_state(p, "momentum_buffer") for p in (expected, found)]
                 assert torch.equal(states[1], states[0].t())
-            assert columns.optimizer.routes["first.weight"].matrix_shape == (6, 8, 4)
+            assert columns.optimizer.routes["first.weight"].seen(0) == {"": (6, 8, 4)}
             columns.save_checkpoint(tmp_path, tag="saved")
             resumed = start(Layers(True), ds_config(layerwise={"overrides": NAMED}, params={"scale_mode": "spectral"},
                                                     **changes))

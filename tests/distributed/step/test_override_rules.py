@@ -10,7 +10,7 @@ import ds_layerwise
 from ds_layerwise import ParamKey, ParamPredicate, ParamWithNamePredicate
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from ds_layerwise.plan.forecast.report import as_json
-from ds_layerwise.tools.dry_run import DryRun, MetaModel
+from ds_layerwise.tools.dry_run import DryRun
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, whole_states
 from tests.support.expected import assert_close, each_alone
 from tests.support.harness import DistributedTest
@@ -169,7 +169,7 @@ class TestParamMap(DistributedTest):
         assert rows["flat.bias"]["weight_decay"] == 0 and rows["flat.weight"]["weight_decay"] == 0.1
 
         # A plan has the same rows; what Python has overridden it does not know.
-        plan = DryRun.of(MetaModel(model()), given, [RANKS])
+        plan = DryRun.of(model(), given, [RANKS])
         assert as_json(plan.forecasts[0]).keys() == written.keys()
         for row, expected in zip(plan.listed(plan.forecasts[0]), parameters, strict=True):
             assert row.keys() == expected.keys()

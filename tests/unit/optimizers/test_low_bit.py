@@ -29,7 +29,7 @@ from ds_layerwise.optimizers.rules.elementwise import AdamW, Lion
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
-from ds_layerwise.tools.dry_run import DryRun, MetaModel
+from ds_layerwise.tools.dry_run import DryRun
 from tests.support.rooms import rooms
 
 pytestmark = rooms("dtypes", "forms", "rate_checks")
@@ -322,7 +322,7 @@ def planned(folder, ranks=(1,), *, dtype="bf16", host=False, params=(), layerwis
     if host:
         config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
     (folder / "ds.json").write_text(json.dumps(config))
-    return DryRun.of(MetaModel(Small()), folder / "ds.json", list(ranks))
+    return DryRun.of(Small(), folder / "ds.json", list(ranks))
 
 
 REMAINDER = {"master_dtype": "bfloat16+remainder"}

@@ -15,7 +15,7 @@ from ds_layerwise.optimizers.rules.muon_family import Muon, NorMuon
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.memory import state_bytes_of, update_bytes
 from ds_layerwise.plan.layout.planner import plan_layout
-from ds_layerwise.routing.part_views import Parts, first_state, seen_parts, whole_states
+from ds_layerwise.routing.part_views import Parts
 from ds_layerwise.routing.routes import Route
 from tests.support.fused import by_index
 from tests.support.model_specs import routes_of, shipped
@@ -48,7 +48,7 @@ def random_parts(seed):
 
 
 def views(param, grad, state, parts, recipe=Muon()):
-    return seen_parts(param, grad, state, parts.places(tuple(param.shape)), whole_states(recipe))
+    return parts.views(recipe, param, grad, state)
 
 
 @pytest.mark.parametrize("seed", range(150))
@@ -101,6 +101,11 @@ class Preconditioned(Recipe):
         return {**self.like(shape, "average"), "left": StateSpec((*batch, rows, rows)),
                 "step": StateSpec((), on_host=True), "right": StateSpec((*batch, cols, cols))}
 
+    def init_state(self, param):
+        state = super().init_state(param)
+        state["left"] += param.sum()
+        return {**state, "average": param + 1}
+
 
 def test_states_are_whole_where_they_are_like_the_parameter_and_each_parts_own_elsewhere():
     # k is square, so that its left state looks like the parameter.
@@ -111,13 +116,8 @@ def test_states_are_whole_where_they_are_like_the_parameter_and_each_parts_own_e
         "right.k": (3, 3)}
     assert states["step.k"].on_host
 
-    def init(param):
-        made = {key: torch.zeros(spec.shape) for key, spec in Preconditioned().states(tuple(param.shape)).items()}
-        made["left"] += param.sum()
-        return {**made, "average": param + 1}
-
     whole = torch.arange(21.0).view(7, 3)
-    first = first_state(whole, parts.places((7, 3)), whole_states(Preconditioned()), init)
+    first = parts.first_state(Preconditioned(), whole)
     assert {key: tuple(value.shape) for key, value in first.items()} == {
         key: spec.shape for key, spec in states.items()}
     assert torch.equal(first["average"], whole + 1)
@@ -162,7 +162,7 @@ def test_a_rule_updates_parts_as_the_same_matrices_apart(parts, shape, scale_mod
     whole, grads = torch.randn(shape, generator=generator), [torch.randn(shape, generator=generator) for _ in range(3)]
     apart = {name: part.clone() for name, part in by_index(whole, parts).items()}
     apart_states = {name: rule.init_state(part) for name, part in apart.items()}
-    state = first_state(whole, parts.places(shape), whole_states(Muon()), rule.init_state)
+    state = parts.first_state(rule, whole)
     for grad in grads:
         seen = views(whole, grad, state, parts)
         copies = [each.copy() for each in seen]

@@ -6,10 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.orthogonalize.newton_schulz import newton_schulz_flops
-from ds_layerwise.plan.forecast.forecast import on_the_wire
 from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
@@ -121,11 +119,3 @@ def test_costs_of_thousands_of_owners_are_counted_once_a_shape(monkeypatch):
     monkeypatch.setattr(Bucket, "pieces", None)
     assert (update_bytes(layout, routes, "float32"), memory_bytes(layout)) == expected
     assert len(calls) == 1
-
-
-def test_specs_that_say_what_they_travel_in_are_not_copied():
-    run = RunConfig.from_ds_config({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "optimizer": {
-        "type": "LayerWise"}, "zero_optimization": {"stage": 2}})
-    specs = [ParamSpec("a", (8, 16), "bfloat16", True, 10, wire=wire) for wire in ("bfloat16", "float32")]
-    sent = on_the_wire(specs, run)
-    assert sent[0] is specs[0] and sent[1] == specs[0] and specs[1].wire == "float32"

@@ -16,12 +16,13 @@ from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.rules.muon_family import Muon, Orthogonalized
 from ds_layerwise.optimizers.rules.soap import Soap
 from ds_layerwise.orthogonalize.tensor_shards import whole_shape
-from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.report import plan_table
 from ds_layerwise.routing.module_of import weights_of
 from ds_layerwise.routing.override_matching import overrides_by_name
 from ds_layerwise.routing.routes import Route
-from ds_layerwise.tools.dry_run import MetaModel
+from ds_layerwise.tools.dry_run import build_model, hidden_size_of
+from tests.support.model_specs import forecast
 from tests.support.rooms import rooms
 
 pytestmark = rooms("conditions", "ds_config", "kronecker", "dry_run", "module_of",
@@ -132,4 +133,4 @@ def test_a_model_is_built_where_the_hub_keeps_no_errors(tmp_path, monkeypatch):
     config.save_pretrained(tmp_path)
     LlamaForCausalLM(config)
     monkeypatch.setitem(sys.modules, "huggingface_hub.errors", None)
-    assert MetaModel.build(str(tmp_path)).hidden_size == 8
+    assert hidden_size_of(build_model(str(tmp_path))) == 8

@@ -10,17 +10,17 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.plan.forecast.forecast import Forecast, forecast, specs_of
+from ds_layerwise.plan.forecast.forecast import Forecast, specs_of
 from ds_layerwise.plan.forecast.memory import RankMemory, Working
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.plan.forecast.text_tables import GLUE, time_text
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.routing.routes import Route
-from tests.support.model_specs import bare, routes_of, specs_in
+from tests.support.model_specs import bare, forecast, routes_of, specs_in
 from tests.support.rooms import rooms
 from tests.support.transports import bucket_of
 
-pytestmark = rooms("report", "param_tables", "forecast")
+pytestmark = rooms("report", "forecast")
 
 MUON, ADAMW = Muon(), AdamW()
 ROUTES = {

@@ -11,10 +11,11 @@ from ds_layerwise.config.sections import PRESETS, LayerWiseConfig, OptimizerConf
 from ds_layerwise.errors import ConfigError, RoutingError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.optimizers.rules.muon_family import Muon
-from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.report import plan_table
-from ds_layerwise.tools.dry_run import DryRun, MetaModel
+from ds_layerwise.tools.dry_run import DryRun
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
+from tests.support.model_specs import forecast
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
@@ -183,7 +184,7 @@ class Planned(nn.Module):
 def planned(tmp_path, params=None, layerwise=None):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}, "layerwise": layerwise or {},
                                                   "optimizer": {"type": "LayerWiseMuon", "params": params or {}}}))
-    run = DryRun.of(MetaModel(Planned()), tmp_path / "ds.json", [2])
+    run = DryRun.of(Planned(), tmp_path / "ds.json", [2])
     return {row["name"]: row for row in run.listed(run.forecasts[0])}
 
 

@@ -1,6 +1,7 @@
 """Attention heads as matrices of their own: separate and fused projections, as rows and as columns."""
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
+from ds_layerwise.optimizers.rules.muon_family import NorMuon
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
@@ -41,9 +43,10 @@ SIZES = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4, "i
 ])
 def test_per_head_muon_in_transformers(kind, sizes, expected):
     routes = route(build(kind, **sizes), per_head=True)
-    cut = {name: r.matrix_shape for name, r in routes.items() if r.matrix_shape and len(r.matrix_shape) == 3}
+    seen = {name: r.seen(0).get("", ()) for name, r in routes.items() if r.whole}
+    cut = {name: shape for name, shape in seen.items() if len(shape) == 3}
     assert {".".join(name.split(".")[-3:-1]): shape for name, shape in cut.items()} == expected
-    assert all(routes[name].by_columns is (kind == "gpt2") and routes[name].parts is None for name in cut)
+    assert all((routes[name].parts is not None) is (kind == "gpt2") for name in cut)
 
 
 def test_per_head_muon_of_fused_rows():
@@ -57,7 +60,11 @@ def test_per_head_muon_of_fused_rows():
 def test_num_heads_cuts_the_outputs_of_a_conv1d():
     routes = route(build("gpt2", **GPT2), Override(name="*.c_attn.weight", num_heads=3))
     c_attn = routes["transformer.h.0.attn.c_attn.weight"]
-    assert (c_attn.matrix_shape, c_attn.stored_shape, c_attn.by_columns) == ((3, 16, 16), (16, 3, 16), True)
+    assert (c_attn.matrix_shape, c_attn.seen(0)) == ((16, 48), {"": (3, 16, 16)})
+    # Heads are blocks of columns, and a state of their own has no other name than that of rows.
+    kept = replace(c_attn, recipe=NorMuon()).states(0)
+    assert {key: spec.shape for key, spec in kept.items()} == {
+        "momentum_buffer": (16, 48), "moment2_buffer": (3, 16, 1)} and c_attn.meaning == ""
     # What divides the rows and not the columns would cut inputs.
     with pytest.raises(RoutingError, match=r"c_attn.weight: num_heads 32 needs a matrix whose columns it divides, got"):
         route(build("gpt2", **GPT2), Override(name="*.c_attn.weight", num_heads=32))

@@ -26,7 +26,7 @@ from tests.support.model_specs import bare
 from tests.support.rooms import rooms
 from tests.support.versions import needs
 
-pytestmark = rooms("dry_run", "forecast", "config_file", "run_config")
+pytestmark = rooms("dry_run", "forecast", "ds_config", "run_config")
 
 ROOT = Path(__file__).parents[3]
 

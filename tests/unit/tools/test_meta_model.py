@@ -21,12 +21,12 @@ from transformers import (
 from transformers.integrations.deepspeed import HfDeepSpeedConfig, HfTrainerDeepSpeedConfig
 
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.plan.forecast.forecast import forecast, specs_of
+from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.forecast.report import as_json, plan_table
 from ds_layerwise.tools import dry_run
-from ds_layerwise.tools.dry_run import MetaModel
+from ds_layerwise.tools.dry_run import hidden_size_of
 from tests.support.cli import assert_refused, run
-from tests.support.model_specs import shipped
+from tests.support.model_specs import forecast, shipped
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
@@ -81,7 +81,7 @@ def test_the_hidden_size_is_the_one_that_a_trainer_takes(sizes, expected, tmp_pa
     text = sizes.get("text_config")
     model = nn.Linear(2, 2)
     model.config = SimpleNamespace(**{**sizes, **({"text_config": SimpleNamespace(**text)} if text else {})})
-    assert MetaModel(model).hidden_size == expected
+    assert hidden_size_of(model) == expected
     trainers = HfTrainerDeepSpeedConfig({"zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"}})
     if expected is None:
         with pytest.raises(ValueError, match="has neither"):
@@ -115,7 +115,7 @@ def test_models_that_come_with_the_package_are_known_to_transformers(path):
     assert content.keys() - {"model_type", "architectures"} <= {*type(model.config)().to_dict()}
     assert [type(model).__name__] == content["architectures"]
     assert all(param.is_meta for param in model.parameters())
-    assert MetaModel(model).hidden_size == content.get("hidden_size", content.get("n_embd"))
+    assert hidden_size_of(model) == content.get("hidden_size", content.get("n_embd"))
 
 
 def test_a_model_of_ones_own_is_built_by_a_function_where_the_command_starts(tmp_path, monkeypatch):
