@@ -177,30 +177,6 @@ def test_other_bits_on_any_rank_are_named(gpu):
     assert found.lines[-2:] == ["| again | same bits | same bits |", "| late | same bits | other bits |"]
 
 
-def test_a_race_that_runs_out_of_time_compares_what_there_is(gpu, place, monkeypatch):
-    monkeypatch.setattr(gpu, "VARIANTS", {name: (True, None, {}) for name in "abcde"})
-    clock, real = [0.0], gpu.Found()
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-
-    def on_ranks(place, work, *, env, limit_s):
-        clock[0] += 4
-        if clock[0] == 8:
-            raise RuntimeError("a process ended with code 1")
-        return [{"stage 1": "x" if clock[0] < 12 else "y"}]
-
-    monkeypatch.setattr(gpu, "on_ranks", on_ranks)
-    place = type(place)("cpu", 1, False)
-    found = gpu.streams(place, 12.5)
-    want_of_time = "not run for want of time, of which there were 12.5 seconds"
-    assert found.problems == ["b: a process ended with code 1", f"d: {want_of_time}", f"e: {want_of_time}",
-                              "c: other bits at stage 1"]
-    assert found.lines[-5:] == ["| a | same bits |", "| c | other bits |", "| b | no result |", "| d | no result |",
-                                "| e | no result |"]
-    clock[0] = 4.0
-    assert gpu.streams(place, 0.5) != real and not gpu.streams(place, 0.5).lines
-    assert len(gpu.streams(place, 0.5).problems) == 5
-
-
 @pytest.mark.parametrize("ranks, tiny, problems", [
     (1, False, ["big, rank 0: +3.00 % off what is predicted", "big: a step takes 2.10 % more than what it is said to "
                 "work in"]),
@@ -318,10 +294,3 @@ def impatient(started):
             return super().wait(timeout)
 
     return Impatient
-
-
-def runs(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False

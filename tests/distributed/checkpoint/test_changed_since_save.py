@@ -24,7 +24,6 @@ from tests.support.training import (
     start,
     train_engine,
     whole,
-    whole_gradients,
 )
 from tests.support.universal import convert
 from tests.support.versions import needs
@@ -267,33 +266,6 @@ class TestDtypes(DistributedTest):
             assert_equal_states(whole_states(engine), expected, tag)
             assert_model_is_rounded_masters(engine)
             assert {p.dtype for p in engine.module.parameters()} == {dtype}
-
-    @pytest.mark.parametrize("before, now", [("fp16", "bf16"), ("bf16", "fp16"), ("fp16, dynamic", "fp16")])
-    def test_a_step_that_was_not_over_is_repeated(self, before, now, stage, tmp_path):
-        allow_fp16()
-
-        def started(precision):
-            return start(Net(), ds_config(gas=2, stage=stage, **self.SECTIONS[precision]))
-
-        def backward(engine, micro):
-            engine.backward(engine((0, micro, dist.get_rank())))
-
-        saved, resumed, straight = started(before), started(now), started(now)
-        backward(saved, 0)
-        saved.step()
-        saved.save_checkpoint(tmp_path)
-        backward(straight, 0)
-        straight.step()
-        resumed.load_checkpoint(tmp_path)
-        # A checkpoint has no gradients: the step is repeated.
-        backward(resumed, 0)
-        resumed.step()
-        for engine in (resumed, straight):
-            backward(engine, 1)
-        found, expected = whole_gradients(resumed), whole_gradients(straight)
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            assert torch.equal(found[name] / resumed.optimizer.loss_scale, value / straight.optimizer.loss_scale), name
 
 
 class TestScalarOptimizers(DistributedTest):

@@ -191,6 +191,7 @@ class TestWhatIsLoaded(DistributedTest):
         other = start(Net(), ds_config())
         for tag, rounded in (("saved", True), ("saved_universal", False)):
             other.load_checkpoint(tmp_path, tag=tag, **alone)
+            assert other.global_steps == (0 if "load_module_only" in alone else 2)
             for name, value in masters(other).items():
                 wanted = expected[name].bfloat16().float() if rounded else expected[name]
                 assert torch.equal(value, wanted), (tag, name)
@@ -217,14 +218,6 @@ class TestWhatIsLoaded(DistributedTest):
 
 
 class TestRefusedOptimizers(DistributedTest):
-    @pytest.mark.parametrize("saved, wanted", [("adam", "lion"), ("lion", "adamw"), ("sgd", "adamw")])
-    def test_another_optimizer_is_refused_before_anything_is_taken_over(self, saved, wanted, tmp_path):
-        engine = train_engine(start(Net(), ds_config(params={"scalar_optimizer": saved})), 2)
-        engine.save_checkpoint(tmp_path)
-        other = start(Net(), ds_config(params={"scalar_optimizer": wanted}))
-        with pytest.raises(LayerWiseError, match=f"updated by {saved}.*this run updates it by .*on_optimizer_change"):
-            other.load_checkpoint(tmp_path)
-        assert other.optimizer.step_count == 0
 
     def test_other_groups_are_refused(self, tmp_path):
         engine = start(Net(), ds_config())

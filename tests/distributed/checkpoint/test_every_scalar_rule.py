@@ -1,4 +1,4 @@
-"""Every scalar optimizer and every kind of weight decay in one run, by overrides, while parameter groups change.
+"""Scalar optimizers, the Newton-Schulz family and weight decay of every kind in one run, while parameter groups change.
 
 Two ranks train and save, one and three go on; the oracle is each parameter's rule on the whole parameter, with the mean
 of the ranks' gradients, without ranks or buffers.
@@ -22,7 +22,8 @@ from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
 pytestmark = rooms("elementwise", "muon_family", "recipe", "routes", "record", "reshard", "param_groups")
 
-MUON = Muon(ns_method="standard", ns_dtype="fp32")
+FP32 = {"ns_method": "standard", "ns_dtype": "fp32"}
+MUON = Muon(**FP32)
 CAUTIOUS = {"cautious_weight_decay": True}
 
 #: What overrides make of single parameters, beside their optimizer; all others have the run's.
@@ -36,18 +37,23 @@ OVERRIDES = {
     "tall.bias": elementwise.AdamW(**CAUTIOUS),
     "square.weight": MUON.model_copy(update={"weight_decay_method": "l2"}),
     "twin.weight": MUON.model_copy(update={"weight_decay_method": "independent", **CAUTIOUS}),
+    "tall.weight": REGISTRY["normuon"](moment2_per="longer_side", radial_brake=(0.5, 1.0), **FP32),
+    "conv.weight": REGISTRY["namo"](moment2_beta=0.5, **FP32),
+    "experts": REGISTRY["polargrad"](extra_scale_factor=0.01, **FP32),
+    "more.0": REGISTRY["adamuon"](moment2_rescale=False, sign_momentum=True, **FP32),
+    "more.1": REGISTRY["scion"](constrained=False, spectral_radius=3.0, **FP32),
     # Every element-wise optimizer as it is, those that come, too.
     **{f"spare.{i}": REGISTRY[name]() for i, name in enumerate(names(whole=False))},
 }
 
 
 class Model(Net):
-    """Has a parameter to spare for each element-wise optimizer, ``spare.0`` and so on."""
+    """Has a parameter to spare for each element-wise optimizer, ``spare.0`` and so on, and two matrices more."""
 
     def __init__(self):
         super().__init__()
         self.spare = nn.ParameterList(torch.randn(5 + i) for i in range(len(names(whole=False))))
-
+        self.more = nn.ParameterList(torch.randn(6, 9 - 5 * i) for i in range(2))
 
 
 #: What a schedule puts into the group before a step, of whatever kind its numbers are.
@@ -124,14 +130,3 @@ class TestEveryRule(DistributedTest):
         train(engine, range(SAVED, len(SCHEDULE)))
         ranks = engine.world_size
         assert_masters(engine, by_the_rules([2] * SAVED + [ranks] * (len(SCHEDULE) - SAVED)))
-
-    @pytest.mark.world_size(2)
-    def test_the_table_and_the_list_say_how_weights_decay(self):
-        text = " ".join(engine_of().optimizer.describe().split())
-        for line in ("muon with weight decay l2: momentum 0.95, nesterov, scale_mode original, matrix",
-                     "muon with weight decay independent, cautious: momentum 0.95, nesterov, scale_mode original",
-                     "sgd with weight decay decoupled, cautious: momentum 0.95",
-                     "lion with weight decay l2: betas [0.9, 0.95]",
-                     "adamw with weight decay palm: betas [0.9, 0.95], eps 1e-10",
-                     "sgd: momentum 0.95 layout", "adamw: betas"):
-            assert line in text, (line, text)

@@ -161,9 +161,6 @@ class TestOneFile(DistributedTest):
         for make, message in [
             (lambda: None, "edited is not a file; every rank reads it"),
             (cut, "edited is not a complete safetensors file"),
-            (lambda: edited(lambda content: content.pop("ds_layerwise")), "was not written by save_state_dict_to_file"),
-            (lambda: edited(lambda content: content.pop("state.tall.weight.momentum_buffer")),
-             "edited lacks state.tall.weight.momentum_buffer, so it is not complete"),
             (other, "edited is damaged: its header or its checksums differ from the saved ones"),
             (lambda: edited(lambda content: content.update({"master.tall.weight": torch.zeros(3)})),
              "it has 3 elements of master.tall.weight, but checksums for 0"),

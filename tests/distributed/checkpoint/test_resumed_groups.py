@@ -190,20 +190,6 @@ class TestWhatGroupsOfAnObjectGoOnWith(DistributedTest):
         assert group["split"] == "element"
         assert torch.equal(weights(module), weights(engine.module))
 
-    def test_use_muon_is_this_runs(self, tmp_path):
-        def started(use_muon):
-            module = Net()
-            rest = [p for p in module.parameters() if p is not module.square.weight]
-            return ds_layerwise.initialize(model=module, config=ds_config(layerwise={
-                "on_optimizer_change": "reset"}), model_parameters=[
-                    {"params": [module.square.weight], "use_muon": use_muon, "lr": 0.01},
-                    {"params": rest, "use_muon": False}])[0]
-
-        engine, resumed = started(False), started(True)
-        engine.save_checkpoint(tmp_path)
-        resumed.load_checkpoint(tmp_path)
-        assert resumed.optimizer.param_groups[0]["use_muon"] is True
-
 
 #: The values of the saved run below.
 RATES = {"lr": 0.003, "muon_lr": 0.02, "weight_decay": 0.1}

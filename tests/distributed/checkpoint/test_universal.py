@@ -181,28 +181,3 @@ class TestWhatComesBack(DistributedTest):
             shape = engine.module.get_parameter(name).shape
             for key in ("fp32", "exp_avg", "exp_avg_sq"):
                 assert torch.load(zero / name / f"{key}.pt")["param"].shape == shape, (name, key)
-
-
-class TestPartsOfIt(DistributedTest):
-    def saved(self, folder, **changes):
-        engine = everything(**changes)
-        train_engine(engine, 3)
-        engine.module.fill_buffers(big=2**40)
-        engine.save_checkpoint(folder, tag="saved")
-        return engine
-
-    @pytest.mark.parametrize("options, global_steps", [({"load_optimizer_states": False}, 3),
-                                                       ({"load_module_only": True}, 0)])
-    def test_weights_alone(self, options, global_steps, tmp_path):
-        engine = self.saved(tmp_path, bf16={"enabled": True})
-        other = everything(bf16={"enabled": True})
-        states = {key: value for key, value in whole_states(other).items() if key[1] != "fp32"}
-        other.module.spoil()
-        other.load_checkpoint(tmp_path, tag="saved_universal", **options)
-        weights = {key: value for key, value in whole_states(engine).items() if key[1] == "fp32"}
-        assert_equal_states(whole_states(other), weights | states)
-        for name, value in other.module.state_dict().items():
-            assert torch.equal(value, engine.module.state_dict()[name]), name
-        assert (other.optimizer.step_count, other.global_steps) == (0, global_steps)
-        assert other.lr_scheduler.last_batch_iteration == (2 if global_steps else -1)
-        train_engine(other, 1)

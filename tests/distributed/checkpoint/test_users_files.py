@@ -3,10 +3,8 @@
 import json
 
 import deepspeed.comm as dist
-import pytest
 
 from ds_layerwise.checkpoint.files.manifest import Manifest
-from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states
 from tests.support.cli import run
 from tests.support.harness import DistributedTest
@@ -70,16 +68,3 @@ class TestUsersFiles(DistributedTest):
             assert (model / "generation_config.json").read_text() == "of the checkpoint"
             index = json.loads((model / "model.safetensors.index.json").read_text())
             assert {path.name for path in model.glob("model*.safetensors")} == set(index["weight_map"].values())
-
-    @pytest.mark.parametrize("name", ["tag.incomplete", "tag.replaced", "tag_universal.incomplete"])
-    def test_a_folder_of_theirs_with_a_name_that_a_save_needs_is_refused(self, name, tmp_path):
-        engine = start(Net(), ds_config(layerwise={"save_universal": True}))
-        own = tmp_path / name
-        on_rank_0(lambda: (own.mkdir(), (own / "thesis.tex").write_text("mine")))
-        with pytest.raises(LayerWiseError, match=f"{name} holds thesis.tex, which no save wrote"):
-            engine.save_checkpoint(tmp_path, tag="tag")
-        dist.barrier()
-        assert (own / "thesis.tex").read_text() == "mine" and not (tmp_path / "tag").exists()
-        dist.barrier()
-        on_rank_0(lambda: own.rename(tmp_path / "mine"))
-        engine.save_checkpoint(tmp_path, tag="tag")

@@ -9,12 +9,11 @@ import sys
 import deepspeed.comm as dist
 import pytest
 import torch
-from torch import nn
 
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, names_in
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.errors import LayerWiseError
-from tests.support.checkpoints import assert_equal_states, loaded, whole_states
+from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.cli import MODEL_FILE, Everything, assert_refused, edit, run, saved
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
@@ -293,20 +292,3 @@ class TestVerify(DistributedTest):
         stock.save_checkpoint(tmp_path, tag="tag")
         for command in (["verify", tmp_path], ["to-universal", tmp_path, tmp_path / "out"]):
             assert_refused("was not written by ds_layerwise", *command)
-
-
-    def test_a_parameter_without_axes(self, tmp_path):
-        """In every form, DeepSpeed's converter's too."""
-        class Scaled(Net):
-            def __init__(self):
-                super().__init__()
-                self.scale = nn.Parameter(torch.tensor(1.5))
-
-        engine = train_engine(start(Scaled(), ds_config(layerwise={"save_universal": True})), 2)
-        engine.save_checkpoint(tmp_path, tag="saved")
-        convert(tmp_path / "saved", tmp_path / "converted")
-        for other in ("saved", "saved_universal", "converted"):
-            code, out, err = run("verify", tmp_path / other)
-            assert code == 0 and out.endswith("\nok\n"), (out, err)
-            again = loaded(start(Scaled(), ds_config()), tmp_path, tag=other)
-            assert_equal_states(whole_states(again), whole_states(engine))

@@ -8,7 +8,6 @@ from ds_layerwise.config.sections import OptimizerConfig
 from ds_layerwise.errors import LayerWiseError, RoutingError, StepError
 from ds_layerwise.optimizers.recipe import Hyper
 from ds_layerwise.optimizers.rules import kronecker
-from ds_layerwise.plan.forecast.report import as_json
 from ds_layerwise.routing.routes import recipe_named
 from tests.support import internals, preconditioned
 from tests.support.checkpoints import assert_equal_states, masters, whole_states
@@ -16,8 +15,7 @@ from tests.support.expected import assert_close, by_its_rule, mean_gradient
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import MATRICES, ON_HOST, Net, ds_config, start, train_engine, train_engines
-from tests.support.universal import convert
+from tests.support.training import MATRICES, Net, ds_config, start, train_engine
 
 pytestmark = rooms("kronecker", "soap", "shampoo", "owned", "routes")
 
@@ -94,24 +92,6 @@ class TestPreconditioned(DistributedTest):
         found = masters(engine)
         for expected, bound in ((by_the_rules(ranks_of_step), 1e-5), (by_the_oracle(ranks_of_step), 1e-4)):
             assert_close({name: found[name] for name in expected}, expected, rtol=bound, atol=bound)
-
-    @pytest.mark.world_size(2)
-    def test_files_that_the_converter_of_deepspeed_leaves_out_are_named(self, runs, tmp_path):
-        engine = start(Net(), config())
-        convert(runs / "4" / "regular", tmp_path / "converted")
-        with pytest.raises(LayerWiseError, match=r"(L|R|Q_L|Q_R|root_L).pt is missing.*ds-layerwise to-universal"):
-            engine.load_checkpoint(tmp_path, tag="converted")
-        assert engine.optimizer.step_count == 0
-
-    @pytest.mark.world_size(2)
-    def test_on_the_host_and_as_much_as_is_planned(self):
-        plain, hosted = start(Net(), config()), start(Net(), config(**ON_HOST))
-        held = plain.optimizer.forecast()
-        assert as_json(held)["memory_bytes"][plain.global_rank]["states"] == internals.bytes_of_states(plain)
-        there = hosted.optimizer.forecast().memory[hosted.global_rank].host
-        assert sum(t.nbytes for t in internals.host_tensors(hosted)) == there > 0
-        train_engines((plain, hosted), 5)
-        assert_equal_states(whole_states(hosted), whole_states(plain))
 
     @pytest.mark.world_size(2)
     def test_muon_goes_on_from_the_average_of_soap(self, runs, tmp_path):

@@ -10,13 +10,11 @@ from ds_layerwise.orthogonalize.newton_schulz import coefficients
 from tests.support.checkpoints import assert_equal_states, loaded, masters, whole_states
 from tests.support.expected import assert_close, each_alone, mean_gradient
 from tests.support.harness import DistributedTest
-from tests.support.reference import Recipe, train, trainable
+from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import (
-    MUON,
     Net,
     ds_config,
-    relative_error,
     start,
     train_engine,
     train_engines,
@@ -108,25 +106,3 @@ class TestOverrides(DistributedTest):
                  r"norm.weight \(12,\) was sent to the matrix optimizer")):
             with pytest.raises(RoutingError, match=message):
                 start(Net(), ds_config(layerwise={"overrides": [entry]}))
-
-
-class TestOneForEverything(DistributedTest):
-    """A scalar rule in the place of the matrix optimizer, in a config that was written for that."""
-
-    world_size = RANKS
-
-    def test_it_trains_as_the_oracles_adamw(self):
-        config = ds_config(clip=5.0, optimizer={"type": "LayerWise", "params": {
-            **MUON, "matrix_optimizer": "adamw", "momentum": 0.9, "ns_steps": 3}}, layerwise={
-            "overrides": [{"name": "square.weight", "num_heads": 2}]})
-        engine = start(Net(), config)
-        expected = train(Net, lambda *place: place, lambda module, place: module(place),
-                         Recipe(matrices={}, world_size=RANKS, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, clip=5.0),
-                         STEPS)
-        train_engine(engine, STEPS)
-        for name, value in expected.model_params.items():
-            assert relative_error(engine.module.get_parameter(name).detach(), value) < 1e-5, name
-        told = " ".join(engine.optimizer.describe().split())
-        assert ("without effect here: optimizer.params.muon_lr, optimizer.params.ns_method, optimizer.params.ns_dtype, "
-                "optimizer.params.momentum, optimizer.params.ns_steps") in told
-        assert {route.recipe.rule for route in engine.optimizer.routes.values()} == {"adamw"}

@@ -8,6 +8,7 @@ from torch import nn
 
 from ds_layerwise.cli import main
 from tests.support.checkpoints import assert_equal_states, loaded, on_rank_0, whole_states
+from tests.support.cli import run
 from tests.support.harness import DistributedTest
 from tests.support.reference import Recipe, train, whole_number_loss
 from tests.support.rooms import rooms
@@ -58,6 +59,7 @@ class TestScalars(DistributedTest):
         on_rank_0(lambda: main(["to-universal", str(tmp_path / "saved"), str(tmp_path / "converted")]))
         expected = whole_states(saved)
         for tag in ("saved", "saved_universal", "converted"):
+            assert run("verify", tmp_path / tag)[0] == 0
             engine = loaded(start(Clip(), config), tmp_path, tag=tag)
             assert_equal_states(whole_states(engine), expected, tag)
             assert engine.module.logit_scale.shape == ()

@@ -68,7 +68,6 @@ def test_stock_switches_of_the_auxiliary_adam():
 
 
 @pytest.mark.parametrize("params, message", [
-    ({"momentun": 0.9}, "optimizer.params.momentun is not an option; did you mean 'momentum'"),
     ({"flux": 1}, "optimizer.params.flux is not an option; known: .*ns_method"),
     ({"adam_eps": 1e-8}, "optimizer.params.adam_eps is not an option; did you mean 'eps'"),
     ({"muon_num_ns_steps": 5}, "optimizer.params.muon_num_ns_steps is not an option; did you mean 'ns_steps'"),
@@ -77,24 +76,7 @@ def test_stock_switches_of_the_auxiliary_adam():
     ({"clip_grad": 1.0}, r"optimizer.params.clip_grad is not an option; did you mean gradient_clipping\?"),
     ({"matrix_optimizer": "muon"}, "matrix_optimizer needs optimizer.type 'LayerWise'"),
     ({"precondition_frequency": 10}, "precondition_frequency belongs to soap or kl_soap or shampoo, and this run has"),
-    ({"momentum": 1.0}, r"optimizer.params.momentum must be in \[0, 1\), got 1.0"),
-    ({"momentum": "auto"}, "'auto', which only Hugging Face"),
-    ({"betas": "auto"}, "betas is 'auto', which only Hugging Face"),
     ({"ns_steps": "auto"}, "ns_steps is 'auto', which only Hugging Face"),
-    ({"lr": -1}, r"lr must be in \[0, inf\), got -1"),
-    ({"lr": float("nan")}, "lr must be in"),
-    ({"lr": 0}, "lr must be greater than 0"),
-    ({"lr": True}, "lr must be a number, got True"),
-    ({"betas": [0.9]}, "betas must be two numbers"),
-    ({"betas": [0.9, 1.0]}, r"betas\[1\] must be in \[0, 1\)"),
-    ({"ns_steps": 0}, "ns_steps must be a whole number of at least 1, got 0"),
-    ({"ns_steps": 2.5}, "ns_steps must be a whole number"),
-    ({"ns_method": "grem"}, "ns_method must be one of 'gram', 'standard', got 'grem'"),
-    ({"ns_coefficients": [[1, 2]]}, r"ns_coefficients\[0\] must be three numbers"),
-    ({"scale_mode": "none"}, "scale_mode must be one of"),
-    ({"extra_scale_factor": 0}, r"extra_scale_factor must be in \(0, inf\)"),
-    ({"nesterov": 1}, "nesterov must be true or false, got 1"),
-    ({"max_grad_norm": 1.0}, "set gradient_clipping"),
 ])
 def test_a_bad_optimizer_section_names_the_key_and_the_bound(params, message):
     with pytest.raises(ConfigError, match=message):
@@ -125,23 +107,14 @@ def test_defaults_may_be_written_out(key):
 
 
 @pytest.mark.parametrize("section, message", [
-    ({"layuot": "lpt"}, "layerwise.layuot is not an option; did you mean 'layout'"),
     ({"store_param_remainders": True}, "store_param_remainders is not an option; did you mean 'master_dtype'"),
-    ({"layout": "best"}, "layerwise.layout must be one of"),
     ({"max_skipped_steps": 0}, "layerwise.max_skipped_steps must be a whole number of at least 1"),
-    ({"alignment": 0}, "layerwise.alignment must be a whole number of at least 1"),
     ({"max_waiting_buckets": 0}, "layerwise.max_waiting_buckets must be a whole number of at least 1"),
     ({"overlap_param_gather": "yes"}, "overlap_param_gather must be true or false"),
-    ({"overrides": {}}, "overrides must be a list"),
-    ({"overrides": [{"weight_decay": 0.0}]}, r"overrides\[0\] has no condition; give it one of name, regex"),
-    ({"overrides": [{"name": "*"}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
     ({"overrides": [{"name": "*", "optional": True}]}, r"overrides\[0\] \('\*'\) overrides nothing"),
     ({"overrides": [{"name": "*", "optional": 1, "lr_scale": 2}]}, r"overrides\[0\].optional must be true or false"),
     ({"overrides": [{"name": "*", "wieght_decay": 0.0}]}, "did you mean 'weight_decay'"),
-    ({"overrides": [{"name": "*", "optimizer": "adm"}]}, "optimizer must be one of 'matrix', 'scalar'"),
-    ("balanced", "layerwise must be an object"),
     ({"save_universal": 1}, "layerwise.save_universal must be true or false, got 1"),
-    ({"fsync": "yes"}, "layerwise.fsync must be true or false, got 'yes'"),
     ({"on_missing_state": "zero"}, "layerwise.on_missing_state must be one of 'fresh', 'error', got 'zero'"),
     ({"on_optimizer_change": True}, "on_optimizer_change must be one of 'error', 'reset', 'keep_shared', got True"),
     ({"grad_norm_skip_threshold": 0}, r"layerwise.grad_norm_skip_threshold must be in \(0, inf\), got 0"),
@@ -156,7 +129,6 @@ def test_defaults_may_be_written_out(key):
     ({"norm_groups": {"a": {"name": "x", "gradient_clipping": -1}}},
      r"layerwise.norm_groups.a.gradient_clipping must be in \[0, inf\), got -1"),
     ({"norm_groups": {"a": {"regex": "("}}}, r"layerwise.norm_groups.a.regex must be a regular expression, got '\('"),
-    ({"rename": ["a"]}, "layerwise.rename must be an object of names in checkpoints to names in the model"),
     ({"rename": {"a": 1}}, "layerwise.rename must be .* to names in the model, got 'a': 1; a name is a text"),
     ({"rename": {"a": "b", "c": ""}}, "layerwise.rename must be .*, got 'c': ''; a name is a text that is not empty"),
     ({"rename": {"a": "b", "": "c"}}, "layerwise.rename must be .*, got '': 'c'; a name is a text that is not empty"),
@@ -168,17 +140,12 @@ def test_a_bad_layerwise_section_names_the_key(section, message):
 
 
 @pytest.mark.parametrize("change, message", [
-    ({"zero_optimization": {"stage": 0}}, "zero_optimization.stage must be 1 or 2 or 3 .* got 0"),
     ({"zero_optimization": {}}, "stage must be 1 .* not set"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
      "offload_optimizer.device must be 'none' or 'cpu' .* got 'nvme': nothing goes to NVMe; set it to 'cpu'"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "auto"}}}, "offload_optimizer.device must be"),
     ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
      "offload_optimizer.super_offload must be False"),
-    ({"zero_optimization": {"stage": 1, "offload_param": {"device": "cpu"}}},
-     "offload_param.device is 'cpu', and stage is 1"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}},
-     "offload_param.device must be 'none' or 'cpu' .* got 'nvme'"),
     ({"gradient_predivide_factor": 0.0}, r"gradient_predivide_factor must be in \(0, inf\), got 0.0"),
     ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "gradient_clipping needs the norm"),
     ({"zero_optimization": {"stage": 2}, "data_types": {"grad_accum_dtype": "bf16"}},

@@ -20,8 +20,6 @@ pytestmark = rooms("recipe", "muon_family", "elementwise", "routes")
 
 HYPER = Hyper(lr=0.1, weight_decay=0.2, momentum=0.9, betas=(0.8, 0.95), eps=1e-8)
 METHODS = ["decoupled", "independent", "l2", "palm"]
-#: The part of a weight that goes in a step.
-SHARE = {"decoupled": 0.1 * 0.2, "independent": 0.2, "palm": 0.1 * 0.1 * 0.2}
 CASES = [(rule, method, cautious) for rule in REGISTRY for method in METHODS for cautious in (False, True)
          if not (cautious and method == "l2") and (rule, method) != ("namo", "l2")]
 
@@ -42,42 +40,6 @@ def numbers(shape, seed):
     found = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     found.view(-1)[::5] = 0
     return found
-
-
-def copied(states):
-    return [{key: value.clone() for key, value in state.items()} for state in states]
-
-
-def moved(rule, params, grads, states):
-    """Copies of ``params`` after a step without decay; ``states`` follow."""
-    found = [param.clone() for param in params]
-    rule.update_(found, grads, states, replace(HYPER, weight_decay=0.0))
-    return found
-
-
-@pytest.mark.parametrize("name, method, cautious", CASES)
-def test_decay_goes_by_its_formula_around_a_step_without_it(name, method, cautious):
-    recipe = recipe_of(name, method, cautious)
-    rule, shapes = recipe, shapes_of(recipe)
-    params = [numbers(shape, seed) for seed, shape in enumerate(shapes)]
-    states = [rule.init_state(param) for param in params]
-    for step in range(4):
-        grads = [numbers(shape, 10 * (step + 1) + i) for i, shape in enumerate(shapes)]
-        before, theirs = [grad.clone() for grad in grads], copied(states)
-        expected = []
-        # The last bit of a gradient may turn eigenvectors of what no gradient has reached.
-        taken = list(torch._foreach_add(grads, params, alpha=0.2)) if method == "l2" else grads
-        for w, after in zip(params, moved(rule, params, taken, theirs), strict=True):
-            update = w - after
-            decays = torch.ones_like(w) if not cautious else (update * w >= 0).float()
-            expected.append(after - SHARE.get(method, 0.0) * w * decays)
-        rule.update_(params, grads, states, HYPER)
-        for ours, value in zip(params, expected, strict=True):
-            torch.testing.assert_close(ours, value, rtol=2e-6, atol=2e-6)
-        for ours, value in zip(states, theirs, strict=True):
-            torch.testing.assert_close(ours, value, rtol=2e-6, atol=2e-6)
-        for grad, old in zip(grads, before, strict=True):
-            assert torch.equal(grad, old)
 
 
 @pytest.mark.parametrize("ours, theirs", [

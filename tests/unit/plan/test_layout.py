@@ -114,11 +114,6 @@ def test_shards_follow_each_other_and_may_be_empty():
     assert bucket.pieces(2) == (Piece("c", 192, 10, 0),)
 
 
-def test_trailing_empty_shards_lie_at_the_end():
-    bucket = whole(shards=(64, 0, 0), slots=(("a", 0, 60),))
-    assert [bucket.shard(rank) for rank in range(3)] == [(0, 64), (64, 64), (64, 64)]
-
-
 #: All there are of up to four shards of 0, 64 or 128 elements.
 EVERY = [numels for size in range(1, 5) for numels in itertools.product((0, 64, 128), repeat=size) if any(numels)]
 

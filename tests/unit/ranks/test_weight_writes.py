@@ -46,21 +46,6 @@ def test_the_sign_of_zero():
 checksum = weight_writes.checksum_of
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_checksum_tells_where_and_what(dtype, monkeypatch):
-    monkeypatch.setattr(weight_writes, "_AT_A_TIME", 3)
-    values = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(dtype)
-    seen = {checksum(values)}
-    assert checksum(values.clone()) in seen
-    for _ in range(2):
-        values = values.flip(1)
-        values[0, 0] += 1
-        seen.add(checksum(values))
-        seen.add(checksum(values.flip(0)))
-    assert len(seen) == 5
-    assert checksum(torch.tensor(0.5, dtype=dtype)) == checksum(torch.tensor([0.5], dtype=dtype))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_checksum_sees_every_bit_of_every_element_and_leaves_values_alone(dtype):
     values = torch.randn(11, generator=torch.Generator().manual_seed(1)).to(dtype)
@@ -80,12 +65,6 @@ def test_a_checksum_is_the_same_wherever_the_values_lie(first):
     elsewhere = torch.cat([values[:first], values])[first:]
     assert checksum(elsewhere) == checksum(values)
     assert checksum(elsewhere.view(5, 10).t()) == checksum(values.view(5, 10).t().contiguous())
-
-
-def test_pieces_that_change_places_are_told(monkeypatch):
-    monkeypatch.setattr(weight_writes, "_AT_A_TIME", 3)
-    values = torch.arange(24.0)
-    assert checksum(values.roll(6)) != checksum(values)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2, 3])

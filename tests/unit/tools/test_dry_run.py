@@ -94,26 +94,6 @@ def test_a_bandwidth_is_a_number_above_0(said, files, capsys):
     assert f"argument --gb_s: must be a number of GB/s above 0, got '{said}'\n" in capsys.readouterr().err
 
 
-def test_the_plan_says_which_ranks_fit_into_a_device(files):
-    def plans(memory, **changes):
-        given = config(zero_optimization={"stage": 1, "reduce_bucket_size": 2048, **changes})
-        code, out, err = run(*files(given, "2,4", "--json", "--memory", memory))
-        assert (code, err) == (0, "")
-        return json.loads(out)
-
-    (two, four), gib = plans("0.0001"), 2**30
-    # By hand as above: what is held between two steps, and what a rank works in.
-    held = 2 * 5120 + 2 * 5120 + 4 * 2560 + 4 * 2560 + 4 * 2048 + 8 * 512
-    assert two["needed_bytes"] == held + two["working_bytes"]["total"]
-    for plan in (two, four):
-        assert plan["device_memory_bytes"] == int(gib / 10_000) == 107_374
-        assert (plan["left_bytes"], plan["fits"]) == (107_374 - plan["needed_bytes"], True)
-    (two, _) = plans("1e-6")
-    assert not two["fits"] and two["left_bytes"] < 0
-    for plan in json.loads(run(*files(config(), "2,4", "--json"))[1]):
-        assert not {"device_memory_bytes", "needed_bytes", "left_bytes", "fits"} & plan.keys()
-
-
 def test_a_plan_that_does_not_fit_is_no_error(files):
     code, out, err = run(*files(config(), "2,4", "--memory", "1e-6"))
     assert (code, err) == (0, "") and "\ntoo much: more ranks" in out
@@ -123,7 +103,8 @@ def test_a_plan_that_does_not_fit_is_no_error(files):
     assert "fits" not in run(*files(config(), "2,4"))[1]
     assert_refused("--memory is for the tables and --json, and --list alone prints neither",
                    *files(config(), "2", "--memory", "80", "--list"))
-    assert run(*files(config(), "2", "--memory", "80", "--list", "--json"))[0] == 0
+    plan, = json.loads(run(*files(config(), "2", "--memory", "80", "--list", "--json"))[1])
+    assert plan["fits"] and plan["device_memory_bytes"] == 80 * 2**30
 
 
 @pytest.mark.parametrize("memory", ["0", "-1", "nan", "inf", "1e999", "80GB", "", "1048577"])
@@ -272,30 +253,14 @@ def test_every_parameter_is_listed(files):
     ({}, "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None"),
     ([1], "a DeepSpeed config must be an object, got [1]"),
     ("{", "config.json is no JSON: Bad key name"),
-    (config(optimizer={"type": "LayerWise", "params": {"momentun": 1}}), "did you mean 'momentum'"),
     (config(optimizer={"type": "LayerWise", "params": {"ns_coefficients": "simpel"}}), "did you mean 'simple'"),
     (config(optimizer={"type": "LayerWise", "params": {"ns_coefficients": "cans", "ns_dtype": "bf16"}}), "diverges"),
     (config(optimizer={"type": "LayerWise", "params": {"per_head_muon": True}}), "found no query, key or value pro"),
-    (config(layerwise={"layuot": "lpt"}), "did you mean 'layout'"),
     (config(layerwise={"overrides": [{"name": "x", "lr_scale": 2}]}), "matches no trainable parameter"),
     (config(zero_optimization={"stage": 4}), "zero_optimization.stage must be 1 or 2 or 3 with this optimizer, got 4"),
-    (config(zero_optimization={"stage": 1, "reduce_bucket_size": 0}), "reduce_bucket_size must be a whole number of at "
-     "least 1, got 0"),
     (config(fp16={"enabled": True}), "bf16.enabled and fp16.enabled are both true"),
-    (config(communication_data_type="int8"), "communication_data_type must be fp32, bf16 or fp16 with this optimizer, "
-     "got 'int8'"),
-    (config(data_types={"grad_accum_dtype": 7}), "data_types.grad_accum_dtype must be fp32, bf16 or fp16"),
     (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
-    (config(optimizer="LayerWiseMuon"), "optimizer must be an object, got 'LayerWiseMuon'"),
     (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),
-    (config(optimizer={"type": "LayerWiseMuon", "params": [1]}), "optimizer.params must be an object, got [1]"),
-    (config(layerwise=[]), "layerwise must be an object, got []"),
-    (config(zero_optimization=True), "zero_optimization must be an object, got True"),
-    (config(bf16=True), "bf16 must be an object, got True"),
-    (config(bf16={"enabled": "yes"}), "bf16.enabled must be true or false, got 'yes'"),
-    (config(zero_optimization={"stage": 1, "compute_grad_norm": 0}), "compute_grad_norm must be true or false, got 0"),
-    (config(zero_optimization={"stage": 1, "offload_optimizer": {"device": "cpu", "ratio": 2}}),
-     "offload_optimizer.ratio must be a number in [0, 1], got 2"),
     (config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, and a plan cuts no model"),
     ("[" * 100_000, "config.json is no JSON"),
     ('{"a": 1, "a": 2}', "config.json is no JSON: Duplicate keys in DeepSpeed config: ['a']"),

@@ -187,13 +187,6 @@ def test_a_piece_may_be_cut_anywhere(axis):
     assert bias.tolist() == [3.0, 5.0, 7.0]
 
 
-def test_a_power_of_zero_is_a_factor_of_exactly_1():
-    units = torch.tensor([0.3, 1.0])
-    # The clip relies on a power of 0 being a factor of exactly 1.
-    found = units[torch.tensor([0, 0, 1, 0])] ** torch.tensor([1.0, 0.5, 0.7, 0.0])
-    assert found.tolist() == [units[0].item(), units[0].sqrt().item(), 1.0, 1.0]
-
-
 def test_a_witness_scales_as_we_do():
     """pytorch_optimizer's MuonClip, whose author read the same paper, on latent attention."""
     model, largest = model_of("latent"), torch.tensor([3.0, 5.0, 8.0, 40.0])
