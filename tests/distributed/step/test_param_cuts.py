@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from itertools import product
 
 import deepspeed
 import deepspeed.comm as dist
@@ -297,39 +298,33 @@ class TestWrittenByScripts(DistributedTest):
     world_size = [2, 3]
     thorough_on = (2, )
 
-    @pytest.mark.parametrize("name", ["square.weight", "embed.weight", "norm.bias"])
-    def test_masters_follow_what_one_rank_writes(self, precision, name, capsys):
+    def test_masters_follow_what_one_rank_writes(self, precision, capsys):
         engines = []
         for stage in (2, 3):
             engine = train_engine(start(Net(), config_of(stage, **PRECISIONS[precision])), 1)
-            param = engine.module.get_parameter(name)
-            new = torch.arange(param.numel() if stage == 2 else param.ds_numel).view(
-                param.shape if stage == 2 else param.ds_shape) % 7 / 4
-            if stage == 2:
-                param.data.copy_(new)
-            else:
-                with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
-                    if dist.get_rank() == 0:
+            for param in map(engine.module.get_parameter, ("square.weight", "embed.weight", "norm.bias")):
+                new = torch.arange(param.numel() if stage == 2 else param.ds_numel).view(
+                    param.shape if stage == 2 else param.ds_shape) % 7 / 4
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=stage == 3):
+                    if stage == 2 or dist.get_rank() == 0:
                         param.data.copy_(new)
             engines.append(train_engine(engine, 2, first=1))
         assert_same_run(engines[1], engines[0])
         said = capsys.readouterr().out.count("weights were written between two steps")
         assert said == (dist.get_rank() == 0) * 2 * (precision == "bf16")
 
-    @pytest.mark.parametrize("name, way", [
-        ("square.weight", "gathered"), ("embed.weight", "stays whole"), ("tall.weight", "stays whole"),
-        pytest.param("square.weight", "stays whole", marks=pytest.mark.thorough),
-        pytest.param("embed.weight", "gathered", marks=pytest.mark.thorough)])
-    def test_writes_are_there_before_the_next_step(self, precision, name, way, tmp_path):
+    @pytest.mark.parametrize("way", ["gathered", "stays whole"])
+    def test_writes_are_there_before_the_next_step(self, precision, way, tmp_path):
         """A frozen parameter, tall.weight, is among them."""
         engines = []
         for stage in (2, 3):
             zero = {"stage3_param_persistence_threshold": 10**6 * (way == "stays whole")}
             config = config_of(stage, zero=zero, **PRECISIONS[precision])
             engine = train_engine(start(Net(frozen=True), config), 1)
-            param = engine.module.get_parameter(name)
-            with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=way == "gathered" and stage == 3):
-                param.data.mul_(2)
+            gathered = way == "gathered" and stage == 3
+            for param in map(engine.module.get_parameter, ("square.weight", "embed.weight", "tall.weight")):
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=gathered):
+                    param.data.mul_(2)
             if way == "stays whole":
                 engine.optimizer.empty_partition_cache()
             engine.save_checkpoint(tmp_path, tag=f"of_{stage}")
@@ -432,15 +427,14 @@ class TestWrittenByScripts(DistributedTest):
         with pytest.raises(StepError, match=f"^{name} was written since the last step, and is not the same on ranks 0"):
             engine.step()
 
-    @pytest.mark.parametrize("name", ["square.weight", "embed.weight"])
-    @pytest.mark.parametrize("stays", [True, False])
-    def test_getters_see_what_is_written(self, precision, name, stays):
-        zero = {"stage3_param_persistence_threshold": 10**6 * stays}
-        engine = train_engine(start(Net(), config_of(3, zero=zero, **PRECISIONS[precision])), 1)
-        param = engine.module.get_parameter(name)
-        with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=not stays):
-            param.data.mul_(2)
-        assert torch.equal(safe_get_full_fp32_param(param), whole(param).float())
+    def test_getters_see_what_is_written(self, precision):
+        for stays in (True, False):
+            zero = {"stage3_param_persistence_threshold": 10**6 * stays}
+            engine = train_engine(start(Net(), config_of(3, zero=zero, **PRECISIONS[precision])), 1)
+            for param in (engine.module.square.weight, engine.module.embed.weight):
+                with deepspeed.zero.GatheredParameters(param, modifier_rank=0, enabled=not stays):
+                    param.data.mul_(2)
+                assert torch.equal(safe_get_full_fp32_param(param), whole(param).float())
 
     def test_nothing_is_fetched_where_nobody_writes(self):
         engine = start(Net(), config_of(3, **PRECISIONS["bf16"]))
@@ -554,12 +548,14 @@ class TestBetweenSteps(DistributedTest):
             engine.step()
         assert ("stage is 3, and neither model_parameters" in capsys.readouterr().out) == (dist.get_rank() == 0)
 
-    @pytest.mark.parametrize("zero", [
-        {"overlap_comm": False}, {"stage3_module_granularity_threshold": 10**6}, {"stage3_max_live_parameters": 1},
-        {"stage3_prefetch_bucket_size": 0}, {"leaf_module": {"classes": ["tests.support.models.Block"]}}], ids=str)
-    def test_settings_of_deepspeeds_fetches_change_nothing(self, zero):
-        engines = [start(Gpt(), config_of(3, zero=options, **PRECISIONS["bf16"])) for options in ({}, zero)]
-        assert_same_run(*(train_engine(engine, 3) for engine in engines))
+    def test_settings_of_deepspeeds_fetches_change_nothing(self):
+        plain = train_engine(start(Gpt(), config_of(3, **PRECISIONS["bf16"])), 3)
+        for zero in ({"overlap_comm": False}, {"stage3_module_granularity_threshold": 10**6},
+                     {"stage3_max_live_parameters": 1}, {"stage3_prefetch_bucket_size": 0},
+                     {"leaf_module": {"classes": ["tests.support.models.Block"]}}):
+            engine = train_engine(start(Gpt(), config_of(3, zero=zero, **PRECISIONS["bf16"])), 3)
+            assert_same_run(engine, plain, zero)
+            engine.destroy()
 
     def test_nothing_is_whole_after_a_backward_pass(self):
         model = Gpt(again=True)
@@ -650,9 +646,12 @@ class TestMemory(DistributedTest):
     world_size = [1, 3]
     thorough_on = (1, )
 
-    @pytest.mark.parametrize("host", [None, {"device": "cpu", "ratio": 0.5}], ids=str)
-    @pytest.mark.parametrize("offload_param", [None, {"device": "cpu", "pin_memory": True}], ids=str)
-    def test_it_is_what_the_plan_says(self, precision, host, offload_param):
+    def test_it_is_what_the_plan_says(self, precision):
+        for host, offload_param in product((None, {"device": "cpu", "ratio": 0.5}),
+                                           (None, {"device": "cpu", "pin_memory": True})):
+            self.compare(precision, host, offload_param)
+
+    def compare(self, precision, host, offload_param):
         config = config_of(3, gas=2, offload_optimizer=host, **PRECISIONS[precision])
         if offload_param:
             config["zero_optimization"]["offload_param"] = offload_param
@@ -672,6 +671,7 @@ class TestMemory(DistributedTest):
         cuts = [each.untyped_storage().nbytes() for each in internals.param_cuts(engine)]
         assert bool(planned.host) == bool(host or offload_param)
         assert not offload_param or planned.host >= sum(cuts)
+        engine.destroy()
 
 
 class TestRefused(DistributedTest):

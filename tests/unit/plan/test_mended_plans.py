@@ -50,11 +50,6 @@ def test_an_override_that_matches_nothing_is_told_before_two_that_contradict_eac
         overrides_by_name(known, entries(*both))
 
 
-def test_a_condition_that_cannot_be_answered_names_all_that_was_asked():
-    with pytest.raises(RoutingError, match=r"w: the condition module \('Linear', 'Conv\*'\) needs the class names"):
-        overrides_by_name({"w": [Facts(name="w", shape=(4, 4))]}, entries({"module": ["Linear", "Conv*"], "lr": 1}))
-
-
 def test_the_shape_of_a_whole_whose_axis_the_part_does_not_have():
     """A bias is cut along an axis that only its matrix has."""
     assert whole_shape((6,), -2, 3) == (6,) and whole_shape((), -1, 2) == () and whole_shape((6,), -1, 3) == (18,)

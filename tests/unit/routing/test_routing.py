@@ -148,17 +148,6 @@ def test_a_groups_mark_wins_over_every_rule_but_those_of_a_parameter():
         route(model, groups)
 
 
-@pytest.mark.parametrize("how", ["override", "parameters", "group"])
-def test_everything_may_be_sent_to_the_scalar_optimizer(how):
-    model = Model()
-    for param in model.parameters():
-        if how == "parameters" and param.dim() > 1:
-            param.use_muon = False
-    routes = route(model, [{"params": list(model.parameters()), **({"use_muon": False} if how == "group" else {})}],
-                   overrides=[Override(name="*.weight", optimizer="scalar")] if how == "override" else ())
-    assert set(kinds(routes).values()) == {"scalar"} and len(routes) == 7
-
-
 def test_a_model_without_matrices_is_refused_also_where_a_vector_was_sent_away():
     for overrides in ([], [Override(name="1.bias", optimizer="scalar")]):
         with pytest.raises(RoutingError, match="no parameter goes to the matrix optimizer, of 3 trainable ones"):
@@ -181,19 +170,6 @@ def test_marking_a_vector_as_a_matrix_is_an_error():
     model.norm.weight.use_muon = True
     with pytest.raises(RoutingError, match=r"norm.weight \(8,\) was sent to the matrix optimizer"):
         route(model)
-
-
-def test_overrides_are_merged_and_must_agree():
-    routes = route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0),
-                                       Override(name="proj.*", lr_scale=2.0)])
-    assert (routes["proj.bias"].weight_decay, routes["proj.bias"].lr_scale) == (0.0, 2.0)
-    assert (routes["norm.bias"].weight_decay, routes["norm.bias"].lr_scale) == (0.0, 1.0)
-    with pytest.raises(RoutingError, match=r"proj.bias: layerwise.overrides\[0\] sets weight_decay to 0.0 and "
-                                           r"layerwise.overrides\[1\] to 0.1"):
-        route(Model(), overrides=[Override(name="*.bias", weight_decay=0.0), Override(name="proj.*", weight_decay=0.1)])
-    with pytest.raises(RoutingError, match=r"'prj\.\*'\) matches no trainable parameter"):
-        route(Model(), overrides=[Override(name="prj.*", weight_decay=0.0)])
-    assert route(Model(), overrides=[Override(name="prj.*", weight_decay=0.0, optional=True)]) == route(Model())
 
 
 def test_heads_are_batches_of_matrices():
