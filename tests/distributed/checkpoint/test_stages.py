@@ -14,9 +14,11 @@ import torch.distributed.checkpoint as dcp
 from ds_layerwise.engine.checkpoints import loading
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, on_rank_0, whole_states
+from tests.support.cli import run
 from tests.support.harness import DistributedTest, made_once
 from tests.support.rooms import rooms
 from tests.support.training import PRECISIONS, Net, ds_config, start, train_engine, weights, whole
+from tests.support.universal import convert
 
 pytestmark = rooms("stage3_files", "cut_sync", "loading", "saving")
 
@@ -402,17 +404,14 @@ class TestDeepSpeedsScripts(DistributedTest):
 
     def test_ds_to_universal(self, saved, tmp_path):
         states, _ = torch.load(saved / "stage3-fp32-3ranks.pt", weights_only=True)
-        subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder",
-                        saved / "stage3-fp32-3ranks", "--output_folder", tmp_path / "new", "--num_extract_workers", "1",
-                        "--num_merge_workers", "1", "--inject_missing_state"], check=True, capture_output=True)
+        convert(saved / "stage3-fp32-3ranks", tmp_path / "new", inject=True)
         for stage in (2, 3):
             engine = loaded(start(make(True), config_of(stage, "fp32")), str(tmp_path), tag="new")
             assert_equal_states(whole_states(engine), states)
 
     def test_ours(self, saved):
-        run = subprocess.run([sys.executable, "-m", "ds_layerwise.cli", "verify", saved / "stage3-bf16-3ranks"],
-                             check=True, capture_output=True, text=True)
-        assert run.stdout.splitlines()[-1] == "ok"
+        code, out, _ = run("verify", saved / "stage3-bf16-3ranks")
+        assert code == 0 and out.splitlines()[-1] == "ok"
 
 
 def deepspeed_weights(folder):

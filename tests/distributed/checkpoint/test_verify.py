@@ -28,11 +28,6 @@ pytestmark = rooms("safe_load", "verify", "manifest", "checkpoint_folder")
 HOLDS = "7 x fp32, exp_avg, exp_avg_sq, step\n7 x fp32, momentum_buffer\n"
 
 
-def run_process(*args):
-    return subprocess.run([sys.executable, "-m", "ds_layerwise.cli", *map(str, args)], capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": os.getcwd()})
-
-
 class TestVerify(DistributedTest):
     world_size = 1
 
@@ -278,10 +273,9 @@ class TestVerify(DistributedTest):
             load_safely(path)
         assert "weights_only" not in str(refused.value) and "trusted" not in str(refused.value)
 
-    def test_a_process_of_its_own(self, runs, tmp_path):
-        done = run_process("verify", runs / "1")
-        assert (done.returncode, done.stderr) == (0, "") and done.stdout.endswith("\nok\n")
-        done = run_process("verify", tmp_path)
+    def test_a_process_of_its_own(self, tmp_path):
+        done = subprocess.run([sys.executable, "-m", "ds_layerwise.cli", "verify", tmp_path], capture_output=True,
+                              text=True, env={**os.environ, "PYTHONPATH": os.getcwd()})
         assert (done.returncode, done.stdout, done.stderr) == (2, "", (
             f"ds-layerwise: {tmp_path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named "
             "latest\n"))

@@ -113,10 +113,11 @@ MISTAKES = [
      ['{"name": "*", "optimizer": "scalar"}'], []),
 ]
 
-#: The script of one rank with a wrong setting.
+#: A script that does not know this package, with a wrong setting on one rank.
 ONE_RANK_WRONG = """
-import os, torch, ds_layerwise
-ds_layerwise.initialize(model=torch.nn.Linear(8, 8), config={
+import os, torch, deepspeed
+model = torch.nn.Linear(8, 8)
+deepspeed.initialize(model=model, model_parameters=model.parameters(), config={
     "train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 1},
     "optimizer": {"type": "LayerWiseMuon", "params": {"muon_lr": 0.02, "lr": 0.01,
                                                       "momentum": 0.9 + int(os.environ["RANK"])}}})
@@ -203,9 +204,9 @@ def test_under_the_launcher_rank_0_alone_tells_it_last(tmp_path):
     script = tmp_path / "train.py"
     script.write_text(ONE_RANK_WRONG)
     env = {**os.environ, "PYTHONPATH": str(Path(ds_layerwise.__file__).parents[1]), "LOCAL_SIZE": "2"}
-    done = subprocess.run(["deepspeed", "--num_accelerators", "2", "--master_port", str(port := free_port()), script],
-                          cwd=tmp_path, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                          timeout=180)
+    done = subprocess.run(["deepspeed", "--num_accelerators", "2", "--master_port", str(port := free_port()),
+                           "--module", "ds_layerwise.run", script], cwd=tmp_path, env=env, text=True,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=180)
     # An operator of DeepSpeed leaves these 140 MB where a rank ends with an error.
     for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_{port}_*"):
         left.unlink()
