@@ -121,8 +121,8 @@ class RunState:
         owns into its shards.
         """
         layout = self.planned.layout
-        settings = self.settings
-        if settings.stage < 3:
+        group = self.settings.group
+        if self.settings.stage < 3:
             with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
                 views = ParamViews(self.params, layout, self.device)
             self.places = views
@@ -130,12 +130,10 @@ class RunState:
             return
         with comm.errors_on_all_ranks():
             shards = OwnShards(layout, self.rank, self.device)
-            cuts = ParamCuts(
-                self.params, layout, self.rank, shards, settings.fetcher, settings.group
-            )
+            cuts = ParamCuts(self.params, shards, self.settings.fetcher, group)
         self.places = cuts
         self.values = shards
-        self.param_sync = CutSync(layout, self.rank, shards, cuts, group=settings.group)
+        self.param_sync = CutSync(shards, cuts, group=group)
         self.param_sync.fetch()
 
     def follow_cuts(self, name: str | None = None) -> None:

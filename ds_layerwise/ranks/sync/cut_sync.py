@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
-from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.plan.layout.transfer_plan import Round, begun_backwards, param_names, seen_by
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
@@ -36,21 +35,14 @@ class CutSync:
         group: the ranks that have the cuts.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        rank: int,
-        values: OwnShards,
-        cuts: ParamCuts,
-        *,
-        group: comm.Group,
-    ) -> None:
+    def __init__(self, values: OwnShards, cuts: ParamCuts, *, group: comm.Group) -> None:
         self._values = values
         self._all_cuts = cuts
         self._group = group
-        self._names = param_names(layout.buckets)
+        buckets = values.layout.buckets
+        self._names = param_names(buckets)
         self._transfer = Transfer(
-            seen_by(rank, begun_backwards(layout.buckets, by_param=True)),
+            seen_by(values.rank, begun_backwards(buckets, by_param=True)),
             lambda _: group,
             values.tensors[0].device,
         )

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
-from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import OwnShards
 from ds_layerwise.ranks.owned.weight_writes import differs
@@ -149,14 +148,12 @@ class ParamCuts:
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
-        layout: Layout,
-        rank: int,
         values: OwnShards,
         fetcher: DeepSpeedZeRoOffload,
         group: comm.Group,
     ) -> None:
         self._params = params
-        self._rank = rank
+        self._rank = values.rank
         self._fetcher = fetcher
         self._group = group
         self._device = values.tensors[0].device
@@ -170,16 +167,16 @@ class ParamCuts:
         self._refusing: dict[nn.Parameter, ExitStack] = {}
         self.apart: list[Tensor] = []
         """The memory of cuts that are no shards."""
-        for bucket in layout.buckets:
+        for bucket in values.layout.buckets:
             for slot in bucket.slots:
                 cut = self.of(slot.name)
-                filled, _ = filled_cut(params[slot.name], rank)
+                filled, _ = filled_cut(params[slot.name], values.rank)
                 if bucket.whole:
                     cut[filled.numel() :] = 0
                     self.apart.append(cut)
                 else:
                     first = bucket.offset_in_shard(slot)
-                    place = values.shard(bucket, rank).narrow(0, first, cut.numel())
+                    place = values.shard(bucket, values.rank).narrow(0, first, cut.numel())
                     # Elements past the parameter's end keep their zeros.
                     place[: filled.numel()].copy_(filled)
                     self._cut(slot.name).data = cut = place

@@ -110,19 +110,14 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.config = config
         self._scheduler = scheduler
-        groups: list[dict[str, Any]] = []
-        self.own_keys: list[frozenset[str]] = []
+        given: list[Any] = list(params)
+        if not (given and isinstance(given[0], dict)):
+            given = [{"params": given}]
+        self.own_keys = list(map(frozenset, given))
         """The keys that the script has set in each group."""
-        loose = []
-        for item in params:
-            if isinstance(item, dict):
-                groups.append(_with_ratios(f"param_groups[{len(groups)}]", item, config))
-                self.own_keys.append(frozenset(item))
-            else:
-                loose.append(item)
-        if loose or not groups:
-            groups.append(_with_ratios("param_groups", {"params": loose}, config))
-            self.own_keys.append(frozenset())
+        groups = []
+        for index, group in enumerate(given):
+            groups.append(_with_ratios(f"param_groups[{index}]", group, config))
         super().__init__(groups, {key: getattr(config, key) for key in HYPER_KEYS})
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)
