@@ -465,11 +465,8 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         model_group=model_group,
         mp_rank=mp_rank,
         tensor_group=parts_group,
-        sequence_group=sequence.group_of(engine),
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,
-        overlap_comm=bool(engine.zero_overlap_comm()),
         clip_grad=float(engine.gradient_clipping()),
-        may_be_unused=engine.zero_ignore_unused_parameters(),
         check_overflow=check_overflow,
         compute_grad_norm=compute_grad_norm,
         scaling=LossScaling(

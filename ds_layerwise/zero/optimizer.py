@@ -158,9 +158,9 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         """
         engine = self._engine()
         return bool(
-            self.settings.overlap_comm
-            and self._backward_active_depth > 0
+            self._backward_active_depth > 0
             and engine is not None
+            and engine.zero_overlap_comm()
             and engine.enable_backward_allreduce
             and not engine.inside_no_sync_ctxt
             and (self.settings.stage > 1 or engine.is_gradient_accumulation_boundary())

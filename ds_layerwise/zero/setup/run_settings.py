@@ -87,10 +87,7 @@ class Settings(RunConfig):
     """The ranks that hold the tensor-parallel parts of the same parameters, in the order of the
     parts; None without tensor parallelism.
     """
-    sequence_group: comm.Group | None
-    """The ranks that process parts of the same sequences; None without sequence parallelism."""
     divide_by: float
-    overlap_comm: bool
     clip_grad: float
     check_overflow: bool
     compute_grad_norm: bool
@@ -98,8 +95,6 @@ class Settings(RunConfig):
     pin_memory: bool
     timers: Any
     """DeepSpeed's timers by name, or a substitute without effect."""
-    may_be_unused: bool
-    """True if a parameter that requires a gradient may be without one in a step."""
     fetcher: Any = None
     """DeepSpeed's ``DeepSpeedZeRoOffload`` at ZeRO stage 3, which cuts parameters over the ranks
     and gathers them; else None.

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, RoutingError, StepError
 from ds_layerwise.output import announce
+from ds_layerwise.parallel import sequence
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.routing.attention import (
@@ -76,6 +77,7 @@ class AttentionLogits(StepObserver):
                 if name in run.pieces or run.config.verify_first_step:
                     self._outputs[name] = _indices(scaled, run.shapes[name], run.device)
         self._others = Attention("", run.model)
+        self._sequence_group = sequence.group_of(run.engine())
         # The last element is for all modules that need not be known.
         self._noted = torch.full((start + 1,), -math.inf, dtype=torch.float32, device=run.device)
         self._by_path = dict(run.model.named_modules())
@@ -165,7 +167,7 @@ class AttentionLogits(StepObserver):
         """Note the logits of attention of transformers, of which a rank of a sequence group has its
         share of the heads.
         """
-        group = self._run.settings.sequence_group
+        group = self._sequence_group
         if self.clip is None or group is None:
             self.note(module, largest)
         else:

@@ -211,7 +211,7 @@ class Guard:
                 (unused if param.requires_grad else idle).append(name)
         gone = self._hidden - self._reported
         self._warn_of([name for name in unused if name in gone])
-        if unused and not self._run.settings.may_be_unused:
+        if unused and not self._run.engine().zero_ignore_unused_parameters():
             raise StepError(
                 f"{few(unused)} got no gradient in this step, and "
                 "zero_optimization.ignore_unused_parameters is false; let the loss depend on all "
