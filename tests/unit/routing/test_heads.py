@@ -62,9 +62,9 @@ def test_num_heads_cuts_the_outputs_of_a_conv1d():
     c_attn = routes["transformer.h.0.attn.c_attn.weight"]
     assert (c_attn.matrix_shape, c_attn.seen(0)) == ((16, 48), {"": (3, 16, 16)})
     # Heads are blocks of columns, and a state of their own has no other name than that of rows.
-    kept = replace(c_attn, recipe=NorMuon()).states(0)
-    assert {key: spec.shape for key, spec in kept.items()} == {
-        "momentum_buffer": (16, 48), "moment2_buffer": (3, 16, 1)} and c_attn.meaning == ""
+    kept = replace(c_attn, recipe=NorMuon())
+    assert {key: spec.shape for key, spec in kept.states(0).items()} == {
+        "momentum_buffer": (16, 48), "moment2_buffer": (3, 16, 1)} and kept.meaning == ""
     # What divides the rows and not the columns would cut inputs.
     with pytest.raises(RoutingError, match=r"c_attn.weight: num_heads 32 needs a matrix whose columns it divides, got"):
         route(build("gpt2", **GPT2), Override(name="*.c_attn.weight", num_heads=32))

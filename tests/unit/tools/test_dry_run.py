@@ -246,6 +246,7 @@ def test_every_parameter_is_listed(files):
                 owned[row["owner"]] += math.prod(row["shape"])
         assert owned == plan["owned_matrix_elements"]
     assert [row["matrices"] for row in plans[0]["parameters"]] == [None, [16, 64], [64, 16], None, [4, 16, 16]]
+    assert not any(row["parts"] for row in plans[0]["parameters"])
 
 
 @pytest.mark.parametrize("given, message", [
