@@ -57,11 +57,6 @@ class Split(NamedTuple):
     axis: SplitAxis = "out"
     groups: int = 1
 
-    @property
-    def length(self) -> int:
-        """The length of an axis that consists of these parts."""
-        return self.groups * sum(part.size for _, part in self.parts)
-
     def __repr__(self) -> str:
         sizes = []
         for name, part in self.parts:

@@ -336,8 +336,8 @@ def _with_known_parts(
     if route.tp_axis == axis:
         length *= tp_size
     known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
-    if known is not None and known.length == length and len(known.parts) > 1:
-        parts = parts_of(route, known, outputs=axis, tp_size=tp_size)
+    parts = known and Parts(axis, known.parts, known.groups)
+    if parts is not None and parts.length == length and len(parts.each) > 1:
         try:
             return _with_parts_here(route, parts, param, tp_size)
         except RoutingError:

@@ -414,20 +414,12 @@ def _kinds(
         return "of a norm", None
     if is_vector(name):
         return "a vector (by name)", None
-    return None, _table_or_head(name, param, modules, head)
-
-
-def _table_or_head(
-    name: str, param: Tensor, modules: Sequence[tuple[str, nn.Module]], head: str | None
-) -> str | None:
-    for _, module in modules:
-        if is_table(module):
-            if len(modules) == 1:
-                return "embedding"
-            return "embedding, tied"
+    if any(is_table(module) for _, module in modules):
+        return None, "embedding" + ", tied" * (len(modules) > 1)
     if any(path.endswith(_ROWS) for path, _ in modules):
-        return "embedding (rows of one, by peft)"
+        return None, "embedding (rows of one, by peft)"
     if getattr(param, "is_embedding_or_output_parameter", False):
-        return "embedding or output head (as Megatron marks it)"
-    by_name = is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name))
-    return head or ("embedding (by name)" if by_name else None)
+        return None, "embedding or output head (as Megatron marks it)"
+    if head is None and is_bare(modules[0][1]) and EMBEDDING_NAME.fullmatch(own_name(name)):
+        head = "embedding (by name)"
+    return None, head

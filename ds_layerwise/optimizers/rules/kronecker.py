@@ -99,13 +99,24 @@ class Kronecker(OneByOne, KeptMoments):
         """Return the FLOPs of a product with each factor, for all matrices."""
         return 2 * math.prod(shape) * sum(self.sides(shape).values())
 
-    def decaying(self, shape: Shape) -> int:
-        """Return the bytes that weight decay needs: with l2 a copy of the gradient, cautious two of
-        an update.
+    def workspace(self, shape: Shape) -> int:
+        """Return the bytes that an update and weight decay need: with l2 a copy of the gradient,
+        cautious two of an update.
         """
-        updates = self.together(shape) * math.prod(shape[-2:])
-        copies = math.prod(shape) * (self.weight_decay_method == "l2")
-        return 4 * (copies + 2 * updates * self.cautious_weight_decay)
+        *_, rows, cols = shape
+        numel = rows * cols
+        most = self.most_held(numel, max(self.sides(shape).values()) ** 2) + 8 * max(rows, cols)
+        updates = self.together(shape) * (most + 2 * numel * self.cautious_weight_decay)
+        return 4 * (updates + math.prod(shape) * (self.weight_decay_method == "l2"))
+
+    def most_held(self, numel: int, square: int) -> int:
+        """Return the most elements that an update of a matrix holds at a time beside its sums.
+
+        Args:
+            numel: the elements of the matrix.
+            square: those of its larger factor.
+        """
+        raise NotImplementedError
 
     def together(self, shape: Shape) -> int:
         """Return the number of matrices of a stack that go through the linear algebra together."""

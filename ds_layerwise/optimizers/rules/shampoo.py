@@ -71,14 +71,13 @@ class Shampoo(Kronecker):
         roots = sum((EIGH_FLOPS + 2) * side**3 for side in self.sides(shape).values())
         return 2 * self.products(shape) + matrices * roots // self.precondition_frequency
 
-    def workspace(self, shape: Shape) -> int:
-        """Return the bytes of the update and its scale, or of the computation of the larger root.
+    def most_held(self, numel: int, square: int) -> int:
+        """Return the elements of the update and its scale, or of the computation of the larger
+        root.
 
         An eigendecomposition needs its result, and twice that in LAPACK.
         """
-        *_, rows, cols = shape
-        most = max(2 * rows * cols, 3 * max(self.sides(shape).values()) ** 2)
-        return 4 * self.together(shape) * (most + 8 * max(rows, cols)) + self.decaying(shape)
+        return max(2 * numel, 3 * square)
 
     @property
     def meaning(self) -> str:

@@ -103,19 +103,15 @@ class Soap(Kronecker):
             return product + EIGH_FLOPS * side**3
         return self.power_iter_steps * (product + qr_flops(side)) + product * self.kl
 
-    def workspace(self, shape: Shape) -> int:
-        """Return the bytes of Adam, or of the update that is held while the larger basis is
+    def most_held(self, numel: int, square: int) -> int:
+        """Return the elements of Adam, or of the update that is held while the larger basis is
         computed.
 
         A QR decomposition needs its input and two results; an eigendecomposition needs its result,
         and twice that in LAPACK.
         """
-        *_, rows, cols = shape
-        numel = rows * cols
-        square = max(self.sides(shape).values()) ** 2
         learning = max(3 * square, 2 * numel * self.kl) + numel * self.lagged_basis
-        most = max((3 + self.nesterov) * numel, learning)
-        return 4 * self.together(shape) * (most + 8 * max(rows, cols)) + self.decaying(shape)
+        return max((3 + self.nesterov) * numel, learning)
 
     @property
     def takes_rate_of_adamw(self) -> bool:
