@@ -484,8 +484,8 @@ class LayerWiseConfig(Section):
     bound.
     """
     max_waiting_buckets: OrNull[Count] = None
-    """At ZeRO stage 2, let the backward pass wait while more buckets than this are complete and not
-    started; None for no bound.
+    """At ZeRO stages 2 and 3, let the backward pass wait while more buckets than this are complete
+    and not started; None for no bound.
     """
     log_num_zeros_in_grad: bool = False
     """Count the zeros in averaged gradients; Megatron-LM's key."""

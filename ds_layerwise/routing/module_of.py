@@ -1,4 +1,5 @@
-"""The modules of parameters, also if torch's parametrizations have moved them.
+"""The modules of parameters, also if torch's parametrizations have moved them; which parameters are
+matrices by their axes, tables or vectors.
 
 Note: where torch puts a weight
     ``torch.nn.utils.parametrizations`` moves ``weight`` into a ``ParametrizationList``, as

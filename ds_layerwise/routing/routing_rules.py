@@ -1,4 +1,5 @@
-"""The rules that give each parameter its optimizer, group and overrides. Nothing else decides.
+"""The rules that give each parameter its optimizer, group and overrides. Nothing else decides;
+:func:`.routing.module_of.shape_in` says what the axes of a parameter make it.
 
 The result is a table of :class:`Route`, one row per parameter, each with its reason. Nothing is
 written on tensors.
@@ -9,7 +10,7 @@ The rules, of which the first match wins:
    ``param.use_muon``, then a parameter group's ``use_muon``;
 2. fewer than two axes: scalar (norms, biases);
 3. a vector of any shape, by the class of a norm or by its own name, see
-   :func:`.routing.routes.is_vector`: scalar, and with the weight decay of vectors;
+   :func:`.routing.module_of.is_vector`: scalar, and with the weight decay of vectors;
 4. a table or an output head: scalar. Tables are weights shared by layers of a pipeline;
    ``nn.Embedding`` by its type; other modules by a class name that ends in ``Embedding``; tables
    and heads that Megatron marks with ``is_embedding_or_output_parameter``; and bare parameters by
