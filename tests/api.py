@@ -94,7 +94,12 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str, str | None]]:
             doc = below.value if isinstance(below, ast.Expr) else None
             if isinstance(member.value, ast.Call):
                 member.value = None
-            yield name, ast.unparse(member), doc.value if isinstance(doc, ast.Constant) else None
+            if doc is not None or member.value is not None:
+                yield name, ast.unparse(member), doc.value if isinstance(doc, ast.Constant) else None
+        elif isinstance(member, ast.Assign) and isinstance(member.value, ast.Name):
+            for target in map(ast.unparse, member.targets):
+                if not target.startswith("_"):
+                    yield target, target, f"another name of ``{member.value.id}``"
 
 
 def _signature(name: str, node: Function, without: int = 0) -> str:

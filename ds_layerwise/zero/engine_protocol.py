@@ -36,6 +36,7 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
 
     optimizer: torch.optim.Optimizer
     bit16_groups: list[list[nn.Parameter]]
+    """The trained parameters of each group."""
     custom_loss_scaler = False
     external_loss_scale = None
     torch_autocast_gradscaler = None
@@ -151,25 +152,20 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
             self._backward_hook_state.backward_active_depth = 0
 
     def finalize_gradient_accumulation_boundary(self) -> None:
-        """Do nothing. The engine calls this at stage 2 when the user marks the end of a step;
-        ``step`` does all the work. It calls the same as ``setup_buckets`` in its flush after
-        ``coalesce_grad_reduction``; the epilogue that follows does all the work.
+        """Do nothing: the epilogue that follows does all the work. The engine calls this at the end
+        of a step that the user marks, and after ``coalesce_grad_reduction``.
         """
 
     setup_buckets = finalize_gradient_accumulation_boundary
 
     def overlapping_partition_gradients_reduce_epilogue(self) -> None:
-        """Finish the reduction at ZeRO stage 2. The engine calls this after every backward pass and
-        after ``coalesce_grad_reduction``. At stage 3 it has another name.
-        """
+        """Finish the reduction after a backward pass."""
         self.reduce_gradients()
 
     independent_gradient_partition_epilogue = overlapping_partition_gradients_reduce_epilogue
 
     def get_gradient_for_reduction(self, param: nn.Parameter) -> Any:
-        """Return the gradient left on ``param``, for the flush after
-        ``coalesce_grad_reduction``.
-        """
+        """Return the gradient left on ``param`` after ``coalesce_grad_reduction``."""
         return param.grad
 
     def reduce_ready_partitions_and_remove_grads(self, param: nn.Parameter, i: int = 0) -> None:

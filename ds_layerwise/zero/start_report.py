@@ -34,6 +34,7 @@ class ReportingOptimizer(EngineOptimizer):
     """
 
     optimizer: LayerWiseOptimizer
+    """The rules and the user's groups, as schedulers see them."""
     attention: AttentionLogits
     reports: Reports
     _run: RunState
@@ -99,11 +100,9 @@ class ReportingOptimizer(EngineOptimizer):
         return listed(planned.routes, planned.specs, planned.layout, self.optimizer.groups_now())
 
     def write_param_map(self) -> None:
-        """Write the file of ``layerwise.dump_param_map``, if the config names one.
-
-        The file has the list that ``ds-layerwise plan --list --json`` prints, without times. The
-        list has one element per pipeline stage, one if there is no pipeline. Rank 0 writes, and the
-        replacement is atomic: a reader finds the old file or the whole new one.
+        """Write the file of ``layerwise.dump_param_map``, if the config names one: the list that
+        ``ds-layerwise plan --list --json`` prints, without times, for each pipeline stage. A reader
+        finds the old file or the whole new one.
 
         Raises:
             ConfigError: on every rank, if rank 0 cannot write.
@@ -127,9 +126,7 @@ class ReportingOptimizer(EngineOptimizer):
                     ) from e
 
     def describe(self) -> str:
-        """Return the start-up table: which optimizer trains each parameter and why, and the cost
-        per rank.
-        """
+        """Return the start-up table: routes, their reasons, and the cost per rank."""
         run = self._run
         planned = run.planned
         optimizer = self.optimizer
