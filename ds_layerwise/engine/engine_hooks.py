@@ -53,7 +53,7 @@ from ds_layerwise.engine import (
 from ds_layerwise.engine.checkpoints import exit_saves, loading, saving
 from ds_layerwise.engine.contract import patches
 from ds_layerwise.engine.contract.patches import Method, only_ours
-from ds_layerwise.engine.shared_storage import on_all_ranks, viewable_as_bytes
+from ds_layerwise.engine.shared_storage import viewable_as_bytes
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
@@ -70,8 +70,9 @@ from ds_layerwise.zero.setup.client_groups import (
     must_be_optimizer,
     pointing_to_ours,
 )
+from ds_layerwise.zero.setup.loss_scaling import AUTOCAST_SCALE, LossScaling
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
-from ds_layerwise.zero.setup.run_settings import AUTOCAST_SCALE, LossScaling, Settings
+from ds_layerwise.zero.setup.run_settings import Settings
 from ds_layerwise.zero.step_progress import warn_once
 
 #: The configs of engines. Several hooks need one before the engine has an optimizer, which has it
@@ -113,8 +114,8 @@ def _do_sanity_check(original: Method, engine: DeepSpeedEngine) -> Any:
         config_hook.refuse_what_others_ignore(config, engine.client_optimizer)
         return original()
     if engine.mpu is None and engine.mesh_device is not None:
-        engine.mpu = sequence.mesh_groups(engine.mesh_device)
-    with on_all_ranks():
+        engine.mpu = sequence.MeshGroups(engine.mesh_device)
+    with comm.errors_on_all_ranks_if_started():
         _check_config(engine)
     if dist.is_initialized():
         described = what_ranks_share(given)
@@ -163,7 +164,7 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
     model = engine.module
     is_stage = pipeline.is_pipeline(model)
-    with on_all_ranks():
+    with comm.errors_on_all_ranks_if_started():
         _check_model(engine)
         sequence.check(engine)
         if is_stage:
@@ -209,7 +210,7 @@ def _check_model(engine: DeepSpeedEngine) -> None:
 
 
 def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_parameters: Any) -> Any:
-    with on_all_ranks():
+    with comm.errors_on_all_ranks_if_started():
         section = engine._config._param_dict.get("scheduler")
         if engine.client_lr_scheduler:
             section = None
@@ -222,7 +223,7 @@ def _configure_optimizer(
     if client_optimizer is None:
         return original(client_optimizer, model_parameters)
     with (
-        on_all_ranks(),
+        comm.errors_on_all_ranks_if_started(),
         pointing_to_ours(client_optimizer),
         whole_shapes(engine.module.parameters()),
     ):

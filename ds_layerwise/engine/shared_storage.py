@@ -1,5 +1,5 @@
-"""The memory of weights when an engine takes a model over. Weights that share memory without being
-the same parameter are refused: they would be separated when parameters move into their buffer.
+"""The refusal of weights that share memory without being the same parameter. They would be
+separated when parameters move into their buffer.
 
 DeepSpeed casts and moves a model parameter by parameter, which also separates them, before routing
 starts.
@@ -8,11 +8,10 @@ starts.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, NamedTuple
 
-import deepspeed.comm as dist
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
@@ -127,16 +126,9 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     return bool(taken.as_strided(second.shape, second.stride(), starts[1]).any())
 
 
-def on_all_ranks() -> AbstractContextManager[None]:
-    """Raise errors of one rank on all ranks. DeepSpeed can also run without a process group."""
-    if dist.is_initialized():
-        return comm.errors_on_all_ranks()
-    return nullcontext()
-
-
 def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
     """Refuse shared memory when the engine gets its model, before it casts or moves it."""
-    with on_all_ranks():
+    with comm.errors_on_all_ranks_if_started():
         refuse_shared_memory(model)
     return original(model)
 

@@ -7,8 +7,6 @@ the number of sequence groups. Owners are also chosen from all those ranks.
 
 from __future__ import annotations
 
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 from deepspeed.utils import groups
@@ -17,39 +15,62 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
 
 
-def mesh_groups(mesh: Any) -> SimpleNamespace:
-    """Return DeepSpeed's device mesh as an mpu. DeepSpeed asks an mpu first for the ranks of
-    reductions.
+class MeshGroups:
+    """DeepSpeed's device mesh as an mpu. DeepSpeed asks an mpu first for the ranks of reductions.
 
     From the mesh alone it uses only the data axis; each rank of a sequence would then train on its
     own part.
     """
-    mpu = SimpleNamespace(
-        # The attribute by which DeepSpeed recognizes an mpu without model parallelism.
-        initialize_sequence_parallel=None,
-        # No parameter is cut. DeepSpeed before 0.19.8 names files by the rank.
-        get_model_parallel_rank=lambda: 0,
-        get_tensor_model_parallel_world_size=lambda: 1,
-    )
-    # The ranks that process parts of one sequence, those that process the same part of different
-    # sequences, and all ranks: they share every gradient.
-    for name, group in (
-        ("sequence_parallel", mesh.get_group(mesh_dim="sequence_parallel")),
-        ("data_parallel", mesh.get_group(mesh_dim="data_parallel")),
-        ("sequence_data_parallel", groups._clone_world_group()),
-    ):
-        vars(mpu).update(
-            {
-                f"get_{name}_group": partial(_same, group),
-                f"get_{name}_world_size": partial(comm.size_of, group),
-                f"get_{name}_rank": partial(comm.rank_of, group),
-            }
-        )
-    return mpu
 
+    #: The attribute by which DeepSpeed recognizes an mpu without model parallelism.
+    initialize_sequence_parallel = None
 
-def _same(group: comm.Group) -> comm.Group:
-    return group
+    def __init__(self, mesh: Any) -> None:
+        self._mesh = mesh
+
+    def get_sequence_parallel_group(self) -> comm.Group:
+        """Return the ranks that process parts of one sequence."""
+        return self._mesh.get_group(mesh_dim="sequence_parallel")
+
+    def get_sequence_parallel_world_size(self) -> int:
+        """Return the number of parts of a sequence."""
+        return comm.size_of(self.get_sequence_parallel_group())
+
+    def get_sequence_parallel_rank(self) -> int:
+        """Return the number of the part that this rank processes."""
+        return comm.rank_of(self.get_sequence_parallel_group())
+
+    def get_sequence_data_parallel_group(self) -> comm.Group:
+        """Return all ranks: they share every gradient."""
+        return groups._clone_world_group()
+
+    def get_sequence_data_parallel_world_size(self) -> int:
+        """Return the number of all ranks."""
+        return comm.size_of(None)
+
+    def get_sequence_data_parallel_rank(self) -> int:
+        """Return the number of this rank among all ranks."""
+        return comm.rank_of(None)
+
+    def get_data_parallel_group(self) -> comm.Group:
+        """Return the ranks that process the same part of different sequences."""
+        return self._mesh.get_group(mesh_dim="data_parallel")
+
+    def get_data_parallel_world_size(self) -> int:
+        """Return the number of sequences that are processed at a time."""
+        return comm.size_of(self.get_data_parallel_group())
+
+    def get_data_parallel_rank(self) -> int:
+        """Return the number of the sequence that this rank processes."""
+        return comm.rank_of(self.get_data_parallel_group())
+
+    def get_model_parallel_rank(self) -> int:
+        """Return 0: no parameter is cut. DeepSpeed before 0.19.8 names files by it."""
+        return 0
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return 1: no parameter is cut."""
+        return 1
 
 
 def is_ulysses(mpu: Any) -> bool:

@@ -1,30 +1,17 @@
 """The interface that DeepSpeed's engine and its users expect of any ZeRO optimizer, except the path
 of a gradient.
-
-Note: why gradients are not divided where DeepSpeed divides by the number of micro-batches
-    If DeepSpeed does not start the backward pass itself, it divides in hooks on the tensors that
-    the model returns. These tensors depend on one another (a loss on logits, logits on hidden
-    states), so a gradient would be divided once at each tensor that it passes. A gradient that
-    reaches a parameter on another path, such as that of a penalty on weights, would not be divided
-    at all. Before DeepSpeed 0.19 this is so in every backward pass. Here the division happens once,
-    where a gradient reaches its parameter (:func:`divide_once`).
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
-from deepspeed.runtime.pipe.engine import PipelineEngine
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import nn
 
-from ds_layerwise.instance_patches import patch
+from ds_layerwise.zero.setup.loss_scaling import LossScaling
 from ds_layerwise.zero.setup.param_groups import refuse_states
-from ds_layerwise.zero.setup.run_settings import LossScaling
 
 
 class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
@@ -194,52 +181,3 @@ class EngineOptimizer(ZeROOptimizer):  # type: ignore[misc]
         """
         if self.parameter_offload is not None:
             self.parameter_offload.release_backward_leftovers()
-
-
-def divide_once(engine: Any, params: Iterable[nn.Parameter]) -> list[RemovableHandle]:
-    """Divide gradients where they reach ``params``, in the cases in which ``engine`` would divide
-    them on the way. ``engine`` no longer divides, unless it is a pipeline's: there the gradient
-    that the last stage sends on must be divided already, and every gradient passes one output.
-
-    Returns:
-        The hooks on ``params``. The node of autograd's graph at which gradients arrive has none: a
-        parameter gets a new one when its data changes the dtype or the device.
-    """
-    if isinstance(engine, PipelineEngine):
-        return []
-    engine_of = weakref.ref(engine)
-    rule = type(engine)._backward_prologue_per_tensor
-    patch(engine, _backward_prologue_per_tensor=lambda gradient: gradient)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def divided(gradient: Tensor) -> Tensor | None:
-        engine = engine_of()
-        steps = 1 if engine is None else engine.gradient_accumulation_steps()
-        # The result that DeepSpeed gives for 1 tells whether the loss of this pass is divided
-        # already.
-        if steps == 1 or rule(engine, 1.0) == 1 or _is_asked_for():
-            return None
-        return gradient / steps
-
-    hooks = []
-    for param in params:
-        earlier = list(param._backward_hooks or ())
-        hooks.append(param.register_hook(divided))  # type: ignore[no-untyped-call]
-        # Hooks of a script come after it, as they come after DeepSpeed's division.
-        order: Any = param._backward_hooks
-        for key in earlier:
-            order[key] = order.pop(key)
-    return hooks
-
-
-def _is_asked_for() -> bool:
-    """Tell whether the current backward pass is a call of torch.autograd.grad for the parameter in
-    whose hook this is called.
-    """
-    # The parameter itself may have a new node since the forward pass.
-    node = torch._C._current_autograd_node()
-    try:
-        return not torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # The only way of torch to say so.
-        return True

@@ -24,7 +24,6 @@ from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.ranks.sync.step_state import Call
 from ds_layerwise.zero.checkpoint.checkpointing import Checkpointing
-from ds_layerwise.zero.engine_protocol import divide_once
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup import numerics_context, param_owner
@@ -35,6 +34,7 @@ from ds_layerwise.zero.start_report import ReportingOptimizer
 from ds_layerwise.zero.state_access import StateAccess
 from ds_layerwise.zero.step.attention_logits import AttentionLogits
 from ds_layerwise.zero.step.first_step import FirstStep
+from ds_layerwise.zero.step.gradient_share import divide_once
 from ds_layerwise.zero.step.metrics import Reports
 from ds_layerwise.zero.step.pre_step import BeforeUpdate
 from ds_layerwise.zero.step.skipped_steps import SkippedSteps
@@ -232,7 +232,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         Raises:
             LayerWiseError: on every rank, if no rank has gradients of a backward pass, if an error
                 ended the backward pass of any rank, or if parameters have changed; see
-                :class:`~ds_layerwise.zero.step.pre_step.Guard`.
+                :class:`~ds_layerwise.zero.step.param_guard.Guard`.
         """
         if closure is not None:
             raise StepError(

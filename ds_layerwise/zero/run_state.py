@@ -22,7 +22,7 @@ from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from ds_layerwise.zero.setup import numerics_context
-from ds_layerwise.zero.setup.numerics_context import Products
+from ds_layerwise.zero.setup.matmul_dtype import Products
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.run_plan import Planned
 from ds_layerwise.zero.setup.run_settings import Settings

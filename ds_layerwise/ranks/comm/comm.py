@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed.comm as dist
@@ -351,6 +351,15 @@ def errors_on_all_ranks() -> Iterator[None]:
     with (attempt := Attempt()):
         yield
     raise_on_all_ranks(attempt.error)
+
+
+def errors_on_all_ranks_if_started() -> AbstractContextManager[None]:
+    """Do what :func:`errors_on_all_ranks` does, and nothing without a process group: DeepSpeed can
+    also run without one.
+    """
+    if dist.is_initialized():
+        return errors_on_all_ranks()
+    return nullcontext()
 
 
 def gather_objects(value: Any, *, group: Group) -> list[Any]:

@@ -44,7 +44,7 @@ from ds_layerwise.zero.checkpoint.whole_states import tied
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.rate_checks import check_accuracy
-from ds_layerwise.zero.step.pre_step import Guard
+from ds_layerwise.zero.step.param_guard import Guard
 
 
 @dataclass(frozen=True)

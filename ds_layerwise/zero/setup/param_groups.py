@@ -110,14 +110,19 @@ class LayerWiseOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.config = config
         self._scheduler = scheduler
-        given: list[Any] = list(params)
-        if not (given and isinstance(given[0], dict)):
-            given = [{"params": given}]
-        self.own_keys = list(map(frozenset, given))
+        groups: list[dict[str, Any]] = []
+        loose = []
+        for item in params:
+            if isinstance(item, dict):
+                groups.append(item)
+            else:
+                loose.append(item)
+        if loose or not groups:
+            groups.append({"params": loose})
+        self.own_keys = list(map(frozenset, groups))
         """The keys that the script has set in each group."""
-        groups = []
-        for index, group in enumerate(given):
-            groups.append(_with_ratios(f"param_groups[{index}]", group, config))
+        for index, group in enumerate(groups):
+            groups[index] = _with_ratios(f"param_groups[{index}]", group, config)
         super().__init__(groups, {key: getattr(config, key) for key in HYPER_KEYS})
         self._checked: dict[int, dict[str, Any]] = {}
         self._sent_to = tuple(group.get("use_muon") for group in self.param_groups)

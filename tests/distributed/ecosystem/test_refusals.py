@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Mpu
 from tests.support.training import BF16
 
-pytestmark = rooms("ds_config", "engine_hooks", "pre_step", "shared_storage")
+pytestmark = rooms("ds_config", "engine_hooks", "param_guard", "shared_storage")
 
 
 def config(**changes):

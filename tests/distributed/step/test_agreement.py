@@ -33,7 +33,7 @@ from tests.support.training import (
 )
 from tests.support.versions import needs
 
-pytestmark = rooms("step_agreement", "comm", "pre_step")
+pytestmark = rooms("step_agreement", "comm", "param_guard", "pre_step")
 
 STEPS = 3
 

@@ -24,7 +24,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("grad_sync", "optimizer", "pre_step", "engine_protocol")
+pytestmark = rooms("grad_sync", "optimizer", "param_guard", "engine_protocol")
 
 STEPS = 3
 

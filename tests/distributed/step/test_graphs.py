@@ -19,7 +19,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import allow_fp16, assert_same_on_all_ranks, ds_config, start, whole_gradients
 
-pytestmark = rooms("grad_sync", "pre_step", "engine_protocol")
+pytestmark = rooms("grad_sync", "param_guard", "gradient_share")
 
 STEPS = 2
 

@@ -16,7 +16,7 @@ from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, raises_on_rank_1, relative_error, start, start_adamw, train_engine
 
-pytestmark = rooms("pre_step", "param_owner")
+pytestmark = rooms("param_guard", "param_owner")
 
 
 def start_on(params, module, config):

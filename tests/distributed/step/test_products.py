@@ -12,7 +12,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("numerics_context", "devices")
+pytestmark = rooms("matmul_dtype", "devices")
 
 BF16, FP32 = "bfloat16", "float32"
 

@@ -11,7 +11,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, allow_fp16, ds_config, start
 
-pytestmark = rooms("skipped_steps")
+pytestmark = rooms("skipped_steps", "loss_scaling")
 
 
 class Sick(Net):

@@ -39,6 +39,15 @@ class TestParamGroups:
         group, = LayerWiseOptimizer(params(2), self.config).param_groups
         assert (group["lr"], group["matrix_lr_ratio"], group["scalar_lr_ratio"]) == (0.01, 4.0, 1.0)
 
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    def test_loose_parameters_beside_groups_are_one_more_group(self, place):
+        first, second, *loose = params(4)
+        given = [{"params": [first], "lr": 0.2}, {"params": [second]}]
+        given[place:place] = loose
+        optimizer = LayerWiseOptimizer(given, self.config)
+        assert [group["params"] for group in optimizer.param_groups] == [[first], [second], loose]
+        assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.01, 0.01]
+
     def test_a_groups_own_rates(self):
         p = params(3)
         groups = LayerWiseOptimizer([{"params": [p[0]], "weight_decay": 0.3}, {"params": [p[1]], "lr": 0.2},
