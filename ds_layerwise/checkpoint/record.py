@@ -5,7 +5,7 @@ form.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +17,27 @@ from ds_layerwise.optimizers.any_torch import are_one_family, family_at
 
 #: The text in a header for a save between the first micro-batch of a step and its update.
 WITHIN_STEP = "within a step"
+
+
+#: The states that DeepSpeed's converter keeps.
+CONVERTED = ("exp_avg", "exp_avg_sq", "step")
+
+
+def travels_as(keys: Iterable[str]) -> dict[str, str]:
+    """Return those of ``keys`` that DeepSpeed's converter can keep, each with its name there."""
+    keys = {*keys}
+    names = {}
+    for key in CONVERTED:
+        if key in keys:
+            names[key] = key
+    if "exp_avg" not in keys and "momentum_buffer" in keys:
+        names["momentum_buffer"] = "exp_avg"
+    return names
+
+
+def step_tensor(number: int) -> Tensor:
+    """Return the number of updates in the form of a state."""
+    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 @dataclass(frozen=True)
@@ -36,9 +57,32 @@ class PieceRecord:
     master: Tensor
     state: dict[str, Tensor]
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The states by key, and the master under the empty key."""
+        return {"": self.master, **self.state}
+
+    def tensor(self, key: str) -> Tensor:
+        """Return the state ``key``, or the master for the empty key.
+
+        Raises:
+            LayerWiseError: the file lacks it.
+        """
+        if key and key not in self.state:
+            raise LayerWiseError(
+                f"the checkpoint lacks {key} of {self.name}, though it names the optimizer that "
+                "has it"
+            )
+        return self.tensors[key]
+
     def is_elementwise(self, key: str) -> bool:
-        """Tell whether the state ``key`` has one element per element of ``master``."""
-        return self.state[key].dim() == 1 and self.state[key].numel() == self.master.numel()
+        """Tell whether :meth:`tensor` has one element per element of ``master``."""
+        value = self.tensors[key]
+        return value.dim() == 1 and value.numel() == self.master.numel()
+
+    def convertible(self) -> dict[str, str]:
+        """Return the states that DeepSpeed's converter can keep; see :func:`travels_as`."""
+        return travels_as(key for key in self.state if key == "step" or self.is_elementwise(key))
 
 
 def fits(saved: Sequence[int], own: Sequence[int]) -> bool:
@@ -160,3 +204,13 @@ class Saved(Protocol):
         Raises:
             LayerWiseError: a file is missing or damaged; names it.
         """
+
+
+def weights_in(saved: Saved, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the weights of ``name`` in ``saved`` as one tensor of ``shape``.
+
+    Raises:
+        LayerWiseError: some elements are missing.
+    """
+    masters = [piece.master for piece in saved.pieces(name, 0, math.prod(shape))]
+    return joined(f"the weights of {name}", masters, shape)

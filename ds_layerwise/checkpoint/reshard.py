@@ -74,12 +74,12 @@ def plan_load(
         start = piece.param_start
         stop = piece.param_start + piece.master.numel()
         numel = math.prod(shapes.get(piece.name, ()))
+        sources: Sequence[PieceRecord] = ()
+        names = {}
         if piece.name in shapes:
             sources = saved.pieces(piece.name, start, stop)
-        else:
-            sources = ()
-        if masters and piece.name in shapes:
-            plan.copies.extend(_copies(piece, {"": ""}, sources, numel))
+            if masters:
+                names[""] = ""
         elif masters:
             plan.masters_from_model.append(piece.name)
         if states:
@@ -91,11 +91,12 @@ def plan_load(
                 on_missing_state=on_missing_state,
                 on_optimizer_change=on_optimizer_change,
             )
-            plan.copies.extend(_copies(piece, kept, sources, numel))
+            names |= kept
             if restarts := tuple(key for key in piece.state if key not in kept):
                 plan.restarts[piece.name] = restarts
             if why:
                 plan.reasons[piece.name] = why
+        plan.copies.extend(_copies(piece, names, sources, numel))
     return plan
 
 
@@ -192,7 +193,7 @@ def _of_other_shapes(
     for key in keys:
         if key not in piece.state or not sources:
             continue
-        was = tuple(_values(piece.name, sources[0], key).shape)
+        was = tuple(sources[0].tensor(key).shape)
         now = tuple(piece.state[key].shape)
         # The factors of a square matrix have as many elements as the matrix, and so count as
         # element-wise.
@@ -212,12 +213,9 @@ def _copies(
         numel: the number of elements of the parameter, by its shape in the checkpoint.
     """
     for key, saved_key in names.items():
-        if key:
-            into = piece.state[key]
-        else:
-            into = piece.master
-        if key and not piece.is_elementwise(key):
-            value = _values(piece.name, sources[0], saved_key)
+        into = piece.tensor(key)
+        if not piece.is_elementwise(key):
+            value = sources[0].tensor(saved_key)
             if value.shape != into.shape:
                 raise LayerWiseError(
                     f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
@@ -231,7 +229,7 @@ def _copies(
         covered = 0
         for source in sources:
             # In a universal checkpoint, the states of a 0-d parameter are also 0-d.
-            value = _values(piece.name, source, saved_key).reshape(-1)
+            value = source.tensor(saved_key).reshape(-1)
             begin = source.param_start
             end = source.param_start + value.numel()
             if end > numel:
@@ -249,13 +247,3 @@ def _copies(
                 f"the checkpoint's files hold {covered} of the {stop - start} elements of {what} "
                 f"from {start} on; a file is missing or belongs to another save"
             )
-
-
-def _values(name: str, source: PieceRecord, key: str) -> Tensor:
-    if key and key not in source.state:
-        raise LayerWiseError(
-            f"the checkpoint lacks {key} of {name}, though it names the optimizer that has it"
-        )
-    if key:
-        return source.state[key]
-    return source.master

@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely
 from ds_layerwise.checkpoint.formats.checkpoint_folder import MODEL_FILE, ModelFile
 from ds_layerwise.checkpoint.new_names import Renamed, new_names
-from ds_layerwise.checkpoint.record import fits
+from ds_layerwise.checkpoint.record import fits, weights_in
 from ds_layerwise.checkpoint.reshard import check_shapes
 from ds_layerwise.errors import LayerWiseError
 
@@ -57,8 +56,7 @@ def find_others(
         elif known := saved.header.shapes.keys() & names[id(value)]:
             first = min(known, key=names[id(value)].index)
             check_shapes({first: tuple(value.shape)}, saved.header.shapes)
-            pieces = saved.pieces(first, 0, value.numel())
-            others[name] = torch.cat([piece.master for piece in pieces])
+            others[name] = weights_in(saved, first, tuple(value.shape))
         else:
             lacking.add(name)
         # Its other names, if it is tied, stand for it.

@@ -133,7 +133,7 @@ def _write_universal(
         for name, shape in header.shapes.items()
     ]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
-    rest = universal.write_common(saved.state_dict(0), folder)
+    rest = universal.write_common(saved, folder)
     rest += universal.write_model(model.path, model.others(header.shapes), folder)
     return [*parts, Manifest.of(folder, rest)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,11 +30,10 @@ from ds_layerwise.checkpoint.formats.regular import (
     KEY,
     RegularCheckpoint,
     mp_size,
-    travels_as,
 )
 from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.checkpoint.record import PieceRecord, joined
+from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
 from ds_layerwise.errors import LayerWiseError
 
 #: The key of the weights beside those of states, as in the universal format.
@@ -123,11 +122,7 @@ class Contents:
         """
         if name in self.others:
             return self.others[name]
-        masters = [piece.master for piece in self._pieces(name)]
-        return joined(f"{WEIGHTS} of {name}", masters, self.trained[name])
-
-    def _pieces(self, name: str) -> Sequence[PieceRecord]:
-        return self.saved.pieces(name, 0, math.prod(self.trained[name]))
+        return weights_in(self.saved, name, self.trained[name])
 
     def values(self, name: str, *, states: bool) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights of ``name`` and, with ``states``, its states, with their keys.
@@ -140,15 +135,9 @@ class Contents:
         yield WEIGHTS, self.weight(name).reshape(-1)
         if not states or name in self.others:
             return
-        pieces = self._pieces(name)
+        pieces = self.saved.pieces(name, 0, math.prod(self.trained[name]))
         for key in self.keys(name)[1:]:
-            for piece in pieces:
-                if key not in piece.state:
-                    raise LayerWiseError(
-                        f"{name} has no {key}, though the checkpoint names the optimizer that has "
-                        "it"
-                    )
-            values = [piece.state[key] for piece in pieces]
+            values = [piece.tensor(key) for piece in pieces]
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, joined(f"{key} of {name}", values, self.trained[name]).reshape(-1)
             elif all(torch.equal(value, values[0]) for value in values):
@@ -305,10 +294,10 @@ def _misplaced(saved: RegularCheckpoint) -> Iterator[tuple[str, str]]:
         for index, name in enumerate(saved.header.shapes):
             numel = 0
             expected = []
-            for holder, first, last in saved.holders(name):
+            for holder, first, length in saved.holders[name]:
                 if holder == rank:
-                    expected.append((name, first, last - first))
-                    numel = last - first
+                    expected.append((name, first, length))
+                    numel = length
             listed = []
             for key, address in state_dict[PARAM_SLICE_MAPPINGS][index].items():
                 listed.append((key, starts.get(key), address.numel))

@@ -91,10 +91,10 @@ def on_rank_0(do):
     dist.barrier()
 
 
-def write_one_file(path, tensors, header, scaler):
+def write_one_file(path, tensors, header):
     """Write the file of ``save_state_dict_to_file`` from whole ``tensors``, by their names in it."""
     sums = {name: single_file.sums_of(value) for name, value in tensors.items()}
-    beside = single_file.write_beside(header, scaler, sums)
+    beside = single_file.write_beside(header, sums)
     tensors = dict(sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])))
     tensors[single_file.HEADER] = beside
     single_file.write(path, {name: (value.dtype, tuple(value.shape)) for name, value in tensors.items()},

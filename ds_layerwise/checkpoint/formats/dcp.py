@@ -17,7 +17,7 @@ import math
 import os
 import pickle
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,7 +41,7 @@ from ds_layerwise.checkpoint.files.manifest import leads_out
 from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, naming
 from ds_layerwise.checkpoint.formats.single_file import Beside
 from ds_layerwise.checkpoint.new_names import new_names
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord, fits
+from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.errors import LayerWiseError
 
 #: The names of weights, states, and the header in the file.
@@ -57,8 +57,6 @@ _WRAPPERS = re.compile(r"(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
 
 #: The state that counts steps.
 _COUNT = "step"
-
-_UNKNOWN = RuleRecord("unknown", (), None)
 
 
 def unwrapped(name: str) -> str:
@@ -230,13 +228,11 @@ class ShardedCheckpoint:
     Args:
         checkpoint: its folder, or a reader for another storage.
         rules: the optimizers of this run's parameters; states in the file are assumed to be theirs.
-        others: frozen parameters and buffers, by name.
-        second: the other names of tied parameters that are trained.
+        names: all names in the model of this run.
         rename: the names of this run by names in the file, as in ``layerwise.rename``.
 
     Raises:
-        LayerWiseError: it is missing or damaged, or has no weights under ``model``; or one of
-            ``others`` has another shape.
+        LayerWiseError: it is missing or damaged, or has no weights under ``model``.
     """
 
     def __init__(
@@ -244,8 +240,7 @@ class ShardedCheckpoint:
         checkpoint: str | os.PathLike[str] | StorageReader,
         rules: Mapping[str, RuleRecord],
         *,
-        others: Mapping[str, Tensor],
-        second: Collection[str] = (),
+        names: Iterable[str],
         rename: Mapping[str, str] | None = None,
     ) -> None:
         self._where = str(checkpoint)
@@ -265,24 +260,18 @@ class ShardedCheckpoint:
         """None in a checkpoint of another package."""
         if HEADER in self._sizes:
             self.beside = self._own_beside()
-        self._keys = self._states_of(shapes)
-        names = (*rules, *others, *second)
         self.wrapped = {unwrapped(name): name for name in names if unwrapped(name) != name}
         """The names in this run, by their names without wrappers, which torch uses."""
-        old = {}
-        for name, new in new_names(shapes, rename or {}).items():
-            old[self.wrapped.get(new, new)] = name
-        self._others = self._found_of(others, old, shapes)
-        self.lacking = others.keys() - self._others.keys()
-        """The names of ``others`` that it lacks."""
-        not_own = {old.get(name) for name in second}
-        self._shapes = {name: shape for name, shape in shapes.items() if name not in not_own}
         if self.beside is None:
-            own_rules = {old[name]: rule for name, rule in rules.items() if name in old}
-            trained = self._shapes.keys() - {old.get(name) for name in others}
-            self.header = self._header_of(own_rules, trained)
+            assumed = {}
+            for name, new in new_names(shapes, rename or {}).items():
+                if (new := self.wrapped.get(new, new)) in rules:
+                    assumed[name] = rules[new]
+            self.header = self._header_of(shapes, assumed)
         else:
-            self.header = self._own_header(self.beside.header)
+            # The header lists the parameters that were trained. Others are only under model, and
+            # may be trained now.
+            self.header = replace(self.beside.header, shapes=shapes)
 
     def _shapes_of_weights(self) -> dict[str, tuple[int, ...]]:
         shapes = {}
@@ -296,28 +285,6 @@ class ShardedCheckpoint:
                 "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
             )
         return shapes
-
-    def _own_header(self, own: Header) -> Header:
-        rules = {name: rule for name, rule in own.rules.items() if name in self._shapes}
-        kept = {name: states for name, states in own.kept.items() if name in self._shapes}
-        # The header lists the parameters that were trained. Others are only under model, and may be
-        # trained now.
-        return replace(own, shapes=self._shapes, rules=rules, kept=kept)
-
-    def _found_of(
-        self,
-        others: Mapping[str, Tensor],
-        old: Mapping[str, str],
-        shapes: Mapping[str, tuple[int, ...]],
-    ) -> dict[str, tuple[str, torch.dtype]]:
-        """Return those of ``others`` that the file has, with their names and dtypes in it."""
-        for name, value in others.items():
-            if name in old and not fits(shapes[old[name]], value.shape):
-                raise LayerWiseError(
-                    f"{name}, which is not trained, is {shapes[old[name]]} in {self._where}, "
-                    f"{tuple(value.shape)} in the model; load into the model that was saved"
-                )
-        return {name: (old[name], value.dtype) for name, value in others.items() if name in old}
 
     def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
         """Return the states of parameters by name. One name may be a prefix of another."""
@@ -355,12 +322,15 @@ class ShardedCheckpoint:
         except (*UNREADABLE, ImportError) as e:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
-    def _header_of(self, rules: Mapping[str, RuleRecord], trained: Collection[str]) -> Header:
+    def _header_of(
+        self, shapes: dict[str, tuple[int, ...]], rules: Mapping[str, RuleRecord]
+    ) -> Header:
         """Return the header of a checkpoint of another package."""
         step = None
         found = {}
-        for name, keys in sorted(self._keys.items()):
-            if name not in trained:
+        for name, keys in sorted(self._states_of(shapes).items()):
+            rule = rules.get(name)
+            if rule is None:
                 continue
             if _COUNT in keys and step is None:
                 path = f"{STATE}.{name}.{_COUNT}"
@@ -368,12 +338,10 @@ class ShardedCheckpoint:
                 self._read({path: count})
                 with self._naming(f"has no number as {path}"):
                     step = int(count)
-            rule = rules.get(name, _UNKNOWN)
             if {*rule.state_keys} - {*keys} == {_COUNT}:
                 # A missing count only means that at least one step was made.
                 keys = (*keys, _COUNT)
             found[name] = RuleRecord(rule.family, keys, rule.gradient_average)
-        shapes = self._shapes
         return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=found)
 
     def _read(self, targets: dict[str, Any]) -> None:
@@ -405,20 +373,11 @@ class ShardedCheckpoint:
         save = getattr(self._metadata.storage_meta, "save_id", None)
         return [f"save {save}", f"{len(self._sizes)} tensors"]
 
-    def read_others(self) -> dict[str, Tensor]:
-        """Return frozen parameters and buffers, by name."""
-        read = {}
-        for old, _ in self._others.values():
-            read[old] = self._empty(f"{MODEL}.{old}")
-        if read:
-            self._read({f"{MODEL}.{old}": value for old, value in read.items()})
-        return {name: read[old].to(dtype) for name, (old, dtype) in self._others.items()}
-
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece: the elements ``[start, stop)`` and the rest of their checksum blocks,
         read into host memory.
         """
-        shape = self._shapes[name]
+        shape = self.header.shapes[name]
         rule = self.header.rules.get(name)
         if self.beside is not None:
             start, stop = self.beside.around(f"{MODEL}.{name}", start, stop)
@@ -437,8 +396,7 @@ class ShardedCheckpoint:
             else:
                 targets[path] = held[key] = self._empty(path)
         self._read(targets)
-        master = held.pop("").float()
-        return [PieceRecord(name, start, master, held)]
+        return [PieceRecord(name, start, held.pop(""), held)]
 
     def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
         """Return host memory for a tensor of the file, or for ``size`` of it."""

@@ -16,7 +16,7 @@ run without this package.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,7 +38,13 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.plain_values import Unreadable
-from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.record import (
+    Header,
+    PieceRecord,
+    RuleRecord,
+    step_tensor,
+    travels_as,
+)
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import Layout
 
@@ -51,21 +57,6 @@ _HEADER = TypeAdapter(Header)
 
 #: A bound that no run reaches.
 _MOST_RANKS = 1 << 20
-
-#: The states that DeepSpeed's converter keeps.
-CONVERTED = ("exp_avg", "exp_avg_sq", "step")
-
-
-def travels_as(keys: Iterable[str]) -> dict[str, str]:
-    """Return those of ``keys`` that DeepSpeed's converter can keep, each with its name there."""
-    keys = {*keys}
-    names = {}
-    for key in CONVERTED:
-        if key in keys:
-            names[key] = key
-    if "exp_avg" not in keys and "momentum_buffer" in keys:
-        names["momentum_buffer"] = "exp_avg"
-    return names
 
 
 def to_state_dict(
@@ -88,21 +79,18 @@ def to_state_dict(
         save_id: the identifier of the save, the same in the files of all ranks.
     """
     pieces = {piece.name: piece for piece in record}
-    step = torch.tensor(float(header.step), dtype=torch.float32, device="cpu")
-    nothing = torch.zeros(0, dtype=torch.float32, device="cpu")
+    step = step_tensor(header.step)
+    zero = torch.zeros(1, dtype=torch.float32, device="cpu")
+    nothing = PieceRecord("", 0, torch.zeros(0, dtype=torch.float32, device="cpu"), {})
     states: list[dict[str, Tensor]] = []
     masters: list[Tensor] = []
     fragments: list[dict[str, Any]] = []
     extra: dict[str, dict[str, Tensor]] = {}
     for name in header.shapes:
-        piece = pieces.get(name)
-        if piece is None:
-            states.append({"exp_avg": nothing, "exp_avg_sq": nothing, "step": step})
-            masters.append(nothing)
-            fragments.append({})
-            continue
-        keys = travels_as(key for key in piece.state if key == "step" or piece.is_elementwise(key))
-        zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(piece.master.numel())
+        piece = pieces.get(name, nothing)
+        numel = piece.master.numel()
+        keys = piece.convertible()
+        zeros = zero.expand(numel)
         states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step})
         for key, value in piece.state.items():
             if key in keys:
@@ -110,8 +98,10 @@ def to_state_dict(
             else:
                 extra.setdefault(name, {})[key] = alone(value)
         masters.append(alone(piece.master))
-        fragments.append({name: fragment_address(numel=piece.master.numel(), start=0)})
+        fragments.append({name: fragment_address(numel=numel, start=0)} if numel else {})
+    described = describe(header)
     return {
+        **described,
         BASE_OPTIMIZER_STATE: {
             "state": dict(enumerate(states)),
             "param_groups": [{"params": [i]} for i in range(len(states))],
@@ -121,7 +111,7 @@ def to_state_dict(
         PARTITION_COUNT: [layout.world_size] * len(states),
         PARAM_SLICE_MAPPINGS: fragments,
         KEY: {
-            "format": FORMAT,
+            **described[KEY],
             "save_id": save_id,
             "rank": rank,
             "world_size": layout.world_size,
@@ -129,7 +119,6 @@ def to_state_dict(
             "layout": layout.to_json(),
             "layout_digest": layout.digest(),
             "variants": {name: each for name, each in names.items() if len(each) > 1},
-            **describe(header),
             "param_starts": {name: piece.param_start for name, piece in pieces.items()},
             "extra_states": extra,
         },
@@ -137,30 +126,21 @@ def to_state_dict(
 
 
 def describe(header: Header) -> dict[str, Any]:
-    """Return ``header`` as builtins; :func:`header_of` reads it back."""
+    """Return ``header`` as entries of an ``optimizer_state_dict``; :func:`header_of` reads them
+    back.
+    """
     called: dict[RuleRecord, str] = {}
-    counts: Counter[str] = Counter()
     for rule in header.rules.values():
-        if rule not in called:
-            number = counts[rule.family]
-            if number:
-                called[rule] = f"{rule.family} {number}"
-            else:
-                called[rule] = rule.family
-            counts[rule.family] += 1
-    return {
-        "step": header.step,
-        "shapes": {name: tuple(shape) for name, shape in header.shapes.items()},
+        number = sum(rule.family == other.family for other in called)
+        called.setdefault(rule, f"{rule.family} {number}".removesuffix(" 0"))
+    ours = {
+        "format": FORMAT,
+        **vars(header),
         "rules": {name: asdict(rule) for rule, name in called.items()},
         "rule_of": {name: called[rule] for name, rule in header.rules.items()},
-        "param_groups": [dict(group) for group in header.param_groups or ()],
-        "configured": [dict(group) for group in header.configured or ()],
-        "dtypes": header.dtypes,
-        "fast_dtypes": header.fast_dtypes,
-        "kept": {name: dict(states) for name, states in header.kept.items()},
-        "has_weights": header.has_weights,
-        "repeats": header.repeats,
     }
+    # DeepSpeed has keys of its own for these.
+    return {LOSS_SCALER: ours.pop("loss_scaler"), "overflow": ours.pop("overflow"), KEY: ours}
 
 
 def header_of(state_dict: Mapping[str, Any]) -> Header:
@@ -226,39 +206,36 @@ class RegularCheckpoint:
         self._folder = folder
         self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
-        if self.path(rank).exists():
-            opened = rank
-        else:
-            opened = 0
-        state_dict = read(self.path(opened))
-        self._dicts = {opened: state_dict}
-        with naming(self.path(opened)):
-            self.ours = ours_of(state_dict, self.path(opened))
-            self._check(opened)
+        self._dicts: dict[int, dict[str, Any]] = {}
+        self._ours: dict[str, Any] = {}
+        if not self.path(rank).exists():
+            rank = 0
+        state_dict = self.state_dict(rank)
+        self._ours = state_dict[KEY]
+        with naming(self.path(rank)):
             self.header = header_of(state_dict)
-            self.world_size: int = self.ours["world_size"]
-            self.layout = Layout.from_json(self.ours["layout"])
-            if not 0 < self.world_size == self.layout.world_size <= _MOST_RANKS:
+            self.world_size: int = self._ours["world_size"]
+            layout = Layout.from_json(self._ours["layout"])
+            if not 0 < self.world_size == layout.world_size <= _MOST_RANKS:
                 raise ValueError(
-                    f"world_size is {self.world_size!r:.100}, but {self.layout.world_size} in its "
-                    "layout"
+                    f"world_size is {self.world_size!r:.100}, but {layout.world_size} in its layout"
                 )
         self._indices = {name: index for index, name in enumerate(self.header.shapes)}
-        self._holders: dict[str, list[tuple[int, int, int]]] = {}
-        expert_names: Mapping[str, Sequence[str]] = self.ours["variants"]
+        self.holders: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        """The rank, the first element and the number of elements of every piece, by parameter."""
+        expert_names: Mapping[str, Sequence[str]] = self._ours["variants"]
         for holder in range(self.world_size):
-            for piece in self.layout.pieces(holder):
+            for piece in layout.pieces(holder):
                 names = expert_names.get(piece.name, (piece.name,))
-                self._holders.setdefault(names[holder % len(names)], []).append(
-                    (holder, piece.param_start, piece.param_start + piece.numel)
-                )
+                place = (holder, piece.param_start, piece.numel)
+                self.holders[names[holder % len(names)]].append(place)
 
     def identity(self) -> list[str]:
         """Return lines that are equal for all ranks that read the same save."""
         return [
             f"files of {self.world_size} ranks",
-            f"layout {self.ours['layout_digest']}",
-            f"save {self.ours['save_id']}",
+            f"layout {self._ours['layout_digest']}",
+            f"save {self._ours['save_id']}",
         ]
 
     def path(self, rank: int) -> Path:
@@ -268,36 +245,28 @@ class RegularCheckpoint:
     def state_dict(self, rank: int) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of ``rank``, with tensors mapped from its file."""
         if rank not in self._dicts:
-            self._dicts[rank] = read(self.path(rank))
-            with naming(self.path(rank)):
-                self._check(rank)
+            path = self.path(rank)
+            found = read(path)
+            with naming(path):
+                ours = ours_of(found, path)
+                expected = {**ours, **self._ours, "rank": rank}
+                for key in ("rank", "world_size", "layout_digest", "step", "save_id"):
+                    if ours[key] != expected[key]:
+                        raise LayerWiseError(
+                            f"{path} says {key} {ours[key]}, expected {expected[key]}; the files "
+                            "are not of one save"
+                        )
+            self._dicts[rank] = found
         return self._dicts[rank]
-
-    def _check(self, rank: int) -> None:
-        path = self.path(rank)
-        ours = ours_of(self._dicts[rank], path)
-        expected = {**self.ours, "rank": rank}
-        for key in ("rank", "world_size", "layout_digest", "step", "save_id"):
-            if ours[key] != expected[key]:
-                raise LayerWiseError(
-                    f"{path} says {key} {ours[key]}, expected {expected[key]}; the files are not "
-                    "of one save"
-                )
-
-    def holders(self, name: str) -> list[tuple[int, int, int]]:
-        """Return ``(rank, first element, end)`` of every piece of ``name``; the end is
-        exclusive.
-        """
-        return self._holders.get(name, [])
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""
         found = []
-        for rank, first, last in self.holders(name):
-            if first < stop and start < last:
+        for rank, first, numel in self.holders[name]:
+            if first < stop and start < first + numel:
                 state_dict = self.state_dict(rank)
                 with naming(self.path(rank)):
-                    found.append(self._piece(rank, state_dict, name, first, last - first))
+                    found.append(self._piece(rank, state_dict, name, first, numel))
         return sorted(found, key=lambda piece: piece.param_start)
 
     def _piece(
@@ -462,24 +431,21 @@ class PipelineCheckpoint:
                     "the files are not of one save"
                 )
         self._stage_of: dict[str, RegularCheckpoint] = {}
+        of_all: dict[str, Any] = {"shapes": {}, "rules": {}, "kept": {}}
         for saved in self._stages:
             self._stage_of.update(dict.fromkeys(saved.header.shapes, saved))
-        self.header = replace(
-            self._stages[pipeline_stage if pipeline_stage < count else 0].header,
-            shapes={name: saved.header.shapes[name] for name, saved in self._stage_of.items()},
-            rules={name: saved.header.rules[name] for name, saved in self._stage_of.items()},
-        )
+            for key, by_name in of_all.items():
+                by_name.update(getattr(saved.header, key))
+        own = self._stages[pipeline_stage] if pipeline_stage < count else first
+        self.header = replace(own.header, **of_all)
 
     def identity(self) -> list[str]:
         """See :meth:`.regular.RegularCheckpoint.identity`."""
         return sum((saved.identity() for saved in self._stages), [])
 
     def state_dict(self, rank: int) -> Mapping[str, Any]:
-        """Return the ``optimizer_state_dict`` of ``rank`` in the first stage, with the header of
-        all stages.
-        """
-        held = self._stages[0].state_dict(rank)
-        return {**held, KEY: {**held[KEY], **describe(self.header)}}
+        """Return the ``optimizer_state_dict`` of ``rank`` in the first stage."""
+        return self._stages[0].state_dict(rank)
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.files import atomic
 from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
-from ds_layerwise.checkpoint.formats.regular import FORMAT, KEY, check_format, describe, header_of
+from ds_layerwise.checkpoint.formats.regular import KEY, check_format, describe, header_of
 from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
 from ds_layerwise.errors import LayerWiseError
 
@@ -52,15 +52,10 @@ def sums_of(values: Tensor, start: int = 0) -> dict[int, tuple[int, int]]:
     return found
 
 
-def write_beside(header: Header, scaler: tuple[str, Any], sums: Sums) -> Tensor:
-    """Return a tensor of bytes with the header, the loss scaler and the checksums.
-
-    Args:
-        scaler: the loss scaler, with DeepSpeed's key for it.
-    """
+def write_beside(header: Header, sums: Sums) -> Tensor:
+    """Return a tensor of bytes with the header, the loss scaler and the checksums."""
     content = io.BytesIO()
-    ours = {"format": FORMAT, **describe(header)}
-    torch.save({KEY: ours, scaler[0]: scaler[1], _SUMS: sums, _SAVE: uuid4().hex}, content)
+    torch.save({**describe(header), _SUMS: sums, _SAVE: uuid4().hex}, content)
     body = content.getvalue()
     return torch.frombuffer(bytearray(body + hashlib.sha256(body).digest()), dtype=torch.uint8)
 

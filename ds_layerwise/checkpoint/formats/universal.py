@@ -11,6 +11,7 @@ Note: states under another name
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
@@ -37,11 +38,12 @@ from torch import Tensor
 from ds_layerwise.checkpoint.files.manifest import FILE_NAME, leads_out
 from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.formats.regular import (
-    CONVERTED,
     KEY,
+    PipelineCheckpoint,
+    RegularCheckpoint,
+    describe,
     header_of,
     ours_of,
-    travels_as,
 )
 from ds_layerwise.checkpoint.record import (
     ADAM,
@@ -51,6 +53,8 @@ from ds_layerwise.checkpoint.record import (
     Saved,
     flat,
     joined,
+    step_tensor,
+    travels_as,
 )
 from ds_layerwise.errors import LayerWiseError
 
@@ -195,7 +199,7 @@ class UniversalCheckpoint:
             return self._read(folder / OWN_STATES / f"{key}.pt")
         carried = travels_as(self.header.rules[name].state_keys).get(key, key)
         if carried == "step" and not (folder / "step.pt").exists():
-            return _step(self.header.step)
+            return step_tensor(self.header.step)
         path = folder / f"{carried}.pt"
         if not path.exists():
             raise LayerWiseError(
@@ -225,41 +229,31 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     for name in names:
         shape = tuple(saved.header.shapes[name])
         rule = saved.header.rules[name]
-        numel = torch.Size(shape).numel()
+        numel = math.prod(shape)
         pieces = saved.pieces(name, 0, numel)
         _check_paths(name, rule.state_keys)
-        home = folder / "zero" / name
-        home.mkdir(parents=True, exist_ok=True)
-        in_place = travels_as(
-            key for key in rule.state_keys if key == "step" or pieces[0].is_elementwise(key)
-        )
+        in_place = {"": "fp32", **pieces[0].convertible()}
 
         def write(file: str, content: Any) -> None:
-            torch.save(content, home / file)
-            written.append((home / file).relative_to(folder).as_posix())
+            path = folder / "zero" / name / f"{file}.pt"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(content, path)
+            written.append(path.relative_to(folder).as_posix())
 
-        write("fp32.pt", _param(name, [p.master for p in pieces], shape))
-        for key in rule.state_keys:
-            values = [p.state[key] for p in pieces]
-            if key == "step":
-                write("step.pt", values[0].clone())
-            elif key in in_place:
-                write(f"{in_place[key]}.pt", _param(name, values, shape))
-            else:
-                (home / OWN_STATES).mkdir(exist_ok=True)
-                whole = {PARAM: values[0].clone()}
-                if pieces[0].is_elementwise(key):
-                    whole = _param(name, values, shape)
-                write(f"{OWN_STATES}/{key}.pt", whole)
-        for key in {*CONVERTED} - {*in_place.values()}:
-            zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
-            content: Any = _param(name, [zeros], shape)
-            write(f"{key}.pt", _step(saved.header.step) if key == "step" else content)
+        for key in ("", *rule.state_keys):
+            values = [piece.tensor(key) for piece in pieces]
+            content: Any = values[0].clone()
+            if pieces[0].is_elementwise(key) and key != "step":
+                content = _param(name, values, shape)
+            elif key != "step":
+                content = {PARAM: content}
+            write(in_place.get(key, f"{OWN_STATES}/{key}"), content)
+        zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
+        unused = {key: _param(name, [zeros], shape) for key in ("exp_avg", "exp_avg_sq")}
+        for key, content in {**unused, "step": step_tensor(saved.header.step)}.items():
+            if key not in in_place.values():
+                write(key, content)
     return written
-
-
-def _step(number: int) -> Tensor:
-    return torch.tensor(float(number), dtype=torch.float32, device="cpu")
 
 
 def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
@@ -285,20 +279,22 @@ def _param(name: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> dict[
     return {PARAM: joined(name, values, shape), CAT_DIM: 0}
 
 
-def write_common(state_dict: Mapping[str, Any], folder: Path) -> list[str]:
-    """Write the values that belong to no parameter, from the ``optimizer_state_dict`` of any rank.
-    Return the paths of the files within ``folder``.
+def write_common(saved: RegularCheckpoint | PipelineCheckpoint, folder: Path) -> list[str]:
+    """Write the values that belong to no parameter. Return the paths of the files within
+    ``folder``.
     """
+    state_dict = saved.state_dict(0)
+    ours = {**state_dict[KEY], **describe(saved.header)[KEY]}
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {}
     for key, value in state_dict.items():
         if key not in _OF_ONE_RANK:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    common[KEY] = {**state_dict[KEY], "extra_states": {}, "param_starts": {}, "listed": True}
+    common[KEY] = {**ours, "extra_states": {}, "param_starts": {}, "listed": True}
     # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
     # first one; without any, its groups keep those of its config.
-    step = {"step": _step(state_dict[KEY]["step"])}
+    step = {"step": step_tensor(saved.header.step)}
     common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]
@@ -333,15 +329,7 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
     return written
 
 
-def shares(saved: Saved, count: int) -> list[list[str]]:
-    """Divide the parameters of ``saved`` into ``count`` parts of about equal size, each in file
-    order.
-    """
-    sizes = {name: torch.Size(shape).numel() for name, shape in saved.header.shapes.items()}
-    total = sum(sizes.values())
-    seen = 0
-    parts: list[list[str]] = [[] for _ in range(count)]
-    for name, size in sizes.items():
-        parts[min(seen * count // total, count - 1)].append(name)
-        seen += size
-    return parts
+def by_size(saved: Saved) -> list[str]:
+    """Return the parameters of ``saved``, the largest first."""
+    shapes = saved.header.shapes
+    return sorted(shapes, key=lambda name: -math.prod(shapes[name]))

@@ -308,10 +308,10 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             atomic.begin(folder)
     with comm.errors_on_all_ranks(), _saying_where(save.save_dir):
         saved = optimizer.checkpointing.open_regular(regular)
-        share = universal.shares(saved, dist.get_world_size())[rank]
+        share = universal.by_size(saved)[rank :: dist.get_world_size()]
         names = universal.write_parameters(saved, incomplete, share)
         if rank == 0:
-            names += universal.write_common(saved.state_dict(0), incomplete)
+            names += universal.write_common(saved, incomplete)
         if optimizer.rank == 0:
             # Every pipeline stage has a model file of its own.
             model_file = regular / _model_file(engine)

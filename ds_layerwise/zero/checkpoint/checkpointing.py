@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, LOSS_SCALER, ZERO_STAGE
+from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from ds_layerwise.checkpoint.formats.regular import (
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint
 from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
-from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
 from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
 from ds_layerwise.checkpoint.untrained import beside_masters, find_others, in_model_file
 from ds_layerwise.errors import LayerWiseError
@@ -62,30 +61,6 @@ class Found:
     others: dict[str, Tensor]
     """Frozen parameters and buffers that the engine does not load."""
 
-    def described(self, fresh_states: dict[str, str], *, out_of: int) -> list[str]:
-        """Return the messages for the user, one line each.
-
-        Args:
-            fresh_states: the parameters of all ranks whose state is not the checkpoint's, each with
-                the reason.
-            out_of: the number of parameters.
-        """
-        lines = []
-        if self.states and self.header.repeats:
-            lines.append(
-                f"{self.folder} was saved {self.header.repeats}: no gradients are loaded, and "
-                "training continues with the first micro-batch of that step"
-            )
-        if fresh_states:
-            counts = ", ".join(
-                f"{count} x {why}" for why, count in sorted(Counter(fresh_states.values()).items())
-            )
-            lines.append(
-                f"{len(fresh_states)} of {out_of} parameters do not continue from the optimizer "
-                f"state in {self.folder}: {counts}"
-            )
-        return lines
-
 
 @dataclass
 class Load:
@@ -115,37 +90,22 @@ class Load:
             comm.raise_on_all_ranks(None)
 
 
-def rule_records(routes: Routes) -> dict[str, RuleRecord]:
-    """Return the optimizers of ``routes`` as a checkpoint stores them, by name."""
-    records: dict[object, RuleRecord] = {}
-    found: dict[str, RuleRecord] = {}
+def recorded(routes: Routes) -> tuple[dict[str, RuleRecord], dict[str, dict[str, str]]]:
+    """Return the optimizers of ``routes`` as a checkpoint stores them, and the dtypes of states
+    stored in fewer bits than float32; both by name.
+    """
+    rules: dict[str, RuleRecord] = {}
+    kept: dict[str, dict[str, str]] = {}
     for name, route in routes.items():
-        # The states of a foreign class may depend on the shape, and each part has states of its
-        # own.
-        kind = (route.recipe, route.parts, route.matrix_shape, route.is_cut)
-        if kind not in records:
-            records[kind] = RuleRecord(
-                route.recipe.family,
-                tuple(sorted(route.states(1))),
-                route.recipe.gradient_average,
-                route.meaning,
-                route.recipe.scale,
-            )
-        found[name] = records[kind]
-    return found
-
-
-def kept_of(routes: Routes) -> dict[str, dict[str, str]]:
-    """Return the dtypes of states stored in fewer bits than float32, by name."""
-    found = {}
-    for name, route in routes.items():
-        kept = {}
-        for key, spec in route.states(1).items():
+        recipe = route.recipe
+        states = route.states(1)
+        keys = tuple(sorted(states))
+        average = recipe.gradient_average
+        rules[name] = RuleRecord(recipe.family, keys, average, route.meaning, recipe.scale)
+        for key, spec in states.items():
             if spec.kept_as:
-                kept[key] = str(spec.kept_as)
-        if kept:
-            found[name] = kept
-    return found
+                kept.setdefault(name, {})[key] = str(spec.kept_as)
+    return rules, kept
 
 
 def converted(
@@ -194,17 +154,12 @@ def check_tied(saved: Renamed, folder: Path, here: Container[str], model: nn.Mod
             )
 
 
-def _whole(saved: Renamed, name: str) -> Tensor:
-    pieces = saved.pieces(name, 0, math.prod(saved.header.shapes[name]))
-    return torch.cat([piece.master for piece in pieces])
-
-
 def _are_equal(saved: Renamed, first: str, second: str) -> bool:
     shapes = saved.header.shapes
     if shapes[first] != shapes[second]:
         return False
-    one = _whole(saved, first)
-    other = _whole(saved, second)
+    one = weights_in(saved, first, shapes[first])
+    other = weights_in(saved, second, shapes[first])
     # DeepSpeed's converter may store the rounded master of the parameter under its second name.
     return any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values())
 
@@ -275,17 +230,20 @@ class Checkpointing:
         shapes = planned.saved_shapes
         for name in planned.saved_elsewhere:
             shapes.pop(name, None)
+        rules, kept = recorded(planned.saved_routes)
         return Header(
             step=run.progress.state.updates,
             has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
-            rules=rule_records(planned.saved_routes),
+            rules=rules,
             dtypes=planned.layout.dtypes,
-            kept=kept_of(planned.saved_routes),
+            kept=kept,
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
             configured=resumed_groups.described(run.optimizer.configured),
+            loss_scaler=run.scaling.scaler,
+            overflow=run.scaling.overflow,
         )
 
     def state_dict(self, *, clip_grad: float) -> dict[str, Any]:
@@ -293,9 +251,7 @@ class Checkpointing:
         self._check_settled()
         run = self._run
         return {
-            LOSS_SCALER: run.scaling.scaler,
             "dynamic_loss_scale": run.scaling.is_dynamic,
-            "overflow": run.scaling.overflow,
             CLIP_GRAD: clip_grad,
             # DeepSpeed's scripts merge pieces by name and position only up to stage 2.
             ZERO_STAGE: min(run.settings.stage, 2),
@@ -381,7 +337,12 @@ class Checkpointing:
                     in_file = beside_masters(folder, old_names, config.rename)
                     # The engine loads them from there.
                     may_lack = in_file.keys()
-                others, lacking = self._others(opened, saved, in_file)
+                trained = {spec.name for spec in planned.specs}
+                others, lacking = find_others(saved, run.model, trained=trained, in_file=in_file)
+                if isinstance(opened, OneFile):
+                    # It has what was trained at its save, which may be frozen now, and nothing
+                    # else.
+                    lacking = set()
                 check_names(
                     f"the checkpoint in {folder}",
                     saved.header.shapes.keys(),
@@ -391,13 +352,15 @@ class Checkpointing:
                     strict=strict,
                     quiet=run.rank != 0,
                 )
-                if strict:
+                # A sharded checkpoint has one value under both names.
+                if strict and not isinstance(opened, ShardedCheckpoint):
                     check_tied(saved, folder, here, run.model)
             mine = run.owned.record()
+            rules, _ = recorded(planned.saved_routes)
             plan = plan_load(
                 mine,
                 saved,
-                rule_records(planned.saved_routes),
+                rules,
                 masters=masters,
                 states=states,
                 on_missing_state=config.on_missing_state,
@@ -417,21 +380,6 @@ class Checkpointing:
                 group=run.settings.group,
             )
         return found
-
-    def _others(
-        self, opened: Any, saved: Renamed, in_file: Mapping[str, Tensor]
-    ) -> tuple[dict[str, Tensor], Set[str]]:
-        """Return frozen parameters and buffers that the engine does not load itself, and the names
-        of those that the checkpoint should have and lacks.
-        """
-        if isinstance(opened, ShardedCheckpoint):
-            return opened.read_others(), opened.lacking
-        trained = {spec.name for spec in self._run.planned.specs}
-        others, lacking = find_others(saved, self._run.model, trained=trained, in_file=in_file)
-        if isinstance(opened, OneFile):
-            # It has what was trained at its save, which may be frozen now, and nothing else.
-            lacking = set()
-        return others, lacking
 
     def _check_groups(self, folder: Path, header: Header) -> None:
         """Check that the parameter groups and the loss scale of this run can continue from the
@@ -464,37 +412,33 @@ class Checkpointing:
         finally:
             self.load = None
 
-    def _begin_whole(self, check: Callable[[], None]) -> None:
-        """Check that whole parameters can be saved.
-
-        An error of ``check``, or of the state of any rank, is raised on all ranks.
-        """
+    def _begin_whole(self, *, sharded: bool) -> None:
+        """Check that whole parameters can be saved; an error of any rank is raised on all ranks."""
         with comm.errors_on_all_ranks():
-            check()
+            self._check_whole(sharded=sharded)
             self._check_settled()
         self.begin_save()
 
+    def _check_whole(self, *, sharded: bool) -> None:
+        run = self._run
+        whole_states.check_uncut(run.model, run.settings.tensor_group)
+        if sharded and max(run.groups) > 1:
+            whole_states.check_experts(run.model, run.planned.saved_shapes)
+
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
-        self._begin_whole(self._check_one_file)
+        self._begin_whole(sharded=False)
         run = self._run
-        whole_states.save_one_file(
-            path,
-            run.owned.record(to_save=True),
-            self.header(),
-            (LOSS_SCALER, run.scaling.scaler),
-            run.device,
-        )
+        record = run.owned.record(to_save=True)
+        whole_states.save_one_file(path, record, self.header(), run.device)
 
-    def load_file(self, path: Path, *, states: bool, strict: bool) -> None:
+    def load_file(self, path: Path, **options: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        with comm.errors_on_all_ranks():
-            self._check_one_file()
-        self._load_whole(path, lambda: OneFile(path), states=states, strict=strict)
+        self._load_whole(path, partial(OneFile, path), sharded=False, **options)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
-        self._begin_whole(self._check_sharded)
+        self._begin_whole(sharded=True)
         run = self._run
         planned = run.planned
         return whole_states.state_dict(
@@ -503,44 +447,30 @@ class Checkpointing:
             run.model,
             whole_states.groups_of(planned.routes, run.optimizer.groups_now(), planned.names),
             Renamed.of(self.header(), unwrapped),
-            (LOSS_SCALER, run.scaling.scaler),
         )
 
-    def load_sharded(self, checkpoint: Any, *, states: bool, strict: bool) -> None:
+    def load_sharded(self, checkpoint: Any, **options: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
-        with comm.errors_on_all_ranks():
-            self._check_sharded()
         run = self._run
-        shapes = run.planned.saved_shapes
 
         def open_it() -> ShardedCheckpoint:
-            return ShardedCheckpoint(
-                checkpoint,
-                rule_records(run.planned.saved_routes),
-                others=whole_states.untrained(run.model, shapes),
-                second=whole_states.tied(run.model, shapes),
-                rename=run.config.rename,
-            )
+            routes = run.planned.saved_routes
+            rules, _ = recorded(routes)
+            names = {*routes, *pipeline.names_of_all_stages(run.model, None)}
+            return ShardedCheckpoint(checkpoint, rules, names=names, rename=run.config.rename)
 
-        self._load_whole(Path(str(checkpoint)), open_it, states=states, strict=strict)
+        self._load_whole(Path(str(checkpoint)), open_it, sharded=True, **options)
 
     def _load_whole(
-        self, path: Path, open_it: Callable[[], Any], *, states: bool, strict: bool
+        self, path: Path, open_it: Callable[[], Any], *, sharded: bool, **options: bool
     ) -> None:
         """Load whole parameters from a file of which the engine loads nothing."""
-        found = self.prepare_load(path, open_it, states=states, strict=strict)
+        with comm.errors_on_all_ranks():
+            self._check_whole(sharded=sharded)
+        found = self.prepare_load(path, open_it, **options)
         with self.loading(Load(found, wants_scheduler=None)):
             self.finish_load()
         self.weights_from_masters()
-
-    def _check_one_file(self) -> None:
-        whole_states.check_uncut(self._run.model, self._run.settings.tensor_group)
-
-    def _check_sharded(self) -> None:
-        self._check_one_file()
-        run = self._run
-        if max(run.groups) > 1:
-            whole_states.check_experts(run.model, run.planned.saved_shapes)
 
     @torch.no_grad()
     def finish_load(self) -> None:
@@ -633,7 +563,8 @@ class Checkpointing:
             # A rate that an override sets is the config's, whatever a group has.
             if route.lr is None or run.optimizer.recipes_by_group:
                 group_of[name] = route.group
-        otherwise = resumed_groups.otherwise_trained(rule_records(routes), header.rules, group_of)
+        rules, _ = recorded(routes)
+        otherwise = resumed_groups.otherwise_trained(rules, header.rules, group_of)
         wins = run.config.on_hyper_change
         return resumed_groups.resumed(run.optimizer, header, wins, otherwise, *schedule)
 
@@ -665,9 +596,22 @@ class Checkpointing:
         self.fresh_states = everywhere
         if run.rank != 0:
             return
-        lines = found.described(everywhere, out_of=len(run.planned.specs))
+        lines = []
+        if found.states and found.header.repeats:
+            lines.append(
+                f"{found.folder} was saved {found.header.repeats}: no gradients are loaded, and "
+                "training continues with the first micro-batch of that step"
+            )
+        if everywhere:
+            counts = ", ".join(
+                f"{count} x {why}" for why, count in sorted(Counter(everywhere.values()).items())
+            )
+            lines.append(
+                f"{len(everywhere)} of {len(run.planned.specs)} parameters do not continue from "
+                f"the optimizer state in {found.folder}: {counts}"
+            )
         if found.states:
-            kept = kept_of(run.planned.saved_routes)
+            _, kept = recorded(run.planned.saved_routes)
             lines += converted(found.header, kept, everywhere)
         # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
         # missed.

@@ -44,7 +44,6 @@ def state_dict(
     module: nn.Module,
     groups: list[dict[str, Any]],
     header: Header,
-    scaler: tuple[str, Any],
 ) -> dict[str, Any]:
     """Return a dict for ``torch.distributed.checkpoint.save``. Its tensors are views into live
     memory.
@@ -53,8 +52,7 @@ def state_dict(
         pieces, shapes: the pieces that this rank owns, and the shapes of all parameters, by name in
             a checkpoint.
         groups: the parameter groups in the form of torch's ``get_state_dict``.
-        header, scaler: values that only this package reads, equal on all ranks; ``scaler`` with
-            DeepSpeed's name for it.
+        header: values that only this package reads, equal on all ranks.
     """
     is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {}
@@ -68,13 +66,14 @@ def state_dict(
             model[unwrapped(name)] = value
     state: dict[str, dict[str, Any]] = {}
     for name, key, value in tensors_of(pieces, shapes):
+        of = state.setdefault(unwrapped(name), {})
         if not key:
             model[unwrapped(name)] = value
-            continue
-        if not shapes[name]:
+        elif shapes[name]:
+            of[key] = value
+        else:
             # In torch's format, a state of a 0-d parameter is not cut.
-            value, _ = held_of(value)
-        state.setdefault(unwrapped(name), {})[key] = value
+            of[key], _ = held_of(value)
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
@@ -88,7 +87,7 @@ def state_dict(
         "optim": {"state": state, "param_groups": groups},
     }
     if is_first:
-        content["ds_layerwise"] = {"header": write_beside(header, scaler, sums)}
+        content["ds_layerwise"] = {"header": write_beside(header, sums)}
     return content
 
 
@@ -101,8 +100,8 @@ def tensors_of(
     of the parameter. Other tensors are the same in every piece, and the first piece yields them.
     """
     for piece in pieces:
-        for key, value in (("", piece.master), *piece.state.items()):
-            if not key or piece.is_elementwise(key):
+        for key, value in piece.tensors.items():
+            if piece.is_elementwise(key):
                 yield piece.name, key, PieceTensor(value, piece.param_start, shapes[piece.name])
             elif not piece.param_start:
                 yield piece.name, key, value
@@ -256,11 +255,7 @@ def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
 
 
 def save_one_file(
-    path: Path,
-    pieces: Iterable[PieceRecord],
-    header: Header,
-    scaler: tuple[str, Any],
-    device: torch.device,
+    path: Path, pieces: Iterable[PieceRecord], header: Header, device: torch.device
 ) -> None:
     """Write all ``pieces`` of all ranks into one file. Every rank must call this; rank 0 writes.
 
@@ -281,7 +276,7 @@ def save_one_file(
     with comm.errors_on_all_ranks():
         with (attempt := Attempt()):
             if comm.rank_of(None) == 0:
-                beside = write_beside(header, scaler, _all_sums(parts))
+                beside = write_beside(header, _all_sums(parts))
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
         # If rank 0 cannot write, it still receives what the other ranks send.

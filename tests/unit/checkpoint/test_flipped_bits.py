@@ -25,7 +25,6 @@ RULES = {"a.b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg"), "w": RuleRec
 SHAPES = {"a.b": (5, 4), "w": (6,)}
 HEADER = Header(step=3, shapes=SHAPES, rules=RULES, dtypes=("float32",), configured=[{"lr": 0.5}],
                 param_groups=[{"lr": 0.5, "betas": (0.5, 0.75)}], loss_scaler=LossScaler(512.0))
-SCALER = ("loss_scaler", HEADER.loss_scaler)
 FROZEN = torch.arange(7).bfloat16()
 
 
@@ -45,7 +44,7 @@ STATES = {"a.b": {"": numbers((5, 4), 1), "exp_avg": numbers((5, 4), 50), "step"
 def write_one_file(folder):
     tensors = {f"state.{name}.{key}" if key else f"master.{name}": value
                for name, of in STATES.items() for key, value in of.items()}
-    checkpoints.write_one_file(folder / "file", tensors, HEADER, SCALER)
+    checkpoints.write_one_file(folder / "file", tensors, HEADER)
 
 
 def write_sharded(folder):
@@ -59,13 +58,13 @@ def write_sharded(folder):
         flat = paths[path].view(-1)
         sums[path] = sums_of(flat[:8]) | sums_of(flat[8:], 8)
     dcp.save({"model": model, "optim": {"state": state, "param_groups": [{"lr": 0.5}]},
-              "ds_layerwise": {"header": write_beside(HEADER, SCALER, sums)}}, checkpoint_id=folder, no_dist=True)
+              "ds_layerwise": {"header": write_beside(HEADER, sums)}}, checkpoint_id=folder, no_dist=True)
 
 
 def opened(folder):
     if (folder / "file").exists():
         return OneFile(folder / "file")
-    return ShardedCheckpoint(folder, RULES, others={"frozen": torch.zeros(7)})
+    return ShardedCheckpoint(folder, RULES, names=RULES)
 
 
 def read(folder, ranges):
@@ -80,7 +79,7 @@ def read(folder, ranges):
             is_part = key in ("", "exp_avg", "momentum")
             found[name, key] = value[start - piece.param_start:stop - piece.param_start] if is_part else value
     if isinstance(saved, ShardedCheckpoint):
-        found["frozen", ""] = saved.read_others()["frozen"]
+        found["frozen", ""] = saved.pieces("frozen", 0, 7)[0].master
     return found
 
 
@@ -101,7 +100,7 @@ def test_every_range_is_read_as_it_was_saved(make, start, tmp_path):
         found = read(tmp_path, ranges)
         for key, value in expected(ranges).items():
             assert torch.equal(found[key], value) and found[key].dtype == value.dtype, (key, start, stop)
-        assert ("frozen", "") not in found or torch.equal(found["frozen", ""], torch.arange(7.0))
+        assert ("frozen", "") not in found or torch.equal(found["frozen", ""], FROZEN)
 
 
 def flipped(path, place, bit):
@@ -161,7 +160,7 @@ def test_checksums_of_another_type_are_damage(make, sums, tmp_path, monkeypatch)
     """The header is as it was written, so that its digest tells nothing."""
     made = write_beside
     for module in (single_file, sys.modules[__name__]):
-        monkeypatch.setattr(module, "write_beside", lambda *args: made(*args[:2], sums))
+        monkeypatch.setattr(module, "write_beside", lambda *args: made(args[0], sums))
     make(tmp_path)
     with pytest.raises(LayerWiseError, match=f"{tmp_path}.* is damaged: "):
         read(tmp_path, RANGES)

@@ -61,7 +61,7 @@ def test_the_step_of_anothers_checkpoint_is_the_first_count_in_it(counts, step, 
     weights = {name: torch.ones(2) for name in "ab"}
     dcp.save({"model": weights, "optim": {"state": states}}, checkpoint_id=tmp_path, no_dist=True)
     rules = {name: RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg") for name in "ab"}
-    assert ShardedCheckpoint(tmp_path, rules, others={}).header.step == step
+    assert ShardedCheckpoint(tmp_path, rules, names=rules).header.step == step
 
 
 def test_a_file_of_whole_parameters_makes_its_folder_and_takes_complex_states(tmp_path):
@@ -86,7 +86,8 @@ def test_a_write_that_an_error_ends_receives_what_others_send_and_ctrl_c_does_no
         raise error("no more")
 
     monkeypatch.setattr(whole_states, "write", write)
-    header = Header(step=1, shapes={"w": (4,)}, rules={}, dtypes=("float32",), param_groups=[], configured=[])
+    header = Header(step=1, shapes={"w": (4,)}, rules={}, dtypes=("float32",), param_groups=[], configured=[],
+                    loss_scaler=LossScaler(1.0))
     with pytest.raises(error, match="no more"):
-        whole_states.save_one_file(Path("file"), [], header, ("loss_scaler", LossScaler(1.0)), torch.device("cpu"))
+        whole_states.save_one_file(Path("file"), [], header, torch.device("cpu"))
     assert calls == [1] * received

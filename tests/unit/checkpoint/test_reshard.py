@@ -300,8 +300,8 @@ def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was,
     old, new = (RuleRecord("normuon", keys, "momentum_buffer", meaning) for meaning in (was, now))
     saved, mine = (PieceRecord("a", 0, torch.full((12,), fill), {
         "momentum_buffer": torch.full((12,), fill), "moment2_buffer": torch.full((3, 1), fill)}) for fill in (2.0, 0.0))
-    header = header_of({"layerwise": describe(Header(step=3, shapes={"a": (3, 4)}, rules={"a": old}, param_groups=None,
-                                                     dtypes=None))})
+    header = header_of(describe(Header(step=3, shapes={"a": (3, 4)}, rules={"a": old}, param_groups=None,
+                                       dtypes=None)))
     assert header.rules == {"a": old}
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
     for policy, kept in (("error", ()), ("reset", ()), ("keep_shared", ("momentum_buffer",))):
@@ -327,9 +327,9 @@ def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was,
 
 def test_a_checkpoint_that_says_nothing_of_meaning():
     said = describe(Header(step=3, shapes={"a": (3, 4)}, rules={"a": SOAP}, param_groups=None, dtypes=None))
-    for rule in said["rules"].values():
+    for rule in said["layerwise"]["rules"].values():
         del rule["meaning"]
-    assert header_of({"layerwise": said}).rules == {"a": SOAP}
+    assert header_of(said).rules == {"a": SOAP}
 
 
 def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():

@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint.formats import single_file
+from ds_layerwise.checkpoint.formats import regular, single_file
 from ds_layerwise.checkpoint.formats.regular import FORMAT
 from ds_layerwise.checkpoint.formats.single_file import OneFile
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
@@ -21,8 +21,7 @@ pytestmark = rooms("single_file", "whole_states")
 RULES = {"a": RuleRecord("soap", ("exp_avg", "L.q", "step"), "exp_avg"),
          "b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg")}
 HEADER = Header(step=3, shapes={"a": (12, 3), "b": (7,)}, rules=RULES, dtypes=("float32",),
-                param_groups=[{"lr": 0.5}], configured=[{"lr": 0.5}])
-SCALER = ("loss_scaler", LossScaler(4.0))
+                param_groups=[{"lr": 0.5}], configured=[{"lr": 0.5}], loss_scaler=LossScaler(4.0))
 
 
 def numbers(numel, first=0):
@@ -54,7 +53,7 @@ def save_on_two_ranks(path, monkeypatch, header=HEADER):
     def play(rank, gather):
         monkeypatch.setattr(whole_states.comm, "rank_of", lambda group: rank)
         monkeypatch.setattr(whole_states.comm, "gather_objects", gather)
-        whole_states.save_one_file(path, pieces_of(rank), header, SCALER, torch.device("cpu"))
+        whole_states.save_one_file(path, pieces_of(rank), header, torch.device("cpu"))
 
     def only_say(mine, group):
         said.append(mine)
@@ -92,14 +91,14 @@ def test_parts_of_ranks_are_put_together_and_read(tmp_path, monkeypatch):
 
 def test_each_save_has_a_name_of_its_own(tmp_path):
     for name in ("one", "other"):
-        write_one_file(tmp_path / name, WHOLE, HEADER, SCALER)
+        write_one_file(tmp_path / name, WHOLE, HEADER)
     one, other = (OneFile(tmp_path / name).identity() for name in ("one", "other"))
     assert one != other and one == OneFile(tmp_path / "one").identity() and len(one) == 1
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
-    monkeypatch.setattr(single_file, "FORMAT", FORMAT + 1)
-    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+    monkeypatch.setattr(regular, "FORMAT", FORMAT + 1)
+    write_one_file(tmp_path / "file", WHOLE, HEADER)
     monkeypatch.undo()
     with pytest.raises(LayerWiseError, match=f"file has format {FORMAT + 1}, and this version of ds_layerwise reads "
                                              f"{FORMAT}; upgrade ds_layerwise"):
@@ -107,7 +106,7 @@ def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
 
 
 def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, monkeypatch):
-    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+    write_one_file(tmp_path / "file", WHOLE, HEADER)
     before = (tmp_path / "file").read_bytes()
 
     def fails(descriptor):
@@ -117,13 +116,13 @@ def test_a_write_that_fails_leaves_what_was_there_and_nothing_else(tmp_path, mon
     # Nothing replaces a file before it is on the disk.
     monkeypatch.setattr("os.fsync", fails)
     with pytest.raises(LayerWiseError, match="file cannot be written: no disk any more"):
-        write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+        write_one_file(tmp_path / "file", WHOLE, HEADER)
     assert [each.name for each in tmp_path.iterdir()] == ["file"] and (tmp_path / "file").read_bytes() == before
 
 
 def test_another_file_is_refused_and_named(tmp_path):
     less = {key: value for key, value in WHOLE.items() if key != "state.b.exp_avg"}
-    write_one_file(tmp_path / "file", less, HEADER, SCALER)
+    write_one_file(tmp_path / "file", less, HEADER)
     (tmp_path / "text").write_text("no tensors")
     for name, message in (("none", "none is not a file; every rank reads it"),
                           (".", "is not a file; every rank reads it"),
@@ -142,13 +141,13 @@ DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.flo
 
 def test_all_dtypes_are_read_by_safetensors(tmp_path):
     tensors = {str(dtype): torch.tensor([0.0, 1.0, 2.0]).to(dtype) for dtype in DTYPES}
-    write_one_file(tmp_path / "file", tensors, HEADER, SCALER)
+    write_one_file(tmp_path / "file", tensors, HEADER)
     found = load_file(tmp_path / "file")
     for name, value in tensors.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name].float(), value.float()), name
 
 
 def test_it_is_what_safetensors_writes(tmp_path):
-    write_one_file(tmp_path / "file", WHOLE, HEADER, SCALER)
+    write_one_file(tmp_path / "file", WHOLE, HEADER)
     save_file(load_file(tmp_path / "file"), tmp_path / "theirs")
     assert (tmp_path / "file").read_bytes() == (tmp_path / "theirs").read_bytes()
