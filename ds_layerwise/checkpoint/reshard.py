@@ -29,6 +29,8 @@ class LoadPlan:
     """The copies that load a checkpoint into this rank's memory. Making a plan writes nothing."""
 
     copies: list[Copy] = field(default_factory=list)
+    loaded: dict[str, frozenset[str]] = field(default_factory=dict)
+    """The keys of the tensors that the copies write, by parameter; that of a master is empty."""
     restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The states that are reset to their initial values, by parameter."""
     masters_from_model: list[str] = field(default_factory=list)
@@ -97,6 +99,7 @@ def plan_load(
             if why:
                 plan.reasons[piece.name] = why
         plan.copies.extend(_copies(piece, names, sources, numel))
+        plan.loaded[piece.name] = frozenset(names)
     return plan
 
 

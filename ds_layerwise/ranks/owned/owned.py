@@ -410,22 +410,28 @@ class Owned:
         return self._forms[name][key].is_live
 
     def take_back(
-        self, record: Sequence[PieceRecord], written: Callable[[Tensor], bool], *, masters_win: bool
+        self,
+        record: Iterable[PieceRecord],
+        loaded: Mapping[str, Iterable[str]],
+        *,
+        masters_win: bool,
     ) -> None:
-        """Store the tensors of :meth:`record` that are not views of live memory and have been
-        ``written`` since.
+        """Store the tensors of :meth:`record` that were loaded and are not views of live memory.
 
         Args:
+            loaded: the keys of what was loaded, by name in a checkpoint; that of a master is empty.
             masters_win: True to set weights to the rounded masters; False to set masters to weights
                 that they do not round to.
         """
         for piece in record:
             name = self._known_as[piece.name]
-            for key, value in {MASTER: piece.master, **piece.state}.items():
-                if not self._is_live(name, key) and written(value):
-                    if key == MASTER and not masters_win:
-                        follow_(value, self._values.piece(name))
-                    self.set_value(name, key, value)
+            for key in loaded[piece.name]:
+                if self._is_live(name, key or MASTER):
+                    continue
+                value = piece.tensor(key)
+                if not key and not masters_win:
+                    follow_(value, self._values.piece(name))
+                self.set_value(name, key or MASTER, value)
 
     def value(self, name: str, key: str = MASTER) -> Tensor:
         """Return this rank's piece of the master of a parameter, or of one of its states. It is

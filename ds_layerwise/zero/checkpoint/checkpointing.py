@@ -499,12 +499,7 @@ class Checkpointing:
                 loaded.append(owned.values(bucket.index).clone())
         found.plan.copy(quiet=comm.rank_of(None) != 0)
         masters_win = not load.weights_win and self._masters_win(found)
-        taken = {into.untyped_storage()._cdata for into, _ in found.plan.copies}
-        owned.take_back(
-            found.own,
-            lambda value: value.untyped_storage()._cdata in taken,
-            masters_win=masters_win,
-        )
+        owned.take_back(found.own, found.plan.loaded, masters_win=masters_win)
         for name, keys in found.plan.restarts.items():
             owned.restart(name, keys)
         for name in found.plan.masters_from_model:
