@@ -39,7 +39,7 @@ from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
 
-from ds_layerwise.checkpoint.formats.universal import told_the_converter
+from ds_layerwise.checkpoint.universal import told_the_converter
 from ds_layerwise.config.ds_config import retell, tensor_and_other, what_ranks_share
 from ds_layerwise.config.overrides import given_in_python
 from ds_layerwise.config.run_config import RunConfig

@@ -17,11 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import Manifest
-from ds_layerwise.checkpoint.files.user_files import others_in
-from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import (
+from ds_layerwise.checkpoint import atomic, universal
+from ds_layerwise.checkpoint.checkpoint_folder import (
     Bars,
     ModelFile,
     check_bytes,
@@ -29,7 +26,9 @@ from ds_layerwise.checkpoint.formats.checkpoint_folder import (
     find,
     in_parallel,
 )
-from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint, refuse_parts
+from ds_layerwise.checkpoint.manifest import Manifest
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
+from ds_layerwise.checkpoint.user_files import others_in
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.verify import Contents
 

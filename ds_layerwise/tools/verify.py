@@ -17,8 +17,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, names_in
-from ds_layerwise.checkpoint.formats.checkpoint_folder import (
+from ds_layerwise.checkpoint.checkpoint_folder import (
     ZERO3_MODEL_FILE,
     Bars,
     ModelFile,
@@ -26,14 +25,15 @@ from ds_layerwise.checkpoint.formats.checkpoint_folder import (
     find,
     manifest_of,
 )
-from ds_layerwise.checkpoint.formats.regular import (
+from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
+from ds_layerwise.checkpoint.new_names import first_expert
+from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
+from ds_layerwise.checkpoint.regular import (
     KEY,
     RegularCheckpoint,
     mp_size,
 )
-from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint, is_universal
-from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
+from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerWiseError
 
 #: The key of the weights beside those of states, as in the universal format.

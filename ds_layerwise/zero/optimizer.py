@@ -113,7 +113,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self._access = StateAccess(run, self.offloading)
         self._access.attach()
         self._warn_of_zeros()
-        # One checkpoint group per parameter; see checkpoint.formats.regular.
+        # One checkpoint group per parameter; see checkpoint.regular.
         self.bit16_groups = self.round_robin_bit16_groups = [
             [param] for name, param in run.params.items() if name not in planned.saved_elsewhere
         ]
@@ -388,7 +388,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the ``optimizer_state_dict`` of this rank's ``*_optim_states.pt``; see
-        :mod:`.checkpoint.formats.regular`.
+        :mod:`.checkpoint.regular`.
 
         Its tensors are views into live memory: save or copy them before the next step.
         """
@@ -454,7 +454,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return a dict for ``torch.distributed.checkpoint.save``: {"model", "optim"} as for FSDP2,
-        with masters as weights; see :mod:`.checkpoint.formats.dcp`.
+        with masters as weights; see :mod:`.checkpoint.dcp`.
 
         Every rank must call this between two steps. The tensors are views: save them before the
         next step. The gradients of an unfinished step are not included.

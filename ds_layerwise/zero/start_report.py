@@ -12,7 +12,7 @@ from typing import Any
 from deepspeed.utils import logger
 from torch import nn
 
-from ds_layerwise.checkpoint.files.atomic import write_whole
+from ds_layerwise.checkpoint.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
 from ds_layerwise.plan.forecast.forecast import Forecast

@@ -5,7 +5,7 @@ from __future__ import annotations
 import deepspeed.comm as dist
 import torch
 
-from ds_layerwise.checkpoint.formats import single_file
+from ds_layerwise.checkpoint import single_file
 from tests.support import internals
 from tests.support.training import from_all_ranks, weights
 

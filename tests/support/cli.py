@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from tests.support.training import Net, ds_config, start, train_engine
 
 BF16 = {"bf16": {"enabled": True}}

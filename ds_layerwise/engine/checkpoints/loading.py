@@ -23,18 +23,17 @@ from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import logger
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME
-from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
-from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import (
+from ds_layerwise.checkpoint import atomic, universal
+from ds_layerwise.checkpoint.checkpoint_folder import (
     MODEL_FILE,
     ZERO3_MODEL_FILE,
     manifest_of,
     shapes_in,
 )
-from ds_layerwise.checkpoint.formats.regular import mp_size
+from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.new_names import bare, new_names
+from ds_layerwise.checkpoint.plain_values import load_safely, naming
+from ds_layerwise.checkpoint.regular import mp_size
 from ds_layerwise.engine.checkpoints.model_checks import (
     check_layers,
     check_model,

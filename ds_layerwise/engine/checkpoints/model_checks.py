@@ -13,9 +13,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
 from ds_layerwise.checkpoint.new_names import check_names
-from ds_layerwise.checkpoint.plain_values import check_kind
+from ds_layerwise.checkpoint.plain_values import check_kind, load_safely, naming
 from ds_layerwise.checkpoint.record import fits
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce

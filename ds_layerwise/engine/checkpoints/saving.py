@@ -28,10 +28,9 @@ import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
-from ds_layerwise.checkpoint.formats import regular, universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import check_tag
+from ds_layerwise.checkpoint import atomic, regular, universal
+from ds_layerwise.checkpoint.checkpoint_folder import check_tag
+from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
 from ds_layerwise.engine.checkpoints.stage3_files import (
     as_at_stage_2,

@@ -16,7 +16,7 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.ranks.comm import comm

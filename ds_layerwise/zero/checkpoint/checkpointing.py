@@ -16,19 +16,25 @@ from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.files.safe_load import naming
-from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint, unwrapped
-from ds_layerwise.checkpoint.formats.regular import (
+from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
+from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
+from ds_layerwise.checkpoint.plain_values import naming
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
+from ds_layerwise.checkpoint.regular import (
     PipelineCheckpoint,
     RegularCheckpoint,
     to_state_dict,
 )
-from ds_layerwise.checkpoint.formats.single_file import OneFile
-from ds_layerwise.checkpoint.formats.universal import UniversalCheckpoint
-from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
-from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
-from ds_layerwise.checkpoint.reshard import LoadPlan, check_shapes, plan_load
-from ds_layerwise.checkpoint.untrained import beside_masters, find_others, in_model_file
+from ds_layerwise.checkpoint.reshard import (
+    LoadPlan,
+    beside_masters,
+    check_shapes,
+    find_others,
+    in_model_file,
+    plan_load,
+)
+from ds_layerwise.checkpoint.single_file import OneFile
+from ds_layerwise.checkpoint.universal import UniversalCheckpoint
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.ranks.comm import comm
 

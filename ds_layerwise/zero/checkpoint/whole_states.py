@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.formats.dcp import MODEL, STATE, PieceTensor, unwrapped
-from ds_layerwise.checkpoint.formats.single_file import (
+from ds_layerwise.checkpoint.dcp import MODEL, STATE, PieceTensor, unwrapped
+from ds_layerwise.checkpoint.new_names import first_expert
+from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.checkpoint.single_file import (
     HEADER,
     Sums,
     name_in_file,
@@ -23,8 +25,6 @@ from ds_layerwise.checkpoint.formats.single_file import (
     write,
     write_beside,
 )
-from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.recipe import Shape

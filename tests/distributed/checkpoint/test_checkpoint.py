@@ -8,8 +8,8 @@ import torch
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 import ds_layerwise
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME
-from ds_layerwise.checkpoint.formats import regular
+from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.errors import LayerWiseError, StepError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, assert_same_run, loaded, masters, on_rank_0, states

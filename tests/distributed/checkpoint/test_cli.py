@@ -11,9 +11,9 @@ from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoin
 from safetensors import safe_open
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest, names_in
-from ds_layerwise.checkpoint.files.safe_load import load_safely
-from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.checkpoint import universal
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
+from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
 from tests.support.cli import BF16, MODEL_FILE, TIED, Everything, assert_refused, run, saved

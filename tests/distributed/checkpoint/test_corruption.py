@@ -18,8 +18,8 @@ import pytest
 import torch
 from torch import nn
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, FORMAT, Manifest
-from ds_layerwise.checkpoint.formats import regular
+from ds_layerwise.checkpoint import regular
+from ds_layerwise.checkpoint.manifest import FILE_NAME, FORMAT, Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states, whole_states

@@ -16,9 +16,9 @@ from pathlib import Path
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
-from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.engine.checkpoints import saving
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import disks

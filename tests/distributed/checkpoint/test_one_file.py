@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ds_layerwise.checkpoint.formats import single_file
+from ds_layerwise.checkpoint import single_file
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
@@ -19,7 +19,7 @@ from tests.support.reference import trainable
 from tests.support.rooms import rooms
 from tests.support.training import BF16, Net, ds_config, start, train_engine, weights
 
-pytestmark = rooms("optimizer", "single_file", "whole_states", "checkpointing", "safe_load")
+pytestmark = rooms("optimizer", "single_file", "whole_states", "checkpointing", "plain_values")
 
 ADAFACTOR = {"type": "LayerWise", "params": {"lr": 0.003, "matrix_optimizer": "torch.optim:Adafactor"}}
 CONFIGS = {"fp32": {}, "stage2": {"stage": 2}, "bf16": BF16, "any": {"optimizer": ADAFACTOR},

@@ -14,8 +14,8 @@ import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import nn
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import Manifest
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, loaded, masters, on_rank_0, states

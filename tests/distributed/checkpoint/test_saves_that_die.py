@@ -19,9 +19,8 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import SIGNATURE, Manifest
-from ds_layerwise.checkpoint.formats import universal
+from ds_layerwise.checkpoint import atomic, universal
+from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
 from ds_layerwise.engine.checkpoints import saving
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states

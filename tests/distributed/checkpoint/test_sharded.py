@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 
 import ds_layerwise
-from ds_layerwise.checkpoint.formats.dcp import PieceTensor, boxes, unwrapped
+from ds_layerwise.checkpoint.dcp import PieceTensor, boxes, unwrapped
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, masters, on_rank_0, whole_states
 from tests.support.expected import mean_gradient

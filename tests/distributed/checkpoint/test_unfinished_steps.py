@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import deepspeed.comm as dist
 import pytest
 
-from ds_layerwise.checkpoint.formats import regular
+from ds_layerwise.checkpoint import regular
 from ds_layerwise.errors import LayerWiseError, StepError
 from ds_layerwise.zero.checkpoint import checkpointing
 from tests.support import internals

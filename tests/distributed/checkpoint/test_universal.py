@@ -23,7 +23,7 @@ from tests.support.training import (
 from tests.support.universal import convert, start_with_loss, train_with_loss
 from tests.support.versions import needs
 
-pytestmark = rooms("universal", "exports", "reshard", "untrained")
+pytestmark = rooms("universal", "exports", "reshard")
 
 
 class Matrix(DistributedTest):

@@ -4,7 +4,7 @@ import json
 
 import deepspeed.comm as dist
 
-from ds_layerwise.checkpoint.files.manifest import Manifest
+from ds_layerwise.checkpoint.manifest import Manifest
 from tests.support.checkpoints import assert_equal_states, on_rank_0, states
 from tests.support.cli import run
 from tests.support.harness import DistributedTest

@@ -10,8 +10,8 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, ByteRange, Manifest, names_in
-from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.checkpoint.manifest import FILE_NAME, ByteRange, Manifest, names_in
+from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import LayerWiseError
 from tests.support.checkpoints import assert_equal_states, whole_states
 from tests.support.cli import MODEL_FILE, Everything, assert_refused, edit, run, saved
@@ -21,7 +21,7 @@ from tests.support.training import Net, ds_config, start, start_adamw, train_eng
 from tests.support.universal import convert
 from tests.support.versions import needs
 
-pytestmark = rooms("safe_load", "verify", "manifest", "checkpoint_folder")
+pytestmark = rooms("plain_values", "verify", "manifest", "checkpoint_folder")
 
 
 #: What a checkpoint of :class:`.Everything` holds: matrices under Muon, the rest under AdamW.

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 import pytest
 from deepspeed.utils import logger
 
-from ds_layerwise.checkpoint import reshard
-from ds_layerwise.checkpoint.files import manifest
+from ds_layerwise.checkpoint import manifest, reshard
 from ds_layerwise.output import LONG_LOAD
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, states

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.checkpoint.files.manifest import names_in
-from ds_layerwise.checkpoint.files.safe_load import load_safely
+from ds_layerwise.checkpoint.manifest import names_in
+from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import RoutingError
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import Manifest
-from ds_layerwise.checkpoint.formats import universal
-from ds_layerwise.checkpoint.formats.checkpoint_folder import check_tag
+from ds_layerwise.checkpoint import atomic, universal
+from ds_layerwise.checkpoint.checkpoint_folder import check_tag
+from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms

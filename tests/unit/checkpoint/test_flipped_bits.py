@@ -10,15 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint.formats import single_file
-from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
-from ds_layerwise.checkpoint.formats.single_file import OneFile, sums_of, write_beside
+from ds_layerwise.checkpoint import single_file
+from ds_layerwise.checkpoint.dcp import ShardedCheckpoint
 from ds_layerwise.checkpoint.record import Header, RuleRecord
+from ds_layerwise.checkpoint.single_file import OneFile, sums_of, write_beside
 from ds_layerwise.errors import LayerWiseError
 from tests.support import checkpoints
 from tests.support.rooms import rooms
 
-pytestmark = [*rooms("single_file", "dcp", "whole_states", "safe_load"),
+pytestmark = [*rooms("single_file", "dcp", "whole_states", "plain_values"),
               pytest.mark.filterwarnings("ignore:torch.distributed is disabled")]
 
 RULES = {"a.b": RuleRecord("adam", ("exp_avg", "step"), "exp_avg"), "w": RuleRecord("kron", ("L", "momentum"), None)}

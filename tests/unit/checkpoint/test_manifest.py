@@ -8,8 +8,8 @@ import zlib
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest, _digest
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, _digest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
@@ -64,7 +64,7 @@ def test_checksums_come_from_the_archive_unless_torch_left_them_out(folder, monk
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7, 50])
 def test_all_ranks_together_check_each_range_once(folder, world_size, monkeypatch):
     manifest, checked = Manifest.read(folder), []
-    monkeypatch.setattr("ds_layerwise.checkpoint.files.manifest.check_file",
+    monkeypatch.setattr("ds_layerwise.checkpoint.manifest.check_file",
                         lambda path, size, ranges: checked.extend((path.relative_to(folder).as_posix(), r.start, r.size)
                                                                   for r in ranges))
     for rank in range(world_size):

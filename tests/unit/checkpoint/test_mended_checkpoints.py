@@ -9,11 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import Manifest
-from ds_layerwise.checkpoint.formats import single_file
-from ds_layerwise.checkpoint.formats.dcp import ShardedCheckpoint
-from ds_layerwise.checkpoint.formats.single_file import sums_of
+from ds_layerwise.checkpoint import atomic, single_file
+from ds_layerwise.checkpoint.dcp import ShardedCheckpoint
+from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.record import Header, RuleRecord
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import whole_states

@@ -8,9 +8,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ds_layerwise.checkpoint.formats.regular import describe, header_of
 from ds_layerwise.checkpoint.new_names import Renamed, check_names, expert_names, new_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.regular import describe, header_of
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import ParamSpec

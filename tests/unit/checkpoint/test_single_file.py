@@ -7,10 +7,10 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint.formats import regular, single_file
-from ds_layerwise.checkpoint.formats.regular import FORMAT
-from ds_layerwise.checkpoint.formats.single_file import OneFile
+from ds_layerwise.checkpoint import regular, single_file
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.regular import FORMAT
+from ds_layerwise.checkpoint.single_file import OneFile
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.checkpoints import write_one_file

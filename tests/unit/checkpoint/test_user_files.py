@@ -5,8 +5,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 from tests.unit.checkpoint.test_atomic import Killed, commit, dying_at, holds, write

@@ -36,8 +36,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
-from ds_layerwise.checkpoint.plain_values import Unreadable
+from ds_layerwise.checkpoint.plain_values import Unreadable, load_safely, naming
 from ds_layerwise.checkpoint.record import (
     Header,
     PieceRecord,

@@ -35,16 +35,8 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, leads_out
-from ds_layerwise.checkpoint.files.safe_load import load_safely, naming
-from ds_layerwise.checkpoint.formats.regular import (
-    KEY,
-    PipelineCheckpoint,
-    RegularCheckpoint,
-    describe,
-    header_of,
-    ours_of,
-)
+from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
+from ds_layerwise.checkpoint.plain_values import load_safely, naming
 from ds_layerwise.checkpoint.record import (
     ADAM,
     Header,
@@ -55,6 +47,14 @@ from ds_layerwise.checkpoint.record import (
     joined,
     step_tensor,
     travels_as,
+)
+from ds_layerwise.checkpoint.regular import (
+    KEY,
+    PipelineCheckpoint,
+    RegularCheckpoint,
+    describe,
+    header_of,
+    ours_of,
 )
 from ds_layerwise.errors import LayerWiseError
 

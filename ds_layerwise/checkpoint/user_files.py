@@ -9,7 +9,7 @@ from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, MARKS, SIGNATURE, Manifest
+from ds_layerwise.checkpoint.manifest import FILE_NAME, MARKS, SIGNATURE, Manifest
 from ds_layerwise.errors import LayerWiseError
 
 

@@ -22,10 +22,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.safe_load import load_bytes_safely, naming
-from ds_layerwise.checkpoint.formats.regular import KEY, check_format, describe, header_of
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.plain_values import load_bytes_safely, naming
 from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
+from ds_layerwise.checkpoint.regular import KEY, check_format, describe, header_of
 from ds_layerwise.errors import LayerWiseError
 
 #: The end and the checksum of blocks, by the name of a tensor in the file and the block's first

@@ -15,19 +15,19 @@ import torch
 from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
 from torch import Tensor
 
-from ds_layerwise.checkpoint.files import atomic
-from ds_layerwise.checkpoint.files.atomic import pointed
-from ds_layerwise.checkpoint.files.manifest import (
+from ds_layerwise.checkpoint import atomic
+from ds_layerwise.checkpoint.atomic import pointed
+from ds_layerwise.checkpoint.manifest import (
     FILE_NAME,
     ByteRange,
     Manifest,
     check_file,
     leads_out,
 )
-from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, load_safely
-from ds_layerwise.checkpoint.formats.regular import RegularCheckpoint
-from ds_layerwise.checkpoint.formats.universal import LATEST, is_universal
 from ds_layerwise.checkpoint.new_names import first_expert
+from ds_layerwise.checkpoint.plain_values import UNREADABLE, load_safely
+from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError, few
 
 #: The name of DeepSpeed's file with the module.

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from deepspeed.utils import logger
 
-from ds_layerwise.checkpoint.files.manifest import FILE_NAME, SIGNATURE, Manifest
-from ds_layerwise.checkpoint.files.user_files import carry_over, is_a_saves, others_in, remove
+from ds_layerwise.checkpoint.manifest import FILE_NAME, SIGNATURE, Manifest
+from ds_layerwise.checkpoint.user_files import carry_over, is_a_saves, others_in, remove
 from ds_layerwise.errors import LayerWiseError
 
 #: The suffix of the folder that a save writes, until it is complete.

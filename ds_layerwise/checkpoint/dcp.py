@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageReader
 
-from ds_layerwise.checkpoint.files.manifest import leads_out
-from ds_layerwise.checkpoint.files.safe_load import UNREADABLE, naming
-from ds_layerwise.checkpoint.formats.single_file import Beside
+from ds_layerwise.checkpoint.manifest import leads_out
 from ds_layerwise.checkpoint.new_names import new_names
+from ds_layerwise.checkpoint.plain_values import UNREADABLE, naming
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
+from ds_layerwise.checkpoint.single_file import Beside
 from ds_layerwise.errors import LayerWiseError
 
 #: The names of weights, states, and the header in the file.

@@ -1,1 +1,0 @@
-"""The files of checkpoints: atomic writes, lists with checksums, safe reading."""
