@@ -244,7 +244,7 @@ UNREADABLE = (
 )
 
 #: DeepSpeed's classes in checkpoints that have no code to run.
-_KNOWN: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
+READABLE: list[Any] = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
 
 
 @contextmanager
@@ -287,14 +287,14 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
         )
     try:
         try:
-            return _load(path, _KNOWN)
+            return _load(path, READABLE)
         except UnpicklingError:
             if not with_objects or not is_zipfile(path):
                 raise
-        with torch.serialization.safe_globals(_KNOWN):
+        with torch.serialization.safe_globals(READABLE):
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stand_ins = [(Unreadable, name) for name in unknown]
-        return _load(path, [*_KNOWN, *stand_ins])
+        return _load(path, [*READABLE, *stand_ins])
     except UNREADABLE as e:
         raise _refused(path, e) from e
 
@@ -304,7 +304,7 @@ def load_bytes_safely(content: bytes, path: Path) -> Any:
     :func:`load_safely`.
     """
     try:
-        return _load(BytesIO(content), _KNOWN)
+        return _load(BytesIO(content), READABLE)
     except UNREADABLE as e:
         raise _refused(path, e) from e
 

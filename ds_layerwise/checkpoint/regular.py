@@ -36,7 +36,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
-from ds_layerwise.checkpoint.plain_values import Unreadable, load_safely, naming
+from ds_layerwise.checkpoint.plain_values import load_safely, naming
 from ds_layerwise.checkpoint.record import (
     Header,
     PieceRecord,
@@ -352,20 +352,6 @@ def read(path: Path) -> dict[str, Any]:
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is not a file of a ZeRO checkpoint"
         )
     return found
-
-
-def check_readable(state_dict: Mapping[str, Any], path: Path) -> None:
-    """Check that a run can continue from ``state_dict``, which was just read from ``path``.
-
-    Raises:
-        LayerWiseError: it contains an object that only code could restore.
-    """
-    ours_of(state_dict, path)
-    if isinstance(state_dict.get(LOSS_SCALER), Unreadable):
-        raise LayerWiseError(
-            f"{path} cannot be read back: {LOSS_SCALER} is an object that only code could restore; "
-            "what was saved before is still there"
-        )
 
 
 def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:

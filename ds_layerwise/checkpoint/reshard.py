@@ -5,9 +5,11 @@ and frozen parameters and buffers of which DeepSpeed's engine loads nothing.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -256,15 +258,43 @@ def _copies(
             )
 
 
+def named_values(model: nn.Module) -> dict[str, tuple[Any, nn.Parameter | None]]:
+    """Return the values in the ``state_dict`` of ``model``, each with the parameter that it is of;
+    None for others.
+
+    A hook of the module may have copied values, or changed their names.
+    """
+    params = dict(model.named_parameters(remove_duplicate=False))
+    found = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        param = value if isinstance(value, nn.Parameter) else params.get(name)
+        found[name] = (value, param)
+    return found
+
+
+def untrained(
+    model: nn.Module, trained: Iterable[Tensor]
+) -> dict[str, tuple[Tensor, nn.Parameter | None]]:
+    """Return the frozen parameters and buffers in the ``state_dict`` of ``model``, by all of their
+    names there, as in :func:`named_values`.
+    """
+    left_out = {id(param) for param in trained}
+    found = {}
+    for name, (value, param) in named_values(model).items():
+        if isinstance(value, Tensor) and id(param) not in left_out:
+            found[name] = (value, param)
+    return found
+
+
 def find_others(
     saved: Renamed,
     model: nn.Module,
     *,
-    trained: Collection[str],
+    trained: Iterable[Tensor],
     in_file: Mapping[str, Tensor],
-) -> tuple[dict[str, Tensor], set[str]]:
-    """Return everything in the ``state_dict`` of ``model`` except the parameters ``trained``, by
-    name; and the names of what the checkpoint lacks.
+) -> tuple[list[Copy], set[str]]:
+    """Return the copies that load everything in the ``state_dict`` of ``model`` except the
+    parameters ``trained``; and the names of what the checkpoint lacks.
 
     Args:
         saved: the checkpoint, or the file of whole parameters, by new names.
@@ -273,63 +303,56 @@ def find_others(
     Raises:
         LayerWiseError: something has another shape.
     """
-    restored = {id(param) for name, param in model.named_parameters() if name in trained}
-    others = {}
-    lacking = set()
-    params = dict(model.named_parameters(remove_duplicate=False))
-    # A hook of the module may have copied parameters.
-    held = {
-        name: params.get(name, value) for name, value in model.state_dict(keep_vars=True).items()
-    }
+    held = {}
+    for name, (value, param) in untrained(model, trained).items():
+        held[name] = value if param is None else param
     # A parameter may have several names. Activation checkpointing adds its wrapper to the names of
     # parameters, but not to those in state_dict.
     names: dict[int, list[str]] = {}
-    for name, value in (*held.items(), *model.named_parameters(remove_duplicate=False)):
-        names.setdefault(id(value), []).append(name)
-    for name, value in held.items():
-        if id(value) in restored or not isinstance(value, Tensor):
+    for name, own in (*held.items(), *model.named_parameters(remove_duplicate=False)):
+        names.setdefault(id(own), []).append(name)
+    copies = []
+    lacking = set()
+    for name, own in held.items():
+        # Its other names, if it is tied, stand for it.
+        of_own = names.pop(id(own), [])
+        if not of_own:
             continue
-        if name in in_file and fits(in_file[name].shape, value.shape):
-            others[name] = in_file[name]
-        elif known := saved.header.shapes.keys() & names[id(value)]:
-            first = min(known, key=names[id(value)].index)
-            check_shapes({first: tuple(value.shape)}, saved.header.shapes)
-            others[name] = weights_in(saved, first, tuple(value.shape))
+        if name in in_file and fits(in_file[name].shape, own.shape):
+            copies.append((own, in_file[name]))
+        elif known := saved.header.shapes.keys() & of_own:
+            first = min(known, key=of_own.index)
+            check_shapes({first: tuple(own.shape)}, saved.header.shapes)
+            copies.append((own, weights_in(saved, first, tuple(own.shape))))
         else:
             lacking.add(name)
-        # Its other names, if it is tied, stand for it.
-        restored.add(id(value))
-    return others, lacking
+    return copies, lacking
 
 
-def in_model_file(folder: Path, rename: Mapping[str, str]) -> dict[str, Tensor]:
-    """Read the whole tensors of the model's file of a universal checkpoint, by new names:
-    DeepSpeed's converter rounds buffers to float32, and leaves out those of ZeRO-3.
-    """
-    try:
-        model = ModelFile.read(folder, trust=False)
-    except LayerWiseError:
-        # A client may have stored anything in it. The engine loads it next, at the user's risk.
-        return {}
-    if model is None:
-        return {}
-    renamed = new_names(model.module, rename)
-    return {renamed[name]: value for name, value in model.module.items()}
-
-
-def beside_masters(
-    folder: Path, trained: Iterable[str], rename: Mapping[str, str]
+def in_model_file(
+    folder: Path, rename: Mapping[str, str], beside: Iterable[str] | None = None
 ) -> dict[str, Tensor]:
-    """Read the tensors of the model's file of a regular checkpoint that has trained weights as
-    masters alone, by new names.
+    """Read the tensors of the model's file that are whole in it, by new names. A universal
+    checkpoint has them also elsewhere, but DeepSpeed's converter rounds buffers to float32, and
+    leaves out those of ZeRO-3.
 
     Args:
-        trained: the names of those masters in the checkpoint.
+        beside: the names of the masters in a regular checkpoint that has trained weights as masters
+            alone; None for a universal checkpoint.
 
     Raises:
-        LayerWiseError: the file is missing or damaged; or a glob of ``rename`` matches no name of
-            the file or of ``trained``, or two names become one.
+        LayerWiseError: two names become one; or, in a regular checkpoint, the file is missing or
+            damaged, or a glob of ``rename`` matches no name of the file or of ``beside``.
     """
-    module = load_safely(folder / MODEL_FILE.format(mp_rank=0), with_objects=True)["module"]
-    renamed = new_names({**dict.fromkeys(trained), **module}, rename, use_all=True)
+    module: Mapping[str, Tensor] = {}
+    if beside is not None:
+        path = folder / MODEL_FILE.format(mp_rank=0)
+        module = load_safely(path, with_objects=True)["module"]
+    else:
+        # A client may have stored anything in it. The engine loads it next, at the user's risk.
+        with suppress(LayerWiseError):
+            if model := ModelFile.read(folder, trust=False):
+                module = model.module
+    known = {**dict.fromkeys(beside or ()), **module}
+    renamed = new_names(known, rename, use_all=beside is not None)
     return {renamed[name]: each for name, each in module.items() if isinstance(each, Tensor)}

@@ -33,7 +33,7 @@ from deepspeed.checkpoint.constants import (
     UNIVERSAL_CHECKPOINT_VERSION_KEY,
     UNIVERSAL_CHECKPOINT_VERSION_VALUE,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
 from ds_layerwise.checkpoint.plain_values import load_safely, naming
@@ -300,13 +300,13 @@ def write_common(saved: RegularCheckpoint | PipelineCheckpoint, folder: Path) ->
     return ["zero/optimizer_state.pt"]
 
 
-def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) -> list[str]:
+def write_model(model_file: Path, others: Mapping[str, Any], folder: Path) -> list[str]:
     """Write the untrained part. Return the paths of the files within ``folder``.
 
     Args:
         model_file: DeepSpeed's file with the module, the scheduler and the client's state, which is
             linked or copied.
-        others: frozen parameters and buffers, by name in the module's ``state_dict``.
+        others: the values of the module's ``state_dict`` that are not trained, by name.
     """
     # The second name is the one that DeepSpeed's own optimizers look for at stage 3.
     written = [model_file.name, f"zero_pp_rank_0_{model_file.name}"]
@@ -315,7 +315,13 @@ def write_model(model_file: Path, others: Mapping[str, Tensor], folder: Path) ->
             os.link(model_file, folder / name)
         except OSError:
             shutil.copy2(model_file, folder / name)
+    seen = set()
     for name, value in others.items():
+        if not isinstance(value, Tensor) or id(value) in seen:
+            continue
+        if isinstance(value, nn.Parameter):
+            # A tied parameter is listed under one of its names.
+            seen.add(id(value))
         _check_paths(name)
         (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
         # float32 represents every number of shorter floating-point types, but not all of int64 or

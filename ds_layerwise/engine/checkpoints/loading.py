@@ -50,6 +50,7 @@ from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_cuts import whole_shapes
 from ds_layerwise.zero.checkpoint import disks
@@ -113,7 +114,7 @@ def _load_checked(
         as_at_stage_2(engine),
     ):
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
-        with _pipeline_loading(engine.module, load), _Alone(load):
+        with _pipeline_loading(engine.module, load), _alone(load):
             done = original(
                 load_dir,
                 tag,
@@ -229,31 +230,26 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
                 scheduler.load_state_dict(schedule)
 
 
-class _Alone:
-    """A block that the engine runs on each rank without collectives. An error in it is raised on
+@contextmanager
+def _alone(load: Load) -> Iterator[None]:
+    """Let the engine run the block on each rank without collectives. An error in it is raised on
     all ranks the next time they agree.
     """
-
-    def __init__(self, load: Load) -> None:
-        self._load = load
-
-    def __enter__(self) -> None:
-        self._load.alone = True
-
-    def __exit__(self, _kind: object, error: BaseException | None, _where: object) -> None:
-        if self._load.alone and (error is None or isinstance(error, Exception)):
-            comm.raise_on_all_ranks(error)
+    load.alone = True
+    with (attempt := Attempt()):
+        yield
+    load.agree(attempt.error)
+    attempt.raise_original()
 
 
 @contextmanager
-def _agreeing(load: Load | None) -> Iterator[None]:
+def _agreeing(load: Load) -> Iterator[None]:
     """Raise on all ranks if any rank raises in the block, or has failed on its own before it."""
-    if load is not None:
-        load.alone = False
+    is_alone = load.alone
+    load.alone = False
     with comm.errors_on_all_ranks():
         yield
-    if load is not None:
-        load.alone = True
+    load.alone = is_alone
 
 
 def _pipeline_loading(module: Any, load: Load) -> ExitStack:
@@ -415,10 +411,7 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
 def _load_zero_checkpoint(
     original: Method, engine: DeepSpeedEngine, load_dir: str, tag: str, **options: Any
 ) -> Any:
-    checkpointing = engine.optimizer.checkpointing
-    if checkpointing.load is not None:
-        checkpointing.load.agree()
-    checkpointing.finish_load()
+    engine.optimizer.checkpointing.finish_load()
     return True
 
 
@@ -431,10 +424,10 @@ def _load_module_state_dict(
     **options: Any,
 ) -> Any:
     """Load the weights in ``checkpoint`` under the names of ``layerwise.rename``, once they fit."""
-    load: Load | None = engine.optimizer.checkpointing.load
+    load: Load = engine.optimizer.checkpointing.load
     place = Path("the model's file")
     has_no_weights = False
-    if load is not None and load.found is not None:
+    if load.found is not None:
         place = load.found.folder
         has_no_weights = not load.found.header.has_weights
     with _agreeing(load), naming(place):

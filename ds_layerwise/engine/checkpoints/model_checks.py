@@ -31,8 +31,7 @@ def check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, stric
     """
     values = engine.module.state_dict(keep_vars=True)
     _check_names_and_shapes(engine, "the checkpoint", checkpoint["module"], values, strict=strict)
-    load: Load | None = engine.optimizer.checkpointing.load
-    if load is not None and load.found is not None:
+    if engine.optimizer.checkpointing.load.found is not None:
         _check_tied(checkpoint["module"], values)
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 from pickle import PicklingError
 from shutil import disk_usage
@@ -26,17 +25,17 @@ from typing import Any
 
 import deepspeed.comm as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
-from torch import Tensor, nn
 
-from ds_layerwise.checkpoint import atomic, regular, universal
+from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import check_tag
 from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.plain_values import load_safely
+from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
 from ds_layerwise.engine.checkpoints.stage3_files import (
     as_at_stage_2,
     is_cut,
     saving_the_rest,
-    untrained_in,
 )
 from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
@@ -275,16 +274,13 @@ def _listed(engine: DeepSpeedEngine, folder: Path, names: list[str]) -> Manifest
     """Return the list of the files ``names``, which this rank has written.
 
     Raises:
-        LayerWiseError: one of them is missing or cannot be read back.
+        LayerWiseError: one of them is missing.
     """
     if gone := [name for name in names if not (folder / name).is_file()]:
         raise LayerWiseError(
             f"{folder / gone[0]} is missing before this save is complete: it was removed, or never "
             "written; what was saved before is still there"
         )
-    for name in names:
-        if fnmatch(name, "*zero_pp_rank_*_optim_states.pt"):
-            regular.check_readable(regular.read(folder / name), folder / name)
     if engine.optimizer.config.fsync:
         for name in names:
             atomic.flush(folder / name)
@@ -314,7 +310,13 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if optimizer.rank == 0:
             # Every pipeline stage has a model file of its own.
             model_file = regular / _model_file(engine)
-            others = untrained_in(model_file) if is_cut(engine) else _not_trained(engine)
+            if is_cut(engine):
+                others = load_safely(model_file, with_objects=True)["module"]
+            else:
+                others = {}
+                rest = untrained(engine.module, optimizer._params.values())
+                for name, (value, _) in rest.items():
+                    others[name] = value
             names += universal.write_model(model_file, others, incomplete)
         written = _listed(engine, incomplete, names)
     parts = comm.gather_objects(written, group=None)
@@ -322,19 +324,6 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if rank == 0:
             disks.check_seen(incomplete, dict(enumerate(parts)))
             atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
-
-
-def _not_trained(engine: DeepSpeedEngine) -> dict[str, Tensor]:
-    """Return frozen parameters and buffers by their first name in the module's ``state_dict``."""
-    known = {id(param) for param in engine.optimizer._params.values()}
-    rest = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor) and id(value) not in known:
-            rest[name] = value
-            if isinstance(value, nn.Parameter):
-                # A tied tensor is listed under one of its names.
-                known.add(id(value))
-    return rest
 
 
 @contextmanager

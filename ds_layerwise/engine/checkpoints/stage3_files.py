@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.plain_values import load_safely
+from ds_layerwise.checkpoint.reshard import named_values
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
+from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_cuts import write_cut
 
@@ -73,26 +73,25 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
 
 
 def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:
-    """Return the state of the module, each value with the parameter that it is of; None for others.
-
-    A hook of the module may have copied values, or changed their names.
+    """Return the state of the module; see :func:`.reshard.named_values`.
 
     Raises:
         LayerWiseError: a value without elements is of no parameter that can be told.
     """
-    params = dict(engine.module.named_parameters(remove_duplicate=False))
     buffers = {id(buffer) for buffer in engine.module.buffers()}
-    found = {}
-    for name, value in engine.module.state_dict(keep_vars=True).items():
-        param = value if isinstance(value, nn.Parameter) else params.get(name)
-        if param is None and isinstance(value, Tensor) and not value.numel():
-            if id(value) not in buffers:
-                raise LayerWiseError(
-                    f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
-                    "has cut it, and not as a parameter, or by the name of one, so that it is not "
-                    "known what to save; let its hooks keep either"
-                )
-        found[name] = (value, param)
+    found = named_values(engine.module)
+    for name, (value, param) in found.items():
+        if (
+            param is None
+            and isinstance(value, Tensor)
+            and not value.numel()
+            and id(value) not in buffers
+        ):
+            raise LayerWiseError(
+                f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
+                "has cut it, and not as a parameter, or by the name of one, so that it is not "
+                "known what to save; let its hooks keep either"
+            )
     return found
 
 
@@ -100,34 +99,19 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
     """Return the untrained tensors, whole, by id, in host memory of the rank that writes."""
     trained = {id(param) for param in engine.optimizer._params.values()}
     found: dict[int, Tensor] = {}
-    error: Exception | None = None
+    attempt = Attempt()
     for param in engine.module.parameters():
         if id(param) in trained:
             continue
         param.all_gather()
-        try:
-            if engine.save_non_zero_checkpoint and error is None:
+        # After an error, the others are on their way to the next one.
+        if engine.save_non_zero_checkpoint and attempt.error is None:
+            with attempt:
                 found[id(param)] = nn.Parameter(
                     param.detach().cpu().clone(), requires_grad=param.requires_grad
                 )
-        except (RuntimeError, MemoryError) as caught:
-            # The others are on their way to the next one.
-            error = caught
         param.partition()
-    comm.raise_on_all_ranks(error)
-    return found
-
-
-def untrained_in(model_file: Path) -> dict[str, Tensor]:
-    """Return the frozen parameters and buffers in a model's file of :func:`saving_the_rest`, each
-    once.
-    """
-    found = {}
-    seen = set()
-    for name, value in load_safely(model_file, with_objects=True)["module"].items():
-        if isinstance(value, Tensor) and id(value) not in seen:
-            found[name] = value
-            seen.add(id(value))
+    comm.raise_on_all_ranks(attempt.error)
     return found
 
 

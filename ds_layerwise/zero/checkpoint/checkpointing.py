@@ -14,11 +14,11 @@ import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
-from torch import Tensor, nn
+from torch import nn
 
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
-from ds_layerwise.checkpoint.plain_values import naming
+from ds_layerwise.checkpoint.plain_values import READABLE, naming
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
 from ds_layerwise.checkpoint.regular import (
     PipelineCheckpoint,
@@ -26,8 +26,8 @@ from ds_layerwise.checkpoint.regular import (
     to_state_dict,
 )
 from ds_layerwise.checkpoint.reshard import (
+    Copy,
     LoadPlan,
-    beside_masters,
     check_shapes,
     find_others,
     in_model_file,
@@ -64,20 +64,21 @@ class Found:
     states: bool
     masters: bool
     universal: bool
-    others: dict[str, Tensor]
-    """Frozen parameters and buffers that the engine does not load."""
+    others: list[Copy]
+    """The copies of frozen parameters and buffers that the engine does not load."""
 
 
 @dataclass
 class Load:
     """The state that the first half of an engine's load passes to the second.
 
-    :class:`.checkpointing.Checkpointing` holds it while the engine loads.
+    :class:`.checkpointing.Checkpointing` holds it while the engine loads, and one without anything
+    otherwise.
     """
 
-    found: Found | None
+    found: Found | None = None
     """None if only the model is wanted, and after the load, because it keeps files open."""
-    wants_scheduler: bool | None
+    wants_scheduler: bool | None = None
     """True if the learning rate scheduler continues from the checkpoint; False if it starts afresh;
     None if the checkpoint never has its state, and the script restores it.
     """
@@ -89,11 +90,11 @@ class Load:
     alone: bool = False
     """True while an error of this rank has not been agreed on by all ranks."""
 
-    def agree(self) -> None:
-        """Raise an error of any rank on all ranks, which communicate from here on."""
+    def agree(self, error: Exception | None = None) -> None:
+        """Raise ``error`` of any rank on all ranks, which communicate from here on."""
         if self.alone:
             self.alone = False
-            comm.raise_on_all_ranks(None)
+            comm.raise_on_all_ranks(error)
 
 
 def recorded(routes: Routes) -> tuple[dict[str, RuleRecord], dict[str, dict[str, str]]]:
@@ -188,6 +189,7 @@ class Checkpointing:
         restart_step: Callable[[], None],
     ) -> None:
         self._run = run
+        self._rules, self._kept = recorded(run.planned.saved_routes)
         self._offloading = offloading
         self._guard = guard
         self.restart_step = restart_step
@@ -195,8 +197,7 @@ class Checkpointing:
         """The parameters whose optimizer state did not come from the loaded checkpoint, each with
         the reason.
         """
-        self.load: Load | None = None
-        """The input of the second half of a load, during a load."""
+        self.load = Load()
         self.save_id = ""
         """The identifier of the save that began last, the same on all ranks."""
         self.save: Save | None = None
@@ -236,15 +237,19 @@ class Checkpointing:
         shapes = planned.saved_shapes
         for name in planned.saved_elsewhere:
             shapes.pop(name, None)
-        rules, kept = recorded(planned.saved_routes)
+        if type(run.scaling.scaler) not in READABLE:
+            raise LayerWiseError(
+                f"loss_scaler is a {type(run.scaling.scaler).__qualname__}, an object that only "
+                "code could restore, which a checkpoint cannot hold; keep DeepSpeed's own"
+            )
         return Header(
             step=run.progress.state.updates,
             has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
-            rules=rules,
+            rules=self._rules,
             dtypes=planned.layout.dtypes,
-            kept=kept,
+            kept=self._kept,
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
             configured=resumed_groups.described(run.optimizer.configured),
@@ -326,25 +331,24 @@ class Checkpointing:
             # The names of frozen parameters of a regular checkpoint are in the model's file, which
             # the engine reads later.
             saved = Renamed(opened, config.rename, use_all=universal)
-            old_names = tuple(opened.header.shapes)
             if isinstance(opened, ShardedCheckpoint):
                 saved = Renamed(saved, opened.wrapped)
             check_shapes(planned.saved_shapes, saved.header.shapes)
             masters = masters or not saved.header.has_weights
             if states:
                 self._check_groups(folder, saved.header)
-            others: dict[str, Tensor] = {}
+            others: list[Copy] = []
             if universal or not saved.header.has_weights:
                 here = planned.saved_shapes.keys()
                 may_lack: Set[str] = frozenset()
-                if universal:
-                    in_file = in_model_file(folder, config.rename)
-                else:
-                    in_file = beside_masters(folder, old_names, config.rename)
+                beside = None if universal else tuple(opened.header.shapes)
+                in_file = in_model_file(folder, config.rename, beside)
+                if not universal:
                     # The engine loads them from there.
                     may_lack = in_file.keys()
-                trained = {spec.name for spec in planned.specs}
-                others, lacking = find_others(saved, run.model, trained=trained, in_file=in_file)
+                others, lacking = find_others(
+                    saved, run.model, trained=run.params.values(), in_file=in_file
+                )
                 if isinstance(opened, OneFile):
                     # It has what was trained at its save, which may be frozen now, and nothing
                     # else.
@@ -362,11 +366,10 @@ class Checkpointing:
                 if strict and not isinstance(opened, ShardedCheckpoint):
                     check_tied(saved, folder, here, run.model)
             mine = run.owned.record()
-            rules, _ = recorded(planned.saved_routes)
             plan = plan_load(
                 mine,
                 saved,
-                rules,
+                self._rules,
                 masters=masters,
                 states=states,
                 on_missing_state=config.on_missing_state,
@@ -399,10 +402,13 @@ class Checkpointing:
                 "make as many, empty ones count, or load with load_optimizer_states=False"
             )
         run.scaling.check(header.loss_scaler)
+        settings = run.optimizer.groups_now()
+        for group, (values, *_) in zip(settings, self._resumed(header), strict=False):
+            group |= {key: values[key] for key in group.keys() & values.keys()}
         check_accuracy(
             run.planned.routes,
             run.planned.specs,
-            self._groups_after(header),
+            settings,
             told=(
                 f"with the parameter groups that continue from {folder} "
                 f"(layerwise.on_hyper_change is {run.config.on_hyper_change!r}), "
@@ -416,7 +422,7 @@ class Checkpointing:
         try:
             yield
         finally:
-            self.load = None
+            self.load = Load()
 
     def _begin_whole(self, *, sharded: bool) -> None:
         """Check that whole parameters can be saved; an error of any rank is raised on all ranks."""
@@ -429,7 +435,7 @@ class Checkpointing:
         run = self._run
         whole_states.check_uncut(run.model, run.settings.tensor_group)
         if sharded and max(run.groups) > 1:
-            whole_states.check_experts(run.model, run.planned.saved_shapes)
+            whole_states.check_experts(run.model, run.params.values())
 
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
@@ -451,6 +457,7 @@ class Checkpointing:
             run.owned.record(to_save=True),
             planned.saved_shapes,
             run.model,
+            run.params.values(),
             whole_states.groups_of(planned.routes, run.optimizer.groups_now(), planned.names),
             Renamed.of(self.header(), unwrapped),
         )
@@ -460,10 +467,9 @@ class Checkpointing:
         run = self._run
 
         def open_it() -> ShardedCheckpoint:
-            routes = run.planned.saved_routes
-            rules, _ = recorded(routes)
-            names = {*routes, *pipeline.names_of_all_stages(run.model, None)}
-            return ShardedCheckpoint(checkpoint, rules, names=names, rename=run.config.rename)
+            names = {*self._rules, *pipeline.names_of_all_stages(run.model, None)}
+            rename = run.config.rename
+            return ShardedCheckpoint(checkpoint, self._rules, names=names, rename=rename)
 
         self._load_whole(Path(str(checkpoint)), open_it, sharded=True, **options)
 
@@ -474,7 +480,7 @@ class Checkpointing:
         with comm.errors_on_all_ranks():
             self._check_whole(sharded=sharded)
         found = self.prepare_load(path, open_it, **options)
-        with self.loading(Load(found, wants_scheduler=None)):
+        with self.loading(Load(found)):
             self.finish_load()
         self.weights_from_masters()
 
@@ -487,7 +493,8 @@ class Checkpointing:
             LayerWiseError: no load has begun.
         """
         load = self.load
-        if load is None or load.found is None:
+        load.agree()
+        if load.found is None:
             raise LayerWiseError(
                 "finish_load() without prepare_load(): load through engine.load_checkpoint()"
             )
@@ -504,7 +511,15 @@ class Checkpointing:
             for bucket in planned.layout.buckets:
                 loaded.append(owned.values(bucket.index).clone())
         found.plan.copy(quiet=comm.rank_of(None) != 0)
-        masters_win = not load.weights_win and self._masters_win(found)
+        # The engine has loaded no weights, weights rounded to another dtype, or not the weights
+        # that other stages save.
+        needs_masters = (
+            found.universal
+            or found.header.dtypes != planned.layout.dtypes
+            or bool(planned.saved_elsewhere)
+            or not found.header.has_weights
+        )
+        masters_win = needs_masters and not load.weights_win
         owned.take_back(found.own, found.plan.loaded, masters_win=masters_win)
         for name, keys in found.plan.restarts.items():
             owned.restart(name, keys)
@@ -515,7 +530,12 @@ class Checkpointing:
             owned.follow_values(index)
         if not found.masters:
             self.masters_from_weights()
-        self._copy_others(found.others)
+        own: Any
+        for own, value in found.others:
+            if hasattr(own, "ds_tensor"):
+                write_cut(own, self._run.rank, value.reshape(-1))
+            else:
+                own.copy_(value.view(own.shape))
         if found.states:
             self._take_over(found.header, wants_scheduler=load.wants_scheduler)
             self._run.interrupted.forget()
@@ -524,48 +544,19 @@ class Checkpointing:
             self.weights_from_masters()
         self._report(found)
 
-    def _masters_win(self, found: Found) -> bool:
-        """Tell whether the weights are set from the masters of ``found``. This is needed if the
-        engine has loaded no weights, weights rounded to another dtype, or not the weights that
-        other stages save.
-        """
-        planned = self._run.planned
-        are_others = found.header.dtypes != planned.layout.dtypes
-        return bool(
-            found.universal or are_others or planned.saved_elsewhere or not found.header.has_weights
-        )
-
     def _fetch_cuts(self) -> None:
         """Copy the cuts of stage 3 to the owners."""
         if isinstance(self._run.param_sync, CutSync):
             self._run.param_sync.fetch()
 
-    def _copy_others(self, others: Mapping[str, Tensor]) -> None:
-        model = self._run.model
-        held = {**model.state_dict(keep_vars=True), **dict(model.named_parameters())}
-        for name, value in others.items():
-            if hasattr(held[name], "ds_tensor"):
-                write_cut(held[name], self._run.rank, value.reshape(-1))
-            else:
-                held[name].copy_(value.view(held[name].shape))
-
-    def _groups_after(self, header: Header) -> list[dict[str, Any]]:
-        """Return the settings of groups that a load leaves, except for rates."""
-        settings = self._run.optimizer.groups_now()
-        for group, (values, *_) in zip(settings, self._resumed(header), strict=False):
-            group |= {key: values[key] for key in group.keys() & values.keys()}
-        return settings
-
     def _resumed(self, header: Header, *schedule: Any) -> list[resumed_groups.ResumedGroup]:
         run = self._run
-        routes = run.planned.saved_routes
         group_of = {}
-        for name, route in routes.items():
+        for name, route in run.planned.saved_routes.items():
             # A rate that an override sets is the config's, whatever a group has.
             if route.lr is None or run.optimizer.recipes_by_group:
                 group_of[name] = route.group
-        rules, _ = recorded(routes)
-        otherwise = resumed_groups.otherwise_trained(rules, header.rules, group_of)
+        otherwise = resumed_groups.otherwise_trained(self._rules, header.rules, group_of)
         wins = run.config.on_hyper_change
         return resumed_groups.resumed(run.optimizer, header, wins, otherwise, *schedule)
 
@@ -612,8 +603,7 @@ class Checkpointing:
                 f"the optimizer state in {found.folder}: {counts}"
             )
         if found.states:
-            _, kept = recorded(run.planned.saved_routes)
-            lines += converted(found.header, kept, everywhere)
+            lines += converted(found.header, self._kept, everywhere)
         # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
         # missed.
         for line in lines:
@@ -624,8 +614,7 @@ class Checkpointing:
     @torch.no_grad()
     def masters_from_weights(self) -> None:
         """Set the masters from the model's weights, after a load of the weights alone."""
-        if self.load is not None:
-            self.load.agree()
+        self.load.agree()
         self._fetch_cuts()
         for bucket in self._run.planned.layout.buckets:
             self._run.owned.values_to_masters(bucket.index)

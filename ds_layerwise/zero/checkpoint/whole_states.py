@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ds_layerwise.checkpoint.dcp import MODEL, STATE, PieceTensor, unwrapped
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
+from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.checkpoint.single_file import (
     HEADER,
     Sums,
@@ -42,6 +43,7 @@ def state_dict(
     pieces: Iterable[PieceRecord],
     shapes: Mapping[str, Shape],
     module: nn.Module,
+    trained: Iterable[nn.Parameter],
     groups: list[dict[str, Any]],
     header: Header,
 ) -> dict[str, Any]:
@@ -51,19 +53,19 @@ def state_dict(
     Args:
         pieces, shapes: the pieces that this rank owns, and the shapes of all parameters, by name in
             a checkpoint.
+        trained: the parameters of ``module`` with those pieces.
         groups: the parameter groups in the form of torch's ``get_state_dict``.
         header: values that only this package reads, equal on all ranks.
     """
     is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {}
-    params = dict(module.named_parameters(remove_duplicate=False))
-    for name, value in untrained(module, shapes).items():
-        param: Any = params.get(name)
-        if param is not None and hasattr(param, "ds_tensor"):
+    param: Any
+    for name, (value, param) in untrained(module, trained).items():
+        if hasattr(param, "ds_tensor"):
             cut, start = filled_cut(param, comm.rank_of(param.ds_process_group))
             model[unwrapped(name)] = PieceTensor(cut, start, param.ds_shape)
         elif is_first:
-            model[unwrapped(name)] = value
+            model[unwrapped(name)] = value.detach()
     state: dict[str, dict[str, Any]] = {}
     for name, key, value in tensors_of(pieces, shapes):
         of = state.setdefault(unwrapped(name), {})
@@ -157,18 +159,7 @@ def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
     return sums
 
 
-def untrained(module: nn.Module, trained: Mapping[str, object]) -> dict[str, Tensor]:
-    """Return the frozen parameters and buffers that a checkpoint has, by name."""
-    # Activation checkpointing leaves its wrapper out of the names in state_dict.
-    known = {unwrapped(name) for name in (*trained, *tied(module, trained))}
-    return {
-        name: value
-        for name, value in module.state_dict().items()
-        if unwrapped(name) not in known and isinstance(value, Tensor)
-    }
-
-
-def check_experts(module: nn.Module, trained: Mapping[str, object]) -> None:
+def check_experts(module: nn.Module, trained: Iterable[nn.Parameter]) -> None:
     """Refuse frozen experts: ranks have different ones under the same names.
 
     Raises:
