@@ -195,13 +195,21 @@ class RegularCheckpoint:
             the same, this rank needs no other file.
         mp_rank: the number of the piece of a model that is cut over ranks; see
             :class:`ds_layerwise.zero.setup.run_settings.Settings`.
+        of_all_stages: True to have the parameters of all pipeline stages. The others' are in the
+            files of the first stage that holds them; the stage ``mp_rank``, if there are that many,
+            gives the parameter groups and the loss scale.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
             format; names it.
     """
 
-    def __init__(self, folder: Path, *, rank: int = 0, mp_rank: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, rank: int = 0, mp_rank: int = 0, of_all_stages: bool = False
+    ) -> None:
+        stages = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
+        if of_all_stages and mp_rank >= stages:
+            mp_rank = 0
         self._folder = folder
         self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
@@ -228,14 +236,37 @@ class RegularCheckpoint:
                 names = expert_names.get(piece.name, (piece.name,))
                 place = (holder, piece.param_start, piece.numel)
                 self.holders[names[holder % len(names)]].append(place)
+        self._other_stages: dict[str, RegularCheckpoint] = {}
+        """The stages with the parameters that this one does not have."""
+        for number in range(stages if of_all_stages else 0):
+            if number != mp_rank:
+                self._add_stage(RegularCheckpoint(folder, rank=rank, mp_rank=number))
+
+    def _add_stage(self, stage: RegularCheckpoint) -> None:
+        header = self.header
+        if stage.header.step != header.step:
+            raise LayerWiseError(
+                f"{stage.path(0)} says step {stage.header.step}, expected {header.step}; the files "
+                "are not of one save"
+            )
+        self._other_stages |= dict.fromkeys(stage.header.shapes, stage)
+        self.header = replace(
+            header,
+            shapes={**header.shapes, **stage.header.shapes},
+            rules={**header.rules, **stage.header.rules},
+            kept={**header.kept, **stage.header.kept},
+        )
 
     def identity(self) -> list[str]:
         """Return lines that are equal for all ranks that read the same save."""
-        return [
-            f"files of {self.world_size} ranks",
-            f"layout {self._ours['layout_digest']}",
-            f"save {self._ours['save_id']}",
-        ]
+        lines = []
+        for stage in (self, *dict.fromkeys(self._other_stages.values())):
+            lines += [
+                f"files of {stage.world_size} ranks",
+                f"layout {stage._ours['layout_digest']}",
+                f"save {stage._ours['save_id']}",
+            ]
+        return lines
 
     def path(self, rank: int) -> Path:
         """Return the path of the file that ``rank`` saved."""
@@ -260,6 +291,8 @@ class RegularCheckpoint:
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""
+        if name in self._other_stages:
+            return self._other_stages[name].pieces(name, start, stop)
         found = []
         for rank, first, numel in self.holders[name]:
             if first < stop and start < first + numel:
@@ -386,52 +419,3 @@ def check_format(number: int, path: Path) -> None:
             f"{path} has format {number}, and this version of ds_layerwise reads {FORMAT}; "
             f"{way_out}"
         )
-
-
-class PipelineCheckpoint:
-    """A checkpoint of any number of pipeline stages; see :class:`.record.Saved`.
-
-    A parameter is in the files of one stage; a tied one, in those of the first stage that holds it.
-
-    Args:
-        rank: the rank whose file of each stage is opened first.
-        pipeline_stage: the stage whose parameter groups and loss scale are used, if the checkpoint
-            has that many stages.
-
-    Raises:
-        LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
-            format; names it.
-    """
-
-    def __init__(self, folder: Path, *, rank: int = 0, pipeline_stage: int = 0) -> None:
-        count = max(1, len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt"))))
-        self._stages = [
-            RegularCheckpoint(folder, rank=rank, mp_rank=mp_rank) for mp_rank in range(count)
-        ]
-        first = self._stages[0]
-        for other in self._stages[1:]:
-            if other.header.step != first.header.step:
-                raise LayerWiseError(
-                    f"{other.path(0)} says step {other.header.step}, expected {first.header.step}; "
-                    "the files are not of one save"
-                )
-        self._stage_of: dict[str, RegularCheckpoint] = {}
-        of_all: dict[str, Any] = {"shapes": {}, "rules": {}, "kept": {}}
-        for saved in self._stages:
-            self._stage_of.update(dict.fromkeys(saved.header.shapes, saved))
-            for key, by_name in of_all.items():
-                by_name.update(getattr(saved.header, key))
-        own = self._stages[pipeline_stage] if pipeline_stage < count else first
-        self.header = replace(own.header, **of_all)
-
-    def identity(self) -> list[str]:
-        """See :meth:`.regular.RegularCheckpoint.identity`."""
-        return sum((saved.identity() for saved in self._stages), [])
-
-    def state_dict(self, rank: int) -> Mapping[str, Any]:
-        """Return the ``optimizer_state_dict`` of ``rank`` in the first stage."""
-        return self._stages[0].state_dict(rank)
-
-    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
-        """See :meth:`.record.Saved.pieces`."""
-        return self._stage_of[name].pieces(name, start, stop)

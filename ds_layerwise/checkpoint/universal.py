@@ -50,7 +50,6 @@ from ds_layerwise.checkpoint.record import (
 )
 from ds_layerwise.checkpoint.regular import (
     KEY,
-    PipelineCheckpoint,
     RegularCheckpoint,
     describe,
     header_of,
@@ -279,7 +278,7 @@ def _param(name: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> dict[
     return {PARAM: joined(name, values, shape), CAT_DIM: 0}
 
 
-def write_common(saved: RegularCheckpoint | PipelineCheckpoint, folder: Path) -> list[str]:
+def write_common(saved: RegularCheckpoint, folder: Path) -> list[str]:
     """Write the values that belong to no parameter. Return the paths of the files within
     ``folder``.
     """
@@ -336,6 +335,6 @@ def write_model(model_file: Path, others: Mapping[str, Any], folder: Path) -> li
 
 
 def by_size(saved: Saved) -> list[str]:
-    """Return the parameters of ``saved``, the largest first."""
+    """Return the parameters of ``saved``, the largest first, in the same order on all ranks."""
     shapes = saved.header.shapes
-    return sorted(shapes, key=lambda name: -math.prod(shapes[name]))
+    return sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))

@@ -53,16 +53,14 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
     rest = {}
     trained = {id(param) for param in engine.optimizer._params.values()}
     for name, (value, param) in named.items():
-        if id(param) not in trained:
+        if param is None or with_frozen and id(param) not in trained:
             rest[name] = whole.get(id(param), value)
 
     def fragment(param: nn.Parameter) -> Tensor:
         return whole.get(id(param), param.detach())
 
-    def module_state_dict(exclude_frozen_parameters: bool = False) -> dict[str, Any]:
-        if not exclude_frozen_parameters:
-            return rest
-        return {name: value for name, value in rest.items() if not isinstance(value, nn.Parameter)}
+    def module_state_dict(exclude_frozen_parameters: bool) -> dict[str, Any]:
+        return rest
 
     return patch(
         engine,
@@ -73,25 +71,26 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
 
 
 def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:
-    """Return the state of the module; see :func:`.reshard.named_values`.
+    """Return the state of the module, detached; see :func:`.reshard.named_values`.
 
     Raises:
         LayerWiseError: a value without elements is of no parameter that can be told.
     """
     buffers = {id(buffer) for buffer in engine.module.buffers()}
-    found = named_values(engine.module)
-    for name, (value, param) in found.items():
-        if (
-            param is None
-            and isinstance(value, Tensor)
-            and not value.numel()
-            and id(value) not in buffers
-        ):
+    found = {}
+    for name, (value, param) in named_values(engine.module).items():
+        if isinstance(value, Tensor):
+            is_known = param is not None or value.numel() or id(value) in buffers
+            value = value.detach()
+        else:
+            is_known = True
+        if not is_known:
             raise LayerWiseError(
                 f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
                 "has cut it, and not as a parameter, or by the name of one, so that it is not "
                 "known what to save; let its hooks keep either"
             )
+        found[name] = (value, param)
     return found
 
 
@@ -119,11 +118,10 @@ def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str
     """Return the ``module`` of a checkpoint that has no trained weights with what the model has in
     their places: what was trained follows from the masters, which are loaded after it.
     """
-    filled = dict(module)
+    filled = {}
     for name, (value, _) in _named(engine).items():
-        if name not in filled:
-            filled[name] = value.detach() if isinstance(value, Tensor) else value
-    return filled
+        filled[name] = value
+    return {**filled, **module}
 
 
 @torch.no_grad()
@@ -139,5 +137,5 @@ def load_cuts(
         if param is not None and name in module:
             if name in given:
                 write_cut(param, rank, given[name].reshape(-1))
-            left[name] = value.detach()
+            left[name] = value
     return left

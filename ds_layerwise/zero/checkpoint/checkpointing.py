@@ -21,7 +21,6 @@ from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
 from ds_layerwise.checkpoint.regular import (
-    PipelineCheckpoint,
     RegularCheckpoint,
     to_state_dict,
 )
@@ -286,12 +285,15 @@ class Checkpointing:
 
     # --- loads
 
-    def open_regular(self, folder: Path) -> RegularCheckpoint | PipelineCheckpoint:
+    def open_regular(self, folder: Path) -> RegularCheckpoint:
         """Open the regular checkpoint in ``folder``, as far as this rank may need it."""
-        rank, mp_rank = self._run.rank, self._run.settings.mp_rank
-        if pipeline.is_pipeline(self._run.model):
-            return PipelineCheckpoint(folder, rank=rank, pipeline_stage=mp_rank)
-        return RegularCheckpoint(folder, rank=rank, mp_rank=mp_rank)
+        run = self._run
+        return RegularCheckpoint(
+            folder,
+            rank=run.rank,
+            mp_rank=run.settings.mp_rank,
+            of_all_stages=pipeline.is_pipeline(run.model),
+        )
 
     def prepare_load(
         self,

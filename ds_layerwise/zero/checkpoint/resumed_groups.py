@@ -86,12 +86,9 @@ def resumed(
         ValueError: a value of the checkpoint is of another kind than this run's.
     """
     stays = {*_OF_THIS_RUN, *optimizer.fixed_keys}
-    starts_from = ""
     if goes_on is False:
         stays |= _OF_SCHEDULERS
-        starts_from = type(scheduler).__name__
-    elif goes_on and _is_deepspeeds(scheduler):
-        starts_from = type(scheduler).__name__
+    takes_lr = goes_on is False or goes_on and _is_deepspeeds(scheduler)
     groups = []
     pairs = zip(header.param_groups or (), header.configured or (), strict=True)
     for index, (saved, before) in enumerate(pairs):
@@ -103,8 +100,8 @@ def resumed(
             why = f"the saved run used {otherwise[index]}"
         elif changes and wins == "config":
             why = f"{_KEY} is 'config'"
-        elif starts_from and before["lr"] != built["lr"]:
-            why = f"{starts_from} starts from its lr"
+        elif takes_lr and before["lr"] != built["lr"]:
+            why = f"{type(scheduler).__name__} starts from its lr"
         else:
             check_kind(optimizer.param_groups[index], saved, name)
             unused = set(HYPER_KEYS) - built.keys()
@@ -112,12 +109,13 @@ def resumed(
             line = f"{name}: {changes}the checkpoint's are used, set {_KEY} to 'config' for these"
             groups.append(ResumedGroup(values, before, line if changes else "", 1.0))
             continue
-        line = f"{name}: {changes}this run's values are used, because {why}"
-        factor = built["lr"] / (before["lr"] or built["lr"])
+        values = {}
+        factor = 1.0
         if goes_on:
-            groups.append(ResumedGroup({"lr": lr * factor}, built, line, factor))
-        else:
-            groups.append(ResumedGroup({}, built, line, 1.0))
+            factor = built["lr"] / (before["lr"] or built["lr"])
+            values["lr"] = lr * factor
+        line = f"{name}: {changes}this run's values are used, because {why}"
+        groups.append(ResumedGroup(values, built, line, factor))
     return groups
 
 
