@@ -82,20 +82,16 @@ def boxes(
         yield (), ()
         return
     inner = math.prod(shape[1:])
-    first = start // inner
-    last = (stop - 1) // inner
-    if first == last:
-        for offset, size in boxes(shape[1:], start - first * inner, stop - first * inner):
-            yield (first, *offset), (1, *size)
-        return
-    full = -(-start // inner)
-    end = stop // inner
-    if start < full * inner:
-        yield from boxes(shape, start, full * inner)
-    if full < end:
-        yield (full, *(0 for _ in shape[1:])), (end - full, *shape[1:])
-    if end * inner < stop:
-        yield from boxes(shape, end * inner, stop)
+    row, first = divmod(start, inner)
+    rows = (stop - start) // inner
+    if first or not rows:
+        end = min(stop, (row + 1) * inner)
+        for offset, size in boxes(shape[1:], first, end - row * inner):
+            yield (row, *offset), (1, *size)
+    else:
+        end = start + rows * inner
+        yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
+    yield from boxes(shape, end, stop)
 
 
 class PieceTensor(Tensor):
@@ -292,12 +288,12 @@ class ShardedCheckpoint:
         for key in self._sizes:
             if not key.startswith(f"{STATE}."):
                 continue
-            parts = key.removeprefix(f"{STATE}.").split(".")
-            for end in range(len(parts) - 1, 0, -1):
-                name = ".".join(parts[:end])
-                if name in names:
-                    found.setdefault(name, []).append(".".join(parts[end:]))
-                    break
+            path = key.removeprefix(f"{STATE}.")
+            name, _, _ = path.rpartition(".")
+            while name and name not in names:
+                name, _, _ = name.rpartition(".")
+            if name:
+                found.setdefault(name, []).append(path.removeprefix(f"{name}."))
         return {name: tuple(sorted(keys)) for name, keys in found.items()}
 
     def _own_beside(self) -> Beside:

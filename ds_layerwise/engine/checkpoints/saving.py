@@ -28,7 +28,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 
 from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import check_tag
-from ds_layerwise.checkpoint.manifest import SIGNATURE, Manifest
+from ds_layerwise.checkpoint.manifest import Manifest, names_in
 from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
@@ -241,11 +241,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.errors_on_all_ranks():
         if owns:
             files = dict(Manifest.merged(parts.values()).files)
-            rest = [path.name for path in folder.iterdir() if path.is_file()]
-            more = []
-            for name in rest:
-                if name not in files and name != SIGNATURE:
-                    more.append(name)
+            more = sorted(set(names_in(folder)) - files.keys())
             files |= _listed(engine, folder, more).files
             atomic.seal(save.folder, Manifest(files, save.disks.save_id))
     _publish(engine, save)

@@ -33,7 +33,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("saving", "loading", "model_checks", "save_snapshot", "exit_saves")
+pytestmark = rooms("saving", "loading", "save_snapshot", "exit_saves")
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 8}}
 

@@ -6,10 +6,10 @@ from deepspeed.runtime.lr_schedules import WarmupLR
 from torch.optim import lr_scheduler as of_torch
 from torch.optim.swa_utils import SWALR
 
-from ds_layerwise.engine.checkpoints.model_checks import _resumes
+from ds_layerwise.engine.checkpoints.loading import _resumes
 from tests.support.rooms import rooms
 
-pytestmark = rooms("model_checks")
+pytestmark = rooms("loading")
 
 
 class Warm(of_torch.LRScheduler):
