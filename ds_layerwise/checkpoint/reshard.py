@@ -17,7 +17,7 @@ from ds_layerwise.checkpoint.checkpoint_folder import MODEL_FILE, ModelFile
 from ds_layerwise.checkpoint.new_names import Renamed, new_names
 from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, fits, weights_in
-from ds_layerwise.config.sections import OnMissingState, OnOptimizerChange
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import LONG_LOAD, progress
 
@@ -59,17 +59,17 @@ def plan_load(
     own: Iterable[PieceRecord],
     saved: Saved,
     rules: Mapping[str, RuleRecord],
+    config: LayerWiseConfig,
     *,
     masters: bool,
     states: bool,
-    on_missing_state: OnMissingState,
-    on_optimizer_change: OnOptimizerChange,
 ) -> LoadPlan:
     """Plan the copies that set ``own`` to the content of ``saved``.
 
     Args:
         own: views into live memory.
         rules: the optimizer of every parameter of ``own``.
+        config: with the policies ``on_missing_state`` and ``on_optimizer_change``.
         masters, states: True to load masters, and states.
 
     Raises:
@@ -91,14 +91,8 @@ def plan_load(
         elif masters:
             plan.masters_from_model.append(piece.name)
         if states:
-            kept, why = _kept(
-                piece,
-                saved.header.rules.get(piece.name),
-                rules[piece.name],
-                sources,
-                on_missing_state=on_missing_state,
-                on_optimizer_change=on_optimizer_change,
-            )
+            old = saved.header.rules.get(piece.name)
+            kept, why = _kept(piece, old, rules[piece.name], sources, config)
             names |= kept
             if restarts := tuple(key for key in piece.state if key not in kept):
                 plan.restarts[piece.name] = restarts
@@ -131,9 +125,7 @@ def _kept(
     old: RuleRecord | None,
     new: RuleRecord,
     sources: Sequence[PieceRecord],
-    *,
-    on_missing_state: OnMissingState,
-    on_optimizer_change: OnOptimizerChange,
+    config: LayerWiseConfig,
 ) -> tuple[dict[str, str], str]:
     """Return the states of ``new``, each with the state of ``old`` that it continues from, and the
     reason why the others start fresh.
@@ -142,7 +134,7 @@ def _kept(
     if not new.state_keys:
         return {}, ""
     if old is None:
-        if on_missing_state == "error":
+        if config.on_missing_state == "error":
             raise LayerWiseError(
                 f"the checkpoint holds no state of {name}; set layerwise.on_missing_state to "
                 f"'fresh' to start it from zeros, or {_WEIGHTS_ALONE}"
@@ -166,30 +158,24 @@ def _kept(
             f"{new.family} ({', '.join(new.state_keys)})"
         )
         reason = f"{old.family} before, {new.family} now"
-    if on_optimizer_change == "error":
+    if config.on_optimizer_change == "error":
         raise LayerWiseError(
             f"{name} was updated by {before}; resume with the optimizers and settings of the "
             "checkpoint (optimizer.params and layerwise.overrides), set "
             "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
             f"{_WEIGHTS_ALONE}"
         )
-    shared = _shared(old, new, on_optimizer_change)
-    for key in shared.values():
-        reason += f", continued from {key}"
-    return shared, reason
-
-
-def _shared(
-    old: RuleRecord, new: RuleRecord, on_optimizer_change: OnOptimizerChange
-) -> dict[str, str]:
-    """Return the average of gradients from which ``new`` continues, with its name in ``old``."""
     # Moments with a bias correction by a step count need each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
-    if on_optimizer_change == "reset" or counts:
-        return {}
-    if not old.gradient_average or not new.gradient_average:
-        return {}
-    return {new.gradient_average: old.gradient_average}
+    if (
+        config.on_optimizer_change == "keep_shared"
+        and not counts
+        and old.gradient_average
+        and new.gradient_average
+    ):
+        shared = {new.gradient_average: old.gradient_average}
+        return shared, f"{reason}, continued from {old.gradient_average}"
+    return {}, reason
 
 
 def _of_other_shapes(

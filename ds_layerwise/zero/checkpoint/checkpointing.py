@@ -372,10 +372,9 @@ class Checkpointing:
                 mine,
                 saved,
                 self._rules,
+                config,
                 masters=masters,
                 states=states,
-                on_missing_state=config.on_missing_state,
-                on_optimizer_change=config.on_optimizer_change,
             )
             found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
         # Each rank may have read its own file or disk, so compare: all ranks must have the same

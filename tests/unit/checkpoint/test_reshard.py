@@ -12,6 +12,7 @@ from ds_layerwise.checkpoint.new_names import Renamed, check_names, expert_names
 from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.regular import describe, header_of
 from ds_layerwise.checkpoint.reshard import check_shapes, plan_load
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
@@ -114,8 +115,8 @@ class InMemory:
 
 
 def plan(own, saved, *, rule=SOAP, masters=True, states=True, missing="error", change="error"):
-    return plan_load(own, saved, {spec.name: rule for spec in SPECS}, masters=masters, states=states,
-                     on_missing_state=missing, on_optimizer_change=change)
+    config = LayerWiseConfig(on_missing_state=missing, on_optimizer_change=change)
+    return plan_load(own, saved, {spec.name: rule for spec in SPECS}, config, masters=masters, states=states)
 
 
 def random_layout(rng):
@@ -278,11 +279,11 @@ def test_states_of_other_shapes_follow_the_policy_of_a_changed_optimizer(policy,
     saved, mine = piece(1, 4, 2.0), [piece(3, 1, 0.0)]
     header = Header(step=3, shapes={"a": (3, 4)}, rules={"a": rule}, param_groups=None, dtypes=None)
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
-    given = {"masters": True, "states": True, "on_missing_state": "error"}
+    given = {"masters": True, "states": True}
     with pytest.raises(LayerWiseError, match=r"a was updated by normuon with other settings, .*moment2_buffer "
                        r"\(1, 4\), now \(3, 1\)\); resume with .* set layerwise.on_optimizer_change to 'reset'"):
-        plan_load(mine, of_file, {"a": rule}, on_optimizer_change="error", **given)
-    plan = plan_load(mine, of_file, {"a": rule}, on_optimizer_change=policy, **given)
+        plan_load(mine, of_file, {"a": rule}, LayerWiseConfig(), **given)
+    plan = plan_load(mine, of_file, {"a": rule}, LayerWiseConfig(on_optimizer_change=policy), **given)
     for into, value in plan.copies:
         into.copy_(value)
     own, = mine
@@ -306,8 +307,8 @@ def test_states_of_another_meaning_follow_the_policy_of_a_changed_optimizer(was,
     of_file = SimpleNamespace(header=header, pieces=lambda name, start, stop: [saved])
     for policy, kept in (("error", ()), ("reset", ()), ("keep_shared", ("momentum_buffer",))):
         def planned(policy=policy):
-            return plan_load([mine], of_file, {"a": new}, masters=True, states=True,
-                             on_missing_state="error", on_optimizer_change=policy)
+            return plan_load([mine], of_file, {"a": new}, LayerWiseConfig(on_optimizer_change=policy),
+                             masters=True, states=True)
 
         if policy == "error" and not goes_on:
             with pytest.raises(LayerWiseError, match=rf"a was updated by normuon with other settings, which gave its "
@@ -342,8 +343,7 @@ def test_a_square_of_a_square_matrix_is_told_from_those_of_its_heads():
         of_file = SimpleNamespace(pieces=lambda name, start, stop, saved=saved: [piece(saved)], header=Header(
             step=3, shapes={"a": (4, 4)}, rules={"a": rule}, param_groups=None, dtypes=None))
         with pytest.raises(LayerWiseError, match="a was updated by soap with other settings.*set layerwise.on_optimiz"):
-            plan_load([piece(mine)], of_file, {"a": rule}, masters=True, states=True,
-                      on_missing_state="error", on_optimizer_change="error")
+            plan_load([piece(mine)], of_file, {"a": rule}, LayerWiseConfig(), masters=True, states=True)
 
 
 @pytest.mark.parametrize("path, family", [
