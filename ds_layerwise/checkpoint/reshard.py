@@ -165,17 +165,21 @@ def _kept(
             "layerwise.on_optimizer_change to 'reset' or 'keep_shared', or "
             f"{_WEIGHTS_ALONE}"
         )
+    shared: dict[str, str] = {}
+    if config.on_optimizer_change == "keep_shared":
+        shared = _shared(old, new)
+    for key in shared.values():
+        reason += f", continued from {key}"
+    return shared, reason
+
+
+def _shared(old: RuleRecord, new: RuleRecord) -> dict[str, str]:
+    """Return the average of gradients from which ``new`` continues, with its name in ``old``."""
     # Moments with a bias correction by a step count need each other.
     counts = any(key.partition(".")[0] == "step" for key in new.state_keys)
-    if (
-        config.on_optimizer_change == "keep_shared"
-        and not counts
-        and old.gradient_average
-        and new.gradient_average
-    ):
-        shared = {new.gradient_average: old.gradient_average}
-        return shared, f"{reason}, continued from {old.gradient_average}"
-    return {}, reason
+    if counts or not old.gradient_average or not new.gradient_average:
+        return {}
+    return {new.gradient_average: old.gradient_average}
 
 
 def _of_other_shapes(

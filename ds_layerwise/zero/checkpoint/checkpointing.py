@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,10 +14,10 @@ import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.utils import logger
-from torch import nn
+from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
-from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names
+from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
 from ds_layerwise.checkpoint.regular import (
@@ -31,6 +31,7 @@ from ds_layerwise.checkpoint.reshard import (
     find_others,
     in_model_file,
     plan_load,
+    untrained,
 )
 from ds_layerwise.checkpoint.single_file import OneFile
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint
@@ -342,12 +343,8 @@ class Checkpointing:
             others: list[Copy] = []
             if universal or not saved.header.has_weights:
                 here = planned.saved_shapes.keys()
-                may_lack: Set[str] = frozenset()
-                beside = None if universal else tuple(opened.header.shapes)
+                beside = None if universal else opened.header.shapes
                 in_file = in_model_file(folder, config.rename, beside)
-                if not universal:
-                    # The engine loads them from there.
-                    may_lack = in_file.keys()
                 others, lacking = find_others(
                     saved, run.model, trained=run.params.values(), in_file=in_file
                 )
@@ -355,10 +352,14 @@ class Checkpointing:
                     # It has what was trained at its save, which may be frozen now, and nothing
                     # else.
                     lacking = set()
+                needed = here | lacking
+                if not universal:
+                    # The engine loads the others from there.
+                    needed -= in_file.keys()
                 check_names(
                     f"the checkpoint in {folder}",
                     saved.header.shapes.keys(),
-                    here - may_lack | lacking,
+                    needed,
                     of_all_stages | here,
                     rename=None if pipeline.is_pipeline(run.model) else config.rename,
                     strict=strict,
@@ -433,10 +434,28 @@ class Checkpointing:
         self.begin_save()
 
     def _check_whole(self, *, sharded: bool) -> None:
+        """Refuse a model of which no rank trains whole parameters, and frozen experts, of which
+        ranks have different ones under the same names.
+
+        Raises:
+            LayerWiseError: tensor or pipeline parallelism has cut it; or names such an expert.
+        """
         run = self._run
-        whole_states.check_uncut(run.model, run.settings.tensor_group)
-        if sharded and max(run.groups) > 1:
-            whole_states.check_experts(run.model, run.params.values())
+        if run.settings.tensor_group is not None or pipeline.is_pipeline(run.model):
+            raise LayerWiseError(
+                "a file of whole parameters needs them on the ranks that train them, and tensor or "
+                "pipeline parallelism has cut this model; save a checkpoint with "
+                "engine.save_checkpoint()"
+            )
+        if not sharded or max(run.groups) == 1:
+            return
+        for name in untrained(run.model, run.params.values()):
+            if first_expert(name) is not None:
+                raise LayerWiseError(
+                    f"{name} belongs to an expert and is not trained: ranks have different ones "
+                    "under this name, which a sharded checkpoint cannot tell apart; train it, or "
+                    "use engine.save_checkpoint() and engine.load_checkpoint()"
+                )
 
     def save_file(self, path: Path) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.save_state_dict_to_file`."""
@@ -531,12 +550,7 @@ class Checkpointing:
             owned.follow_values(index)
         if not found.masters:
             self.masters_from_weights()
-        own: Any
-        for own, value in found.others:
-            if hasattr(own, "ds_tensor"):
-                write_cut(own, self._run.rank, value.reshape(-1))
-            else:
-                own.copy_(value.view(own.shape))
+        self._copy_others(found.others)
         if found.states:
             self._take_over(found.header, wants_scheduler=load.wants_scheduler)
             self._run.interrupted.forget()
@@ -544,6 +558,13 @@ class Checkpointing:
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
+
+    def _copy_others(self, others: Iterable[tuple[Any, Tensor]]) -> None:
+        for own, value in others:
+            if hasattr(own, "ds_tensor"):
+                write_cut(own, self._run.rank, value.reshape(-1))
+            else:
+                own.copy_(value.view(own.shape))
 
     def _fetch_cuts(self) -> None:
         """Copy the cuts of stage 3 to the owners."""

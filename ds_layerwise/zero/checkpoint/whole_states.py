@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.dcp import MODEL, STATE, PieceTensor, unwrapped
-from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.checkpoint.single_file import (
@@ -26,10 +25,8 @@ from ds_layerwise.checkpoint.single_file import (
     write,
     write_beside,
 )
-from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.any_torch import AnyTorch
 from ds_layerwise.optimizers.recipe import Shape
-from ds_layerwise.parallel import pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_cuts import filled_cut
@@ -159,21 +156,6 @@ def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
     return sums
 
 
-def check_experts(module: nn.Module, trained: Iterable[nn.Parameter]) -> None:
-    """Refuse frozen experts: ranks have different ones under the same names.
-
-    Raises:
-        LayerWiseError: names one.
-    """
-    for name in untrained(module, trained):
-        if first_expert(name) is not None:
-            raise LayerWiseError(
-                f"{name} belongs to an expert and is not trained: ranks have different ones under "
-                "this name, which a sharded checkpoint cannot tell apart; train it, or use "
-                "engine.save_checkpoint() and engine.load_checkpoint()"
-            )
-
-
 def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
     """Return the other names of tied parameters, each with the name that the parameter is trained
     under.
@@ -229,20 +211,6 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     else:
         return None
     return {key: value for key, value in made.param_groups[0].items() if key != "params"}
-
-
-def check_uncut(module: nn.Module, tensor_group: comm.Group) -> None:
-    """Refuse a model in which no rank trains whole parameters.
-
-    Raises:
-        LayerWiseError: tensor or pipeline parallelism has cut it.
-    """
-    if tensor_group is not None or pipeline.is_pipeline(module):
-        raise LayerWiseError(
-            "a file of whole parameters needs them on the ranks that train them, and tensor or "
-            "pipeline parallelism has cut this model; save a checkpoint with "
-            "engine.save_checkpoint()"
-        )
 
 
 def save_one_file(
