@@ -89,13 +89,13 @@ def _save_whole(
     optimizer.checkpointing.begin_save()
     with ExitStack() as undo:
         own_disks = engine.use_node_local_storage()
-        save = Save(place, tag, save_latest, disks.begin(place / tag, own_disks=own_disks))
+        save = disks.begin(place, tag, latest=save_latest, own_disks=own_disks)
         if not writer.is_decoupled():
             # The process of a background save may still write. The next save waits for it and then
             # removes its files.
             undo.callback(_abandon, save)
         undo.callback(_release, writer)
-        optimizer.checkpointing.save_id = save.disks.save_id
+        optimizer.checkpointing.save_id = save.save_id
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             state = {} if client_state is None else client_state
@@ -186,9 +186,9 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
         # With experts, the engine goes by ranks within expert groups.
         return
     names = comm.gather_objects(_model_file(engine), group=None)
-    rank = save.disks.rank
+    rank = save.rank
     writers = []
-    for other in save.disks.here:
+    for other in save.here:
         if names[other] == names[rank]:
             writers.append(other)
     engine.save_non_zero_checkpoint = rank == min(writers)
@@ -196,8 +196,8 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
 
 def _abandon(save: Save) -> None:
     """Remove the files of a failed save, which may have filled the disk."""
-    if save.disks.is_owner:
-        if not (save.disks.are_many and atomic.save_ids(save.folder)[1] == save.disks.save_id):
+    if save.is_owner:
+        if not (len(set(save.owners)) > 1 and atomic.save_ids(save.folder)[1] == save.save_id):
             # Otherwise the save is complete here, and may be in place on other disks.
             atomic.abandon(save.folder)
         atomic.abandon(save.save_dir / save.universal_tag)
@@ -220,8 +220,8 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     their part.
     """
     folder = atomic.incomplete_folder(save.folder)
-    owns = save.disks.is_owner
-    here = save.disks.here
+    owns = save.is_owner
+    here = save.here
     with comm.errors_on_all_ranks():
         names = []
         for path in save.written:
@@ -235,7 +235,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.errors_on_all_ranks():
         if owns:
             needs = {rank: everyone[rank][1] for rank in here}
-            disks.check_arrived(save.folder, save.disks.save_id, parts, needs)
+            disks.check_arrived(save.folder, save.save_id, parts, needs)
     if engine.optimizer.config.save_universal:
         _write_universal(engine, save)
     with comm.errors_on_all_ranks():
@@ -243,7 +243,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
             files = dict(Manifest.merged(parts.values()).files)
             more = sorted(set(names_in(folder)) - files.keys())
             files |= _listed(engine, folder, more).files
-            atomic.seal(save.folder, Manifest(files, save.disks.save_id))
+            atomic.seal(save.folder, Manifest(files, save.save_id))
     _publish(engine, save)
 
 
@@ -252,7 +252,7 @@ def _publish(engine: DeepSpeedEngine, save: Save) -> None:
 
     If this stops before the save is in place on all disks, a load completes it.
     """
-    owns = save.disks.is_owner
+    owns = save.is_owner
     has_twin = engine.optimizer.config.save_universal and engine.global_rank == 0
     with comm.errors_on_all_ranks():
         if has_twin:
@@ -319,7 +319,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.errors_on_all_ranks():
         if rank == 0:
             disks.check_seen(incomplete, dict(enumerate(parts)))
-            atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.disks.save_id))
+            atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.save_id))
 
 
 @contextmanager

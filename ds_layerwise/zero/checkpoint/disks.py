@@ -37,14 +37,33 @@ Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
-class Disks:
-    """The disks that the ranks of a save write to."""
+class Save:
+    """A save of an engine, and the disks that its ranks write to.
 
+    :class:`.checkpointing.Checkpointing` holds it during a background save, until the engine
+    commits.
+    """
+
+    save_dir: Path
+    tag: str
+    latest: bool
     rank: int
     owners: tuple[int, ...]
     """The rank that makes and moves folders on the disk of each rank, by rank."""
     save_id: str
     """The identifier of this save, the same on all ranks."""
+    written: tuple[Path, ...] = ()
+    """The files of this rank."""
+
+    @property
+    def folder(self) -> Path:
+        """The final folder of the save. The incomplete folder is beside it."""
+        return self.save_dir / self.tag
+
+    @property
+    def universal_tag(self) -> str:
+        """The tag under which ``layerwise.save_universal`` writes the same state."""
+        return f"{self.tag}_universal"
 
     @property
     def is_owner(self) -> bool:
@@ -52,25 +71,22 @@ class Disks:
         return self.owners[self.rank] == self.rank
 
     @property
-    def are_many(self) -> bool:
-        """True if other ranks of the save write to another disk."""
-        return len(set(self.owners)) > 1
-
-    @property
     def here(self) -> list[int]:
         """The ranks that write to the disk of this rank."""
         return [rank for rank, owner in enumerate(self.owners) if owner == self.owners[self.rank]]
 
 
-def begin(folder: Path, *, own_disks: bool) -> Disks:
-    """Make an empty folder on each disk in which ``folder`` is written. Every rank must call this.
+def begin(save_dir: Path, tag: str, *, latest: bool, own_disks: bool) -> Save:
+    """Begin a save: make an empty folder on each disk that it writes to. Every rank must call this.
 
     Args:
+        latest: True to point to it once it is complete.
         own_disks: True if there may be more disks than one.
 
     Raises:
         LayerWiseError: on all ranks, if one does not see the folder made for it; names that rank.
     """
+    folder = save_dir / tag
     rank = comm.rank_of(None)
     save_id: str = comm.gather_objects(secrets.token_hex(8), group=None)[0]
     is_owner = rank == 0
@@ -94,7 +110,8 @@ def begin(folder: Path, *, own_disks: bool) -> Disks:
                     f"s, where rank 0 has begun it; {_WAY_OUT}"
                 )
         undo.pop_all()
-    return Disks(rank, tuple(comm.gather_objects(owner, group=None)), save_id)
+    owners = tuple(comm.gather_objects(owner, group=None))
+    return Save(save_dir, tag, latest, rank, owners, save_id)
 
 
 def check_arrived(
@@ -222,29 +239,3 @@ def check_one_save(folder: Path) -> None:
                 f"ranks see different saves: rank 0 in {everyone[0][1]}, rank {rank} in {place}; "
                 "load a tag for which all nodes have the same save"
             )
-
-
-@dataclass(frozen=True)
-class Save:
-    """The state that a save of an engine passes to its commit.
-
-    :class:`.checkpointing.Checkpointing` holds it during a background save, until the engine
-    commits.
-    """
-
-    save_dir: Path
-    tag: str
-    latest: bool
-    disks: Disks
-    written: tuple[Path, ...] = ()
-    """The files of this rank."""
-
-    @property
-    def folder(self) -> Path:
-        """The final folder of the save. The incomplete folder is beside it."""
-        return self.save_dir / self.tag
-
-    @property
-    def universal_tag(self) -> str:
-        """The tag under which ``layerwise.save_universal`` writes the same state."""
-        return f"{self.tag}_universal"
