@@ -89,7 +89,7 @@ def to_state_dict(
         piece = pieces.get(name, nothing)
         numel = piece.master.numel()
         keys = piece.convertible()
-        zeros = zero.expand(numel)
+        zeros = zero.expand(numel) if numel else piece.master
         states.append({"exp_avg": zeros, "exp_avg_sq": zeros, "step": step})
         for key, value in piece.state.items():
             if key in keys:

@@ -182,7 +182,7 @@ class TestPartsOfACheckpoint(DistributedTest):
             raise LayerWiseError("of rank 1 alone")
 
         if dist.get_rank() == 1:
-            monkeypatch.setattr(loading, "check_model", wrong)
+            monkeypatch.setattr(loading, "_check_model", wrong)
         with pytest.raises(LayerWiseError, match="of rank 1 alone"):
             engine.load_checkpoint(str(saved), tag=f"stage{stage}-bf16-2ranks")
         assert whole_ones(engine) == stay != []
