@@ -13,6 +13,7 @@ from ds_layerwise.checkpoint import atomic, single_file
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.record import Header, RuleRecord
+from ds_layerwise.checkpoint.single_file import sums_of
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.zero.checkpoint import whole_states
 from tests.support.rooms import rooms

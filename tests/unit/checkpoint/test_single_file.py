@@ -7,7 +7,7 @@ import torch
 from deepspeed.runtime.fp16.loss_scaler import LossScaler
 from safetensors.torch import load_file, save_file
 
-from ds_layerwise.checkpoint import regular, single_file
+from ds_layerwise.checkpoint import regular
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.regular import FORMAT
 from ds_layerwise.checkpoint.single_file import OneFile
