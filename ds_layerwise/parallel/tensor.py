@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.owned.weight_writes import checksum_of
 
 _ASKED = (
     "get_model_parallel_rank",
@@ -24,8 +24,6 @@ _ASKED = (
     "get_data_parallel_world_size",
     "get_data_parallel_group",
 )
-
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 def check_mpu(mpu: Any, *, autotp_size: int) -> None:
@@ -105,8 +103,7 @@ def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:
     """
     sums = {}
     for name, value in copies.items():
-        bits = value.detach().contiguous().view(_BITS[value.element_size()])
-        sums[name] = int(bits.sum(dtype=torch.int64))
+        sums[name] = checksum_of(value)
     everyone = comm.gather_objects(sums, group=group)
     for rank, theirs in enumerate(everyone):
         for name in copies:

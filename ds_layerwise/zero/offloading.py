@@ -97,15 +97,15 @@ class Offloading:
         kind = OffloadStateTypeEnum
         run = self._run
         owned = run.owned
-        states: list[Tensor] = []
-        for state in owned.states.values():
-            states += filter(Tensor.dim, state.values())
+        masters: list[Tensor] = []
+        for own in owned.masters:
+            masters += own.tensors
         tensors = {
             kind.lp_params: run.places.tensors,
             kind.contiguous_grad_buffer: () if run.grads is None else run.grads.tensors,
             kind.lp_grads: (*owned.reduced.tensors, *run.grad_sync.cuts),
-            kind.hp_params: owned.masters,
-            kind.optim_states: (*states, *owned.scales),
+            kind.hp_params: masters,
+            kind.optim_states: [*filter(Tensor.dim, owned.stored)],
         }
         first: dict[object, object] = {_storage(tensor): None for tensor in owned.host.tensors}
         memory = {}

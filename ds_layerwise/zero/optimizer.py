@@ -203,7 +203,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
             if pipeline_parallel and self.settings.stage == 1:
                 if not self._copies_are_checked:
                     copies = run.planned.saved_elsewhere - dict(run.tied).keys()
-                    pipeline.check_copies(copies, grad_sync.accumulated())
+                    pipeline.check_copies(copies, grad_sync.got)
                     self._copies_are_checked = True
                 # The engine sums tied gradients that are still on their parameters. Ours are in
                 # buffers, so they are summed here.
@@ -419,8 +419,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         with comm.errors_on_all_ranks():
             self.offloading.check_not_offloaded()
         self._before_update.weights.reload()
-        for bucket in self.layout.buckets:
-            self._run.owned.follow_values(bucket.index)
+        for masters in self._run.owned.masters:
+            masters.follow()
 
     def update_lp_params(self) -> None:
         """Set the model's weights from the masters, on every rank."""

@@ -14,7 +14,13 @@ from ds_layerwise.parallel import pipeline
 from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.ranks.comm import comm, group_pool
-from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, OwnShards, ParamViews
+from ds_layerwise.ranks.owned.buffers import (
+    DTYPES,
+    FlatBuffer,
+    ParamViews,
+    ShardBuffer,
+    new_shards,
+)
 from ds_layerwise.ranks.owned.owned import Owned, OwnedSettings
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.cut_sync import CutSync
@@ -43,8 +49,10 @@ class RunState:
     products: Products
     places: ParamViews | ParamCuts
     """The trained parameters, where they live."""
-    values: FlatBuffer | OwnShards
-    """The memory of the parameters; at ZeRO stage 3, of this rank's shards."""
+    values: FlatBuffer | None
+    """The memory of the parameters; None at ZeRO stage 3."""
+    shards: ShardBuffer
+    """This rank's shards of the parameters."""
     grads: FlatBuffer | None
     """The memory of the gradients; None from ZeRO stage 2 on, where only owners have them."""
     owned: Owned
@@ -127,12 +135,14 @@ class RunState:
                 views = ParamViews(self.params, layout, self.device)
             self.places = views
             self.values = views.values
+            self.shards = views.values.shards(self.rank)
             return
         with comm.errors_on_all_ranks():
-            shards = OwnShards(layout, self.rank, self.device)
+            shards = new_shards(layout, self.rank, self.device)
             cuts = ParamCuts(self.params, shards, self.settings.fetcher, group)
         self.places = cuts
-        self.values = shards
+        self.values = None
+        self.shards = shards
         self.param_sync = CutSync(shards, cuts, group=group)
         self.param_sync.fetch()
 
@@ -163,7 +173,7 @@ class RunState:
             master_dtype=self.config.master_dtype,
             rounding_seed=self.config.rounding_seed,
         )
-        return Owned(self.rank, planned.routes, self.values, self.grads, owned)
+        return Owned(planned.routes, self.shards, self.grads, owned)
 
     def connect(self) -> None:
         """Set up the reduction of gradients and the gathering of parameters. All ranks must call
@@ -188,7 +198,6 @@ class RunState:
         max_waiting = None
         if self.grads is None:
             max_waiting = self.config.max_waiting_buckets
-            self.owned.reduced.divide_by = settings.divide_by
         with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
             self.grad_sync = GradSync(
                 self.params,
@@ -200,7 +209,7 @@ class RunState:
                 max_waiting=max_waiting,
             )
             self.progress = Progress(self.engine, self.grad_sync.state)
-            if isinstance(self.values, FlatBuffer):
+            if self.values is not None:
                 self.param_sync = ParamSync(
                     planned.layout, self.rank, self.params, self.values, wires=wires
                 )

@@ -22,7 +22,8 @@ from ds_layerwise.optimizers.rules import muon_family
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, nodes
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, make_wires
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
@@ -185,14 +186,7 @@ class Syncs:
             for bucket in layout.buckets
             for slot in bucket.slots
         }
-        self._reduced = ShardBuffer(
-            layout,
-            rank,
-            [
-                torch.empty(stop - start)
-                for start, stop in (bucket.shard(rank) for bucket in layout.buckets)
-            ],
-        )
+        self._reduced = ReducedGradients(layout, rank, grads, torch.device("cpu"))
         self._grads = GradSync(
             self._trained,
             self._reduced,

@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 
 from ds_layerwise.plan.forecast.forecast import max_over_mean
+from ds_layerwise.plan.forecast.memory import sums_bytes
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.tools.dry_run import DryRun
 
@@ -112,7 +113,14 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
     config["zero_optimization"]["stage"] = stage
     (plan,) = DryRun.of(name, config, [model.ranks]).forecasts
     sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent.values())
-    held = max(rank.total for rank in plan.memory)
+    sums = sums_bytes(
+        plan.layout,
+        stage=plan.stage,
+        stored_as=plan.stored_as,
+        wires=plan.wires,
+        reduction=plan.reduction,
+    )
+    held = max(rank.total for rank in plan.memory) + sums.in_pass
     report = plan.report
     return Cost(sent / model.ranks, held, max_over_mean(report.work), report.padding / report.numel)
 

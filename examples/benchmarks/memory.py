@@ -11,7 +11,7 @@ by at most the *transfers* of the plan. *process* is anonymous memory (``Pss_Ano
 Linux alone) over that before the model was built; it includes the allocator's reserves. The peak of
 gradients comes from the same count of tensors, at every moment of a backward pass when a bucket
 starts, over the memory between two steps. That of a step is counted after every operation, over the
-memory before it, and is at most the *update* and the transfers of the plan.
+same, and is at most the *update* and the transfers of the plan.
 
 A plan counts updates as accelerators make them: with as many matrices in a batch as fill one. It
 does not know the device, so products are in float32. These runs batch and multiply in the same way.
@@ -198,7 +198,6 @@ def measure(job: Job, watched: Any) -> None:
     with Peak(optimizer, tensors + others) as peak:
         train(engine, job)
     update = LiveMemory(live_tensors())
-    before_update = update.now()
     train(engine, job, update)
     run = RunConfig.from_ds_config(job.ds_config())
     params = [(name, shapes[name], run.param_dtype) for name, _ in model.named_parameters()]
@@ -221,8 +220,8 @@ def measure(job: Job, watched: Any) -> None:
                 "process": process * 1e6,
                 "grads": held.grads,
                 "peak": peak.most,
-                "update": update.peak - before_update,
-                "update_said": plan.working.update,
+                "update": update.peak - tensors - others,
+                "update_said": max(plan.working.update, plan.working.exchange),
                 "bucket": max(bucket.numel for bucket in plan.layout.buckets) * itemsize,
                 "numel": plan.report.numel,
                 "buckets": plan.report.num_buckets,

@@ -31,7 +31,8 @@ from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import Reduction
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, new_shards
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync import transfer
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.cut_sync import CutSync
@@ -199,17 +200,9 @@ class Step:
         }
         self._gradients = {name: torch.empty_like(param) for name, param in self._params.items()}
         grads = FlatBuffer(layout, META)
-        reduced = ShardBuffer(
-            layout,
-            rank,
-            [
-                torch.empty(stop - start, device=META)
-                for start, stop in (bucket.shard(rank) for bucket in layout.buckets)
-            ],
-        )
         self._grad_sync = GradSync(
             self._params,
-            reduced,
+            ReducedGradients(layout, rank, grads, META),
             grads,
             wires=wires,
             divide_by=float(size),
@@ -217,8 +210,8 @@ class Step:
         )
         self._param_sync: ParamSync | CutSync
         if stage == 3:
-            values, group = OwnShards(layout, rank, META), Ranks(size, rank)
-            self._param_sync = CutSync(values, Cuts(layout), group=group)
+            values, group = new_shards(layout, rank, META), Ranks(size, rank)
+            self._param_sync = CutSync(layout, rank, values, Cuts(layout), group=group)
         else:
             values = FlatBuffer(layout, META)
             self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)

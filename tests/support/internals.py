@@ -52,7 +52,22 @@ def reduced(engine: Any, name: str) -> torch.Tensor:
 
 def shards(engine: Any) -> list[Any]:
     """Return the shards with an element for each that this rank owns: masters and reduced gradients, by bucket."""
-    return [[forms[0].memory for forms in owned(engine)._masters], list(owned(engine).reduced.tensors)]
+    return [[masters.memory for masters in owned(engine).masters], list(owned(engine).reduced.tensors)]
+
+
+def poison_sums(engine: Any) -> None:
+    """Fill memory of reduced gradients with NaN whenever it is taken."""
+    reduced = owned(engine).reduced
+    allocate = reduced.allocate
+
+    def poisoned(index: int) -> torch.Tensor:
+        had = reduced.bucket(index).untyped_storage().nbytes()
+        shard: torch.Tensor = allocate(index)
+        if not had:
+            shard.fill_(float("nan"))
+        return shard
+
+    reduced.allocate = poisoned
 
 
 def update_sets(engine: Any) -> list[Any]:
@@ -73,12 +88,13 @@ def grads(engine: Any) -> Any:
 def buffers(engine: Any) -> list[Any]:
     """Return the buffers with an element for each of all parameters: their values, and their gradients where they have
     one."""
-    return [buffer for buffer in (engine.optimizer._run.values, grads(engine)) if buffer is not None]
+    run = engine.optimizer._run
+    return [buffer for buffer in (run.values or run.shards, run.grads) if buffer is not None]
 
 
 def values_of_shards(engine: Any) -> tuple[torch.Tensor, ...]:
     """The values that this rank owns, at ZeRO stage 3, bucket by bucket."""
-    return tuple(engine.optimizer._run.values.tensors)
+    return tuple(engine.optimizer._run.shards.tensors)
 
 
 def shapes(engine: Any) -> dict[str, tuple[int, ...]]:

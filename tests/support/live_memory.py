@@ -10,7 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveMemory(TorchDispatchMode):
-    """Count the bytes of all storages that operations make while it is on, as long as somebody holds them.
+    """Count the bytes of all storages that operations make while it is on, as long as somebody holds them, each with
+    the size that it has.
 
     Args:
         held: tensors that are there already.
@@ -18,7 +19,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, held=()):
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, StorageWeakRef] = {}
         self.peak = 0
         self._note(held)
 
@@ -30,14 +31,14 @@ class LiveMemory(TorchDispatchMode):
 
     def now(self):
         """Return the bytes held at the moment."""
-        self._storages = {key: (ref, size) for key, (ref, size) in self._storages.items() if not ref.expired()}
-        return sum(size for _, size in self._storages.values())
+        self._storages = {key: ref for key, ref in self._storages.items() if not ref.expired()}
+        return sum(torch.UntypedStorage._new_with_weak_ptr(ref.cdata).nbytes() for ref in self._storages.values())
 
     def _note(self, values):
         for value in values:
             if isinstance(value, Tensor):
                 storage = value.untyped_storage()
-                self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+                self._storages[storage._cdata] = StorageWeakRef(storage)
         self.peak = max(self.peak, self.now())
 
 

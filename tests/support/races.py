@@ -20,12 +20,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.streams import Streams
+
+_resize = torch.UntypedStorage.resize_
 
 
 class Race(AssertionError):
@@ -127,6 +130,16 @@ class Machine(Streams, TorchDispatchMode):
     def record_stream(self, tensor: Tensor, stream: Timeline) -> None:
         """Keep the memory of ``tensor`` until the operations that ``stream`` has so far are over."""
         self._memory_of(tensor).told_of.add(stream)
+
+    def resize(self, storage: torch.UntypedStorage, nbytes: int) -> None:
+        """Let ``storage`` give its memory back, and take other memory on the current stream."""
+        self.look_for_freed()
+        memory = self._memories.pop(storage.data_ptr(), None)
+        if memory is not None and memory.taken_on is not None:
+            _check_free(memory, memory.taken_on)
+        _resize(storage, nbytes)
+        if nbytes:
+            self._memories[storage.data_ptr()] = Memory(StorageWeakRef(storage), self.current)
 
     # --- what runs -------------------------------------------------------------------------------------------------
 

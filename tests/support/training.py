@@ -204,8 +204,10 @@ def poison(engine):
             buffer.bucket(bucket)[~used] = float("nan")
             hit += int((~used).sum())
         for shards in internals.shards(engine):
-            shards[bucket.index][own] = float("nan")
-            hit += int(own.sum())
+            if shards[bucket.index].untyped_storage().nbytes():
+                shards[bucket.index][own] = float("nan")
+                hit += int(own.sum())
+    internals.poison_sums(engine)
     return hit
 
 

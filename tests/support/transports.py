@@ -70,7 +70,7 @@ def held_bytes(deal, *, in_place: bool):
         numel = sizes.sum() + sizes * deal.holders
     else:
         moved = moves(deal.placement)
-        before, stays, behind = deal.split_by_cut(moved)
+        before, stays, behind = np.array([deal.seen_by(holder).parts for holder in range(deal.holders)]).T
         numel = -stays
         np.add.at(numel, moved.holder, moved.numel)
         numel += ((before > 0) & (behind > 0) | (not in_place)) * (before + behind)

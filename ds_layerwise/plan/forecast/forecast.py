@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 from ds_layerwise.config.run_config import RunConfig, Whole
 from ds_layerwise.errors import RoutingError
@@ -22,6 +23,7 @@ from ds_layerwise.plan.forecast.memory import (
     Working,
     memory_bytes,
     state_bytes_of,
+    sums_bytes,
     transfer_bytes,
     update_bytes,
 )
@@ -168,20 +170,24 @@ class Forecast:
             state_bytes=state_bytes_of(routes),
             stage=run.stage,
             stored_as=stored_as,
-            wires=wires,
-            reduction=reduction,
             host_ratio=run.host_ratio,
             params_on_host=run.params_on_host,
             master_dtype=master_dtype,
             persistent=whole.always,
         )
         update = update_bytes(layout, routes, master_dtype, tp_size=tp_size)
+        sending: dict[str, Any] = {
+            "stage": run.stage,
+            "stored_as": stored_as,
+            "wires": wires,
+            "reduction": reduction,
+        }
+        sums = sums_bytes(layout, **sending)
         working = Working(
-            update=update + max(rank.staging for rank in memory),
-            in_pass=_waiting(layout, run) + whole.most - whole.always,
-            transfers=transfer_bytes(
-                layout, stage=run.stage, stored_as=stored_as, wires=wires, reduction=reduction
-            ),
+            update=sums.update + update + max(rank.staging for rank in memory),
+            in_pass=sums.in_pass + _waiting(layout, run) + whole.most - whole.always,
+            exchange=sums.exchange,
+            transfers=transfer_bytes(layout, **sending),
         )
         return cls(
             layout,

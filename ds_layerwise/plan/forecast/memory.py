@@ -10,9 +10,12 @@ from heapq import nlargest
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
+
 from ds_layerwise.optimizers.dtypes import MasterDtype, master_bytes
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.plan.layout.layout import Bucket, Layout
+from ds_layerwise.plan.layout.transfer_plan import completed, deal
 from ds_layerwise.plan.layout.transport import (
     MAX_PENDING,
     SUM_BYTES,
@@ -38,9 +41,7 @@ class RankMemory:
 
     params: int
     grads: int
-    """The buffer in which micro-batches accumulate, and the reduced float32 shards if they are a
-    copy.
-    """
+    """The buffer in which micro-batches accumulate at stage 1; 0 from stage 2 on."""
     masters: int
     """The rank's shards in float32, or in the form that ``master_dtype`` names; 0 if the parameters
     themselves are float32.
@@ -65,20 +66,37 @@ class Working(NamedTuple):
     """
 
     update: int
-    """The temporary matrices of one update, with the masters and states that it opens to float32 or
-    gets from the host.
+    """The sums of gradients at their owners, and the temporary matrices of one update, with the
+    masters and states that it opens to float32 or gets from the host.
     """
     in_pass: int
-    """The gradients that wait for the reduction of others at stages 2 and 3, and at stage 3 the
-    parameters that DeepSpeed makes whole for a forward or backward pass alone.
+    """The sums of gradients, the gradients that wait for the reduction of others at stages 2 and 3,
+    and at stage 3 the parameters that DeepSpeed makes whole for a forward or backward pass alone.
     """
+    exchange: int
+    """The sums of gradients while they go from cuts to their owners."""
     transfers: int
     """The copies that pending buckets send and receive."""
 
     @property
     def total(self) -> int:
-        """The sum, with the larger one of an update and of a pass, which take turns."""
-        return max(self.update, self.in_pass) + self.transfers
+        """The sum, with the largest one of a pass, an exchange and an update, which take turns."""
+        return max(self.update, self.in_pass, self.exchange) + self.transfers
+
+
+class Sums(NamedTuple):
+    """The bytes of sums of gradients beside the buffer of gradients, on the rank with most of them.
+
+    They are there from a backward pass to the end of its step. If gradients are read between two
+    passes of a step at stages 2 and 3, there are those of both.
+    """
+
+    in_pass: int
+    """The shards of buckets that travel straight to their owners, and the cuts of others."""
+    exchange: int
+    """The most while cuts become shards, round by round."""
+    update: int
+    """The shards of all buckets."""
 
 
 def state_bytes_of(routes: Routes) -> StateBytes:
@@ -98,8 +116,6 @@ def memory_bytes(
     state_bytes: StateBytes,
     stage: int = 1,
     stored_as: Mapping[str, str] | None = None,
-    wires: Sequence[str] | None = None,
-    reduction: Reduction = "ordered",
     host_ratio: float = 0.0,
     params_on_host: bool = False,
     master_dtype: MasterDtype = "float32",
@@ -107,18 +123,15 @@ def memory_bytes(
 ) -> tuple[RankMemory, ...]:
     """Count the bytes that each rank holds between two steps.
 
-    From stage 2 on a rank keeps gradients of the elements that it owns alone, in float32. At stage
-    3 it keeps the parameters that it owns, its cuts of all parameters, and those that DeepSpeed
-    leaves whole, with a copy that shows what a script writes into them.
+    From stage 2 on there are no gradients then. At stage 3 a rank keeps the parameters that it
+    owns, its cuts of all parameters, and those that DeepSpeed leaves whole, with a copy that shows
+    what a script writes into them.
 
     Args:
         state_bytes: the function for the bytes of states; see :func:`state_bytes_of`.
         stage: the ZeRO stage.
         stored_as: the dtype in which gradients accumulate, by dtype of the parameters; the default
             is the dtype of the parameters.
-        wires: the dtype in which gradients are sent, by bucket; the default is the one in which
-            they accumulate.
-        reduction: the method of sums; see :mod:`.plan.layout.transport`.
         host_ratio: the share of masters and states in host memory; see :func:`pieces_on_host`.
         params_on_host: True if the cuts of stage 3 are in host memory.
         master_dtype: the form of masters of bfloat16 parameters. Masters are float32 if there is a
@@ -128,33 +141,23 @@ def memory_bytes(
     Raises:
         LayoutError: the size of a dtype is unknown.
     """
-    grads_in = {dtype: dtype for dtype in layout.dtypes} | dict(stored_as or {})
     grads = 0
-    if stage == 1:
-        for dtype in layout.dtypes:
-            grads += itemsize(grads_in[dtype]) * layout.buffer_numel(dtype)
+    for dtype in layout.dtypes:
+        stored = itemsize((stored_as or {}).get(dtype, dtype))
+        grads += stored * layout.buffer_numel(dtype) * (stage == 1)
     params, hosted = _param_bytes(layout, stage, params_on_host)
-    reduced = [0] * layout.world_size
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
     for bucket in layout.buckets:
-        stored = grads_in[bucket.dtype]
         for rank, numel in bucket.non_empty_shards():
             masters[rank] += master_bytes(numel, bucket.dtype, master_dtype)
-            if stage > 1 or stored != "float32":
-                reduced[rank] += SUM_BYTES * numel
         for rank, name, numel in _owned(bucket):
             states[rank] += state_bytes(name, numel)
-        if bucket.transport == "cuts":
-            sums = sum_dtype(wires[bucket.index] if wires else stored, reduction, stage)
-            # Sums share the memory of the gradients, or have memory of their own.
-            if stage > 1 or stored != sums:
-                grads += itemsize(sums) * bucket.cut_numel
     memory = []
     for rank in range(layout.world_size):
         on_device = RankMemory(
             params[rank] + 2 * persistent,
-            grads + reduced[rank],
+            grads,
             masters[rank],
             states[rank],
             host=hosted,
@@ -300,6 +303,42 @@ def update_bytes(
         count = min(max(counts.values()), max(1, together))
         most = max(most, recipe.workspace((count, rows, cols)) + copied)
     return most + opened
+
+
+def sums_bytes(
+    layout: Layout,
+    *,
+    stage: int,
+    stored_as: Mapping[str, str],
+    wires: Sequence[str],
+    reduction: Reduction,
+) -> Sums:
+    """Count the bytes of the sums of gradients; see :func:`transfer_bytes`."""
+    shards = np.zeros((len(layout.buckets), layout.world_size), np.int64)
+    cuts = np.zeros(len(layout.buckets), np.int64)
+    in_cuts = np.array([bucket.transport == "cuts" for bucket in layout.buckets], bool)
+
+    def sent_as(bucket: Bucket) -> str:
+        return sum_dtype(wires[bucket.index], reduction, stage)
+
+    for bucket in layout.buckets:
+        # Sums share the memory of the gradients if they have its dtype.
+        shared = stored_as[bucket.dtype] if stage == 1 else None
+        if shared != "float32":
+            for rank, numel in bucket.non_empty_shards():
+                shards[bucket.index, rank] = SUM_BYTES * numel
+        if in_cuts[bucket.index] and shared != sent_as(bucket):
+            cuts[bucket.index] = itemsize(sent_as(bucket)) * bucket.cut_numel
+    held = shards[~in_cuts].sum(0) + cuts.sum()
+    in_pass = exchange = held.max()
+    rounds = deal(layout.buckets, sent_as)
+    for dealt, indices in zip(rounds, completed(rounds), strict=True):
+        for owner, index in dealt.bucket_of.items():
+            ranks = slice(owner * dealt.ep_size, (owner + 1) * dealt.ep_size)
+            held[ranks] += shards[index, ranks]
+        exchange = max(exchange, held.max())
+        held -= cuts[indices].sum()
+    return Sums(int(in_pass), int(exchange), int(shards.sum(0).max()))
 
 
 def transfer_bytes(

@@ -99,31 +99,21 @@ class Deal(NamedTuple):
         by_owner = _sums(held.owner, held.numel, self.holders)
         by_holder = _sums(sent.holder, sent.numel, self.holders)
         runs = _parts(held.item, held.first, held.numel)
-        before, stays, behind = (int(part[holder]) for part in self.split_by_cut(held))
+        at_home = sent.holder == holder
+        before = int(sent.before[at_home].sum())
+        stays = int(sent.numel[at_home].sum())
+        behind = int(sent.numel.sum()) - before - stays
         stay = None
+        if not stays or (before and behind and stays < before + behind):
+            # If elements lie on both sides and fewer stay than travel, those travel, too, so that
+            # all arrive in one piece; they count as elements before the cut.
+            before += stays + behind
+            stays = behind = 0
         if stays:
             stay = runs.pop(held.owner.tolist().index(holder))
             by_holder[holder] = by_owner[holder] = 0
         parts = (before, stays, behind)
         return Round(self, index, by_holder.tolist(), by_owner.tolist(), runs, parts, stay)
-
-    def split_by_cut(self, moved: Moves) -> tuple[Ints, Ints, Ints]:
-        """Return how many elements of its shard lie before each owner's own cut, stay in it, and
-        lie after it.
-
-        If elements lie on both sides and fewer stay than travel, those travel, too, so that all
-        arrive in one piece; they count as elements before the cut.
-        """
-        numel = _sums(self.placement.owner, self.placement.numel, self.holders)
-        stays, before = np.zeros((2, self.holders), np.int64)
-        own = moved.owner == moved.holder
-        stays[moved.owner[own]] = moved.numel[own]
-        before[moved.owner[own]] = moved.before[own]
-        behind = numel - before - stays
-        travels = (stays == 0) | (before > 0) & (behind > 0) & (stays < before + behind)
-        before[travels] = numel[travels]
-        stays[travels] = behind[travels] = 0
-        return before, stays, behind
 
 
 class Round(NamedTuple):
@@ -211,19 +201,17 @@ def deal(
             kinds[bucket.ep_size, dtype_of(bucket)].append(bucket)
     deals = []
     for (ep_size, dtype), same in kinds.items():
-        rounds: list[dict[int, tuple[int, Rows]]] = []
+        rounds: dict[int, dict[int, tuple[int, Rows]]] = defaultdict(dict)
         turn: dict[int, int] = defaultdict(int)
         for bucket in same:
             for owner, start, numel in bucket.filled():
-                if turn[owner] == len(rounds):
-                    rounds.append({})
                 first = start - bucket.start
                 rows: Rows = [(bucket.index, owner, first, numel, 0, bucket.cut_numel)]
                 if by_param:
                     rows = _param_rows(bucket, owner, start, numbers)
                 rounds[turn[owner]][owner] = bucket.index, rows
                 turn[owner] += 1
-        for shards in rounds:
+        for shards in rounds.values():
             table: Rows = []
             for owner in sorted(shards):
                 table += shards[owner][1]
@@ -242,6 +230,17 @@ def _param_rows(bucket: Bucket, owner: int, start: int, numbers: Mapping[str, in
         cut = -(-piece.numel // bucket.holders)
         rows.append((numbers[piece.name], owner, 0, piece.numel, piece.start - start, cut))
     return rows
+
+
+def completed(deals: Sequence[Deal]) -> list[list[int]]:
+    """Return the buckets of which each round has the last shard, last bucket first."""
+    last: dict[int, int] = {}
+    for number, dealt in enumerate(deals):
+        last.update(dict.fromkeys(dealt.buckets, number))
+    found: list[list[int]] = [[] for _ in deals]
+    for index in sorted(last, reverse=True):
+        found[last[index]].append(index)
+    return found
 
 
 def begun_backwards(buckets: Sequence[Bucket], *, by_param: bool = False) -> list[Deal]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -70,6 +70,10 @@ class FlatBuffer:
         start, stop = bucket.shard(rank)
         return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
+    def shards(self, rank: int) -> ShardBuffer:
+        """Return the shards of ``rank``, in this memory."""
+        return ShardBuffer(self.layout, rank, [self.shard(b, rank) for b in self.layout.buckets])
+
 
 class ParamViews:
     """The trained parameters, which move into a buffer. At ZeRO
@@ -126,26 +130,6 @@ class ParamViews:
     release = fetch_persistent = follow_persistent
 
 
-class OwnShards:
-    """The shards of one rank, for runs in which no rank has the memory of a whole bucket."""
-
-    def __init__(self, layout: Layout, rank: int, device: torch.device) -> None:
-        self.layout = layout
-        self.rank = rank
-        shards = []
-        for bucket in layout.buckets:
-            start, stop = bucket.shard(rank)
-            shards.append(torch.zeros(stop - start, dtype=DTYPES[bucket.dtype], device=device))
-        self.tensors = tuple(shards)
-        """The memory, one tensor per bucket."""
-
-    def shard(self, bucket: Bucket, rank: int) -> Tensor:
-        """Return the shard of ``rank``, which must be this one, in ``bucket``, 1-D."""
-        if rank != self.rank:
-            raise ValueError(f"rank {self.rank} has no shard of rank {rank}")
-        return self.tensors[bucket.index]
-
-
 def lay_in_rows(value: Tensor, rows: Tensor) -> None:
     """Copy 1-D ``value`` into ``rows``, row by row. Elements past the end of ``value`` stay."""
     length = rows.shape[1]
@@ -174,20 +158,22 @@ class ShardBuffer:
 
     Args:
         shards: the memory, one tensor per bucket in index order, which may be views into a
-            :class:`FlatBuffer`.
+            :class:`FlatBuffer`. All views of one are made before the next is asked for.
     """
 
-    def __init__(self, layout: Layout, rank: int, shards: Sequence[Tensor]) -> None:
+    def __init__(self, layout: Layout, rank: int, shards: Iterable[Tensor]) -> None:
         self.layout = layout
         self.rank = rank
         self.pieces = tuple(bucket.pieces(rank) for bucket in layout.buckets)
-        self.tensors = tuple(shards)
-        """The memory, one tensor per bucket, with padding."""
         self._views: dict[str, Tensor] = {}
+        tensors = []
         for bucket, shard in zip(layout.buckets, shards, strict=True):
+            tensors.append(shard)
             origin = bucket.shard(rank)[0]
             for piece in self.pieces[bucket.index]:
                 self._views[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
+        self.tensors = tuple(tensors)
+        """The memory, one tensor per bucket, with padding."""
 
     def bucket(self, index: int) -> Tensor:
         """Return this rank's shard of bucket ``index``, with padding."""
@@ -200,3 +186,14 @@ class ShardBuffer:
             KeyError: this rank has no piece of the parameter.
         """
         return self._views[name]
+
+
+def new_shards(layout: Layout, rank: int, device: torch.device) -> ShardBuffer:
+    """Return the shards of ``rank`` in memory of their own, all zeros, for a run in which no rank
+    has the memory of a whole bucket.
+    """
+    shards = []
+    for bucket in layout.buckets:
+        start, stop = bucket.shard(rank)
+        shards.append(torch.zeros(stop - start, dtype=DTYPES[bucket.dtype], device=device))
+    return ShardBuffer(layout, rank, shards)

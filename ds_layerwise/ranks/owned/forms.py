@@ -62,9 +62,9 @@ class Form:
         self.memory.copy_(value.view_as(self.memory))
 
     @property
-    def beside(self) -> Sequence[Tensor]:
-        """The memory beside :attr:`memory`."""
-        return ()
+    def tensors(self) -> Sequence[Tensor]:
+        """All memory of the stored form."""
+        return (self.memory,)
 
 
 class Chance(NamedTuple):
@@ -126,9 +126,9 @@ class In8Bits(Form):
         self.write(value)
 
     @property
-    def beside(self) -> Sequence[Tensor]:
-        """The scales."""
-        return (self._scales,)
+    def tensors(self) -> Sequence[Tensor]:
+        """The codes and the scales."""
+        return self.memory, self._scales
 
     def open(self, here: Tensor) -> None:
         """Decode it to float32."""

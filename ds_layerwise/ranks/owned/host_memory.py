@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -152,7 +151,8 @@ class HostMemory:
     def __init__(self, device: torch.device, *, pin_memory: bool) -> None:
         self._device = device
         self._pin = pin_memory
-        self._buckets: dict[int, _HostBucket] = {}
+        self._buckets: dict[int, tuple[Tensor, dict[Any, Tensor]]] = {}
+        """The host memory of each bucket, and its tensors in it."""
         self._following: dict[int, int | None] = {}
         self._incoming = SideStream()
         self._outgoing = SideStream()
@@ -167,23 +167,28 @@ class HostMemory:
         """Copy ``tensors`` of bucket ``index`` to the host, and return the copies under the same
         keys. The copies are permanent and have the same shapes and dtypes.
 
+        They are in descending order of :func:`_steps`, so each starts at a multiple of its step, as
+        it would in memory of its own. On a CPU, the start changes the last bits of a product.
+
         Raises:
             LayerWiseError: the host lacks the memory.
         """
         words = -(-sum(tensor.nbytes for tensor in tensors.values()) // 4)
         memory = host_memory(words, torch.float32, pin_memory=self._pin)
         self._following[index] = next(reversed(self._buckets), None)
-        kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
-        self._buckets[index] = bucket = _HostBucket(memory, kinds)
-        views = bucket.views(memory)
-        for key, view in views.items():
-            view.copy_(tensors[key])
+        views = {}
+        start = 0
+        for key in sorted(tensors, key=lambda key: -_steps(tensors[key])):
+            views[key] = _view(memory, start, tensors[key]).copy_(tensors[key])
+            start += tensors[key].nbytes
+        views = {key: views[key] for key in tensors}
+        self._buckets[index] = memory, views
         return views
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
         """The host memory, one tensor per bucket that has any."""
-        return tuple(bucket.memory for bucket in self._buckets.values())
+        return tuple(memory for memory, _ in self._buckets.values())
 
     def __enter__(self) -> None:
         """Begin a step: allocate device memory for the buckets."""
@@ -218,7 +223,10 @@ class HostMemory:
         following = self._following[index]
         if following is not None:
             self._start(following)
-        return self._buckets[index].views(slot.memory)
+        here = {}
+        for key, home in self._buckets[index][1].items():
+            here[key] = _view(slot.memory, int(home.storage_offset()) * home.itemsize, home)
+        return here
 
     def send_back(self, index: int) -> None:
         """Copy the tensors of bucket ``index`` that :meth:`bring` returned back to the host, after
@@ -227,7 +235,7 @@ class HostMemory:
         if index not in self._buckets:
             return
         slot = self._here.pop(index)
-        home = self._buckets[index].memory
+        home, _ = self._buckets[index]
         self._outgoing.follow()
         with self._outgoing:
             transfer(home, slot.memory[: home.numel()])
@@ -235,38 +243,22 @@ class HostMemory:
 
     def _start(self, index: int) -> None:
         slot = self._slots.popleft()
-        home = self._buckets[index].memory
+        home, _ = self._buckets[index]
         with self._incoming:
             slot.copied.wait()
             transfer(slot.memory[: home.numel()], home)
         self._coming[index] = _Slot(slot.memory, self._incoming.moment())
 
 
-@dataclass(frozen=True)
-class _HostBucket:
-    memory: Tensor
-    kinds: Mapping[Any, tuple[torch.Size, torch.dtype]]
-
-    def views(self, memory: Tensor) -> dict[Any, Tensor]:
-        """Cut ``memory``, which may be longer, into the tensors of this bucket.
-
-        Tensors are in descending order of :func:`_steps`, so each starts at a multiple of its step,
-        as it would in memory of its own. On a CPU, the start changes the last bits of a product.
-        """
-        views = {}
-        start = 0
-        as_bytes = memory.view(torch.uint8)
-        for key in sorted(self.kinds, key=lambda key: -_steps(*self.kinds[key])):
-            shape, dtype = self.kinds[key]
-            stop = start + shape.numel() * dtype.itemsize
-            views[key] = as_bytes[start:stop].view(dtype).view(shape)
-            start = stop
-        return {key: views[key] for key in self.kinds}
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the part of ``memory`` from byte ``start`` on, in the shape and dtype of ``like``."""
+    part = memory.view(torch.uint8)[start : start + like.nbytes]
+    return part.view(like.dtype).view(like.shape)
 
 
-def _steps(shape: torch.Size, dtype: torch.dtype) -> int:
+def _steps(tensor: Tensor) -> int:
     """Return the largest power of two, up to a cache line, that divides the bytes of a tensor."""
-    return math.gcd(shape.numel() * dtype.itemsize, 64)
+    return math.gcd(tensor.nbytes, 64)
 
 
 class _Slot(NamedTuple):

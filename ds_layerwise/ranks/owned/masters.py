@@ -26,7 +26,9 @@ class Masters(Form):
         self._values = values
 
     def follow(self) -> None:
-        """Follow weights that something other than an update has written."""
+        """Follow weights that something other than an update has written; see
+        :mod:`.ranks.owned.weight_writes`. Split masters follow whenever they are read.
+        """
 
     def take_values(self) -> None:
         """Set the masters from the weights."""
@@ -103,9 +105,9 @@ class SplitMasters(Masters):
         self.take_values()
 
     @property
-    def beside(self) -> Sequence[Tensor]:
-        """The marks."""
-        return (self._marks,)
+    def tensors(self) -> Sequence[Tensor]:
+        """The remainders and the marks."""
+        return self.memory, self._marks
 
     def open(self, here: Tensor) -> None:
         """Make float32 masters of the whole shard, with padding."""

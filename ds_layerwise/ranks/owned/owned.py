@@ -17,12 +17,12 @@ from ds_layerwise.optimizers.recipe import Hyper, Site, State, StateSpec, Update
 from ds_layerwise.orthogonalize.batching import max_batch_numel
 from ds_layerwise.orthogonalize.tensor_shards import ShardPeers
 from ds_layerwise.plan.layout.layout import Piece
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, OwnShards, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
-from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
+from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.routing.part_views import Seen
 from ds_layerwise.routing.routes import ParamGroups, Route, Routes
@@ -90,48 +90,41 @@ class OneUpdate:
 
 
 class Owned:
-    """The shards of ``rank`` in every bucket, which rules update in float32.
+    """The shards of one rank in every bucket, which rules update in float32.
 
     The masters of float32 parameters share the memory of the parameter buffer. If gradients are
     accumulated in float32, the averaged gradients share the memory of the gradient buffer.
 
     Args:
-        values: the parameter buffer, whose shards are the initial masters.
+        values: the rank's shards of the parameters, which are the initial masters.
         grads: the gradient buffer; None if averaged gradients have memory of their own.
     """
 
     def __init__(
         self,
-        rank: int,
         routes: Routes,
-        values: FlatBuffer | OwnShards,
+        values: ShardBuffer,
         grads: FlatBuffer | None,
         settings: OwnedSettings,
     ) -> None:
         self.layout = layout = values.layout
-        self.rank = rank
+        self.rank = rank = values.rank
         self._routes = routes
         self._settings = settings
         self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
         """The checkpoint name of this rank's piece of a parameter, by parameter."""
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
-        self._values = ShardBuffer(layout, rank, [values.shard(b, rank) for b in layout.buckets])
-        self.pieces = self._values.pieces
+        self._values = values
+        self.pieces = values.pieces
         """This rank's pieces, by bucket, in memory order."""
-        reduced = []
-        for bucket, shard in zip(layout.buckets, self._values.tensors, strict=True):
-            if grads is None:
-                reduced.append(torch.zeros_like(shard, dtype=torch.float32))
-            else:
-                reduced.append(grads.shard(bucket, rank).detach().float())
-        self.reduced = ReducedGradients(layout, rank, reduced)
-        self.device = self._values.bucket(0).device
+        self.device = values.bucket(0).device
         """The device that runs the updates."""
+        self.reduced = ReducedGradients(layout, rank, grads, self.device)
         self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
         self.written = torch.zeros((), dtype=torch.bool, device=self.device)
         """True after masters have followed written weights."""
-        self._masters: list[list[Masters]] = []
-        """The masters of this rank, by bucket."""
+        self.masters: list[Masters] = []
+        """The masters of this rank, in the order of buckets."""
         self._master_of: dict[str, tuple[Masters, slice]] = {}
         """The masters of each parameter, and their place among those."""
         self._forms: dict[str, dict[str, Form]] = {}
@@ -144,20 +137,21 @@ class Owned:
             self._make_bucket(index)
         self.states: dict[str, State] = {}
         """The stored states by parameter and name."""
+        self._fixed: set[str] = set()
+        """The parameters whose views never change, so that they are made once."""
         self._views_once: dict[str, list[Seen]] = {}
         for name, forms in self._forms.items():
             self.states[name] = {key: form.memory for key, form in forms.items()}
             if all(form.fixed for form in (self._master_of[name][0], *forms.values())):
-                self._views_once[name] = self._make_views(name)
+                self._fixed.add(name)
         self._updates = update_sets(
             self.pieces,
             routes,
             batch_matrices=settings.batch_matrices,
-            in_place=() if settings.on_host else self._views_once,
+            in_place=() if settings.on_host else self._fixed,
             tp_size=1 if settings.peers is None else settings.peers.size,
             most=max_batch_numel(self.device),
         )
-        self._begin_at = first_turns(self._updates)
 
     # --- the initial masters and states
 
@@ -168,7 +162,7 @@ class Owned:
         pieces = self.pieces[index]
         hosted = [piece.name for piece in pieces if piece.name in self._settings.on_host]
         masters = self._make_masters(index, apart=bool(hosted))
-        self._masters.append(masters)
+        self.masters += masters
         for piece in pieces:
             self._init_states(piece)
         moving: list[Form] = []
@@ -189,24 +183,20 @@ class Owned:
         self._opening.append(opening)
 
     def _make_masters(self, index: int, *, apart: bool) -> list[Masters]:
-        """Return the masters of a bucket: those of the whole shard, or, if they are ``apart``, of
-        each piece by itself.
+        """Return the masters of a bucket: those of the whole shard, or, if 16-bit ones are
+        ``apart``, of each piece by itself.
         """
         shard = self._values.bucket(index)
-        pieces = self.pieces[index]
-        if apart and shard.dtype != torch.float32:
-            found: list[Masters] = []
-            for piece in pieces:
-                own = OwnMasters(self._values.piece(piece.name), self.written)
-                self._master_of[piece.name] = (own, slice(0, piece.numel))
-                found.append(own)
-            return found
-        masters = self._masters_of(shard)
-        origin = self.layout.buckets[index].shard(self.rank)[0]
-        for piece in pieces:
-            start = piece.start - origin
-            self._master_of[piece.name] = (masters, slice(start, start + piece.numel))
-        return [masters]
+        apart = apart and shard.dtype != torch.float32
+        found = [] if apart else [self._masters_of(shard)]
+        for piece in self.pieces[index]:
+            start = 0
+            if apart:
+                found.append(OwnMasters(self._values.piece(piece.name), self.written))
+            else:
+                start = piece.start - self.layout.buckets[index].shard(self.rank)[0]
+            self._master_of[piece.name] = (found[-1], slice(start, start + piece.numel))
+        return found
 
     def _masters_of(self, shard: Tensor) -> Masters:
         if shard.dtype == torch.float32:
@@ -246,6 +236,7 @@ class Owned:
     @contextmanager
     def updating(self) -> Iterator[None]:
         """Enter this context to update all buckets, once each."""
+        self._begun: set[int] = set()
         try:
             with self.host:
                 yield
@@ -264,8 +255,13 @@ class Owned:
             StepError: a rule cannot update a parameter; names the parameter. Others are updated.
         """
         brought = self.host.bring(index)
-        for begun in self._begin_at[index]:
-            self._open(begun, brought, turn)
+        touched = [index]
+        for update in self._updates[index]:
+            touched += update.buckets
+        for bucket in touched:
+            if bucket not in self._begun:
+                self._begun.add(bucket)
+                self._open(bucket, brought, turn)
         for update in self._updates[index]:
             self._run(update, turn)
         turn.after(self.pieces[index], self._opened_master)
@@ -288,8 +284,11 @@ class Owned:
         views: list[Seen] = []
         for name in update.names:
             if name not in turn.leave_out:
-                # Views that never change are made once.
-                own = self._views_once.get(name) or self._make_views(name)
+                own = self._views_once.get(name)
+                if own is None:
+                    own = self._make_views(name)
+                    if name in self._fixed:
+                        self._views_once[name] = own
                 views += own
                 names += [name] * len(own)
         if not views:
@@ -330,29 +329,6 @@ class Owned:
         return gradient.view(shape)
 
     # --- masters and weights
-
-    def values(self, index: int) -> Tensor:
-        """Return this rank's shard of the parameter buffer."""
-        return self._values.bucket(index)
-
-    def masters_to_values(self, index: int) -> None:
-        """Write this rank's shard of the parameter buffer from its masters."""
-        for masters in self._masters[index]:
-            masters.to_values()
-
-    def follow_values(self, index: int) -> None:
-        """Update masters from weights that something other than :meth:`update` has written into
-        this rank's shard of the parameter buffer; see :mod:`.ranks.owned.weight_writes`.
-
-        States do not change. Split masters follow whenever they are read.
-        """
-        for masters in self._masters[index]:
-            masters.follow()
-
-    def values_to_masters(self, index: int) -> None:
-        """Set the masters from this rank's shard of the parameter buffer."""
-        for masters in self._masters[index]:
-            masters.take_values()
 
     def followed(self, name: str) -> Tensor:
         """Return the master that the next update of a parameter starts from.
@@ -457,21 +433,13 @@ class Owned:
         self._values.piece(name).copy_(value)
 
     @property
-    def masters(self) -> tuple[Tensor, ...]:
-        """The memory of masters, including memory that they share with parameters."""
-        found: list[Tensor] = []
-        for masters in chain(*self._masters):
-            found += [masters.memory, *masters.beside]
-        return tuple(found)
-
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        """The memory of scales, which are stored beside their states."""
+    def stored(self) -> list[Tensor]:
+        """The memory of states."""
         found: list[Tensor] = []
         for forms in self._forms.values():
             for form in forms.values():
-                found += form.beside
-        return tuple(found)
+                found += form.tensors
+        return found
 
     def restart(self, saved_as: str, keys: Iterable[str]) -> None:
         """Reset states of a parameter, given by its name in a checkpoint, to their initial

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.devices import widest_float
-from ds_layerwise.ranks.owned.buffers import ShardBuffer
+from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 
 #: The number of elements per norm operation.
 _SQUARED_AT_A_TIME = 1 << 22
@@ -41,10 +42,57 @@ def sum_of_squares(
 
 
 class ReducedGradients(ShardBuffer):
-    """The gradients of one rank."""
+    """The gradients of one rank, float32.
+
+    A shard in the gradient buffer, which accumulates in float32, shares its memory. Any other has
+    memory from :meth:`allocate` to :meth:`free`. Its storage stays the same, so views of it, once
+    made, are valid whenever it has memory. Meanwhile they must not be used.
+
+    Args:
+        grads: the gradient buffer; None if there is none.
+        device: the device of the memory.
+    """
 
     divide_by = 1.0
     """The gradients divided by this are the averages over ranks."""
+
+    def __init__(
+        self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
+    ) -> None:
+        self._apart: dict[int, torch.UntypedStorage] = {}
+        super().__init__(layout, rank, self._make(layout, rank, grads, device))
+
+    def _make(
+        self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
+    ) -> Iterator[Tensor]:
+        """Yield the shards, one per bucket. One of them has memory of its own at a time, for its
+        views.
+        """
+        for bucket in layout.buckets:
+            if grads is not None and grads.dtype(bucket.dtype) == torch.float32:
+                yield grads.shard(bucket, rank).detach()
+                continue
+            start, stop = bucket.shard(rank)
+            shard = torch.empty(stop - start, dtype=torch.float32, device=device)
+            self._apart[bucket.index] = shard.untyped_storage()
+            yield shard
+            self.free()
+
+    def allocate(self, index: int) -> Tensor:
+        """Return this rank's shard of bucket ``index``, with padding; uninitialized if it had no
+        memory.
+        """
+        shard = self.bucket(index)
+        if index in self._apart and not self._apart[index].nbytes():
+            self._apart[index].resize_(shard.nbytes)
+        return shard
+
+    def free(self) -> None:
+        """Free the memory of all shards that have their own."""
+        for storage in self._apart.values():
+            # Memory that numpy has seen cannot be freed.
+            if storage.nbytes() and storage.resizable():
+                storage.resize_(0)
 
     def average_(self, index: int) -> None:
         """Divide bucket ``index`` in place, to the averages over ranks."""
@@ -74,11 +122,10 @@ class ReducedGradients(ShardBuffer):
         Args:
             leave_out: the parameters that do not count.
         """
-        parts = self._parts(leave_out)
-        if not parts:
-            return torch.zeros((), dtype=widest_float(), device=self.bucket(0).device)
-        others = torch.stack([torch.count_nonzero(part) for part in parts]).sum()
-        return (sum(part.numel() for part in parts) - others).to(widest_float())
+        zeros = torch.zeros((), dtype=torch.int64, device=self.bucket(0).device)
+        for part in self._parts(leave_out):
+            zeros += part.numel() - torch.count_nonzero(part)
+        return zeros.to(widest_float())
 
     def _parts(
         self, leave_out: Collection[str], only: Collection[str] | None = None

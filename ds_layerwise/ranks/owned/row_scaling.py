@@ -8,9 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ds_layerwise.plan.layout.layout import Piece
+
+#: The number of elements that are multiplied at a time, with memory for the place of each.
+_AT_A_TIME = 1 << 20
 
 
 def scale_(
@@ -45,17 +49,10 @@ class Factors:
         """Multiply the 1-D ``piece`` in place. It starts at offset ``start`` of the flattened
         parameter.
         """
-        cols = self.cols
         values = self.values.to(piece.device)
-        # At most three iterations: the rest of a row, whole rows, the start of a row.
-        while piece.numel():
-            row, column = divmod(start, cols)
-            rows = 0 if column else piece.numel() // cols
-            if rows:
-                part = piece[: rows * cols].view(rows, cols)
-                part.mul_(values[row : row + rows, None] if self.axis == 0 else values)
-            else:
-                part = piece[: cols - column]
-                part.mul_(values[row] if self.axis == 0 else values[column : column + len(part)])
-            piece = piece[part.numel() :]
-            start += part.numel()
+        for part in torch.split(piece, _AT_A_TIME):
+            stop = start + part.numel()
+            place = torch.arange(start, stop, device=piece.device)
+            output = place // self.cols if self.axis == 0 else place % self.cols
+            part.mul_(values[output])
+            start = stop

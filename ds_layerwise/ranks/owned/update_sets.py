@@ -143,21 +143,6 @@ def update_sets(
     return sets
 
 
-def first_turns(updates: Sequence[Sequence[UpdateSet]]) -> list[list[int]]:
-    """Return, by bucket, the buckets of which something is updated at its turn for the first time,
-    itself among them, last bucket first.
-    """
-    found: list[list[int]] = [[] for _ in updates]
-    begun: set[int] = set()
-    for index in reversed(range(len(updates))):
-        touched = [index]
-        for update in updates[index]:
-            touched += update.buckets
-        found[index] = [bucket for bucket in dict.fromkeys(touched) if bucket not in begun]
-        begun.update(touched)
-    return found
-
-
 def _matrices(piece: Piece, route: Route, alone: str, most: int, tp_size: int) -> Matrices:
     same = replace(
         route,

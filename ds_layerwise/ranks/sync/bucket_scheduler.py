@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.layout import Bucket
+from ds_layerwise.plan.layout.layout import Bucket, Layout
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
@@ -45,7 +45,6 @@ class BucketScheduler:
         after that has the same turn and waits for both.
 
     Args:
-        buckets: the buckets of the layout.
         begin: begins the reduction of a bucket, with memory of a turn, on the stream of reductions.
         max_waiting: the number of buckets that may be complete and not started before the backward
             pass waits for them; None for any number.
@@ -53,20 +52,17 @@ class BucketScheduler:
 
     def __init__(
         self,
-        buckets: Sequence[Bucket],
+        layout: Layout,
         begin: Callable[[Bucket, Turn], comm.Pending],
         device: torch.device,
         *,
         max_waiting: int | None = None,
     ) -> None:
-        self._buckets = buckets
+        self._layout = layout
         self._begin = begin
         self._max_waiting = math.inf if max_waiting is None else max_waiting
         # On a device with a limit: gradients, each with the moment when it has been copied.
         self._copied: deque[tuple[Moment, list[Tensor]]] = deque()
-        self._bucket_of: dict[str, int] = {}
-        for bucket in buckets:
-            self._bucket_of.update((slot.name, bucket.index) for slot in bucket.slots)
         self._pending: deque[comm.Pending] = deque()
         self.side = SideStream()
         """The stream of reductions."""
@@ -77,31 +73,27 @@ class BucketScheduler:
     def start_pass(self) -> None:
         """Expect the gradients of a new backward pass. Nothing may be pending."""
         self._arrived: set[str] = set()
-        self._missing = [len(bucket.slots) for bucket in self._buckets]
+        self._missing = [len(bucket.slots) for bucket in self._layout.buckets]
         self.ready = 0
         """The number of buckets that may start, or have started, in this pass."""
         self.launched = 0
         """The number of buckets that have started in this pass."""
 
-    def bucket_of(self, name: str) -> int:
-        """Return the index of the bucket of ``name``."""
-        return self._bucket_of[name]
-
     def waits(self, name: str) -> bool:
         """Tell whether the bucket of ``name`` is complete and has not started."""
-        return self.launched <= self._bucket_of[name] < self.ready
+        return self.launched <= self._layout.bucket_of(name).index < self.ready
 
     def arrive(self, name: str) -> None:
         """Record the gradient of ``name``, the last one of this pass."""
         if name not in self._arrived:
             self._arrived.add(name)
-            self._missing[self._bucket_of[name]] -= 1
+            self._missing[self._layout.bucket_of(name).index] -= 1
             while self.ready < len(self._missing) and not self._missing[self.ready]:
                 self.ready += 1
 
     def complete(self) -> None:
         """Let all buckets start, also those whose gradients have not come."""
-        self.ready = len(self._buckets)
+        self.ready = len(self._missing)
 
     def start(self) -> None:
         """Start the buckets that may start without a wait for another rank."""
@@ -161,7 +153,8 @@ class BucketScheduler:
         end = self._ends[turn]
         with self.side:
             end.join()
-            pending = self._begin(self._buckets[self.launched], self._turns[turn])
+            bucket = self._layout.buckets[self.launched]
+            pending = self._begin(bucket, self._turns[turn])
             if self.side.exists:
                 # Streams wait here; the host and the computation do not.
                 pending.begin_last()

@@ -265,17 +265,14 @@ def make_wires(
 
 
 def gather_between_nodes(out: Tensor, own: Tensor, *, group: Group) -> Pending:
-    """Begin to gather equal parts of ranks that are each on another node."""
-    if comm.size_of(group) == 2:
-        return _send_copies(out, own, group)
-    return Pending([comm.all_gather(out, own, group=group)], keep=own)
-
-
-def _send_copies(out: Tensor, own: Tensor, group: Group) -> Pending:
-    """Begin to gather equal parts by an all-to-all."""
-    copies = own.repeat(comm.size_of(group))
-    work = comm.all_to_all(out, copies, group=group)
-    return Pending([work], keep=copies)
+    """Begin to gather equal parts of ranks that are each on another node, two by an all-to-all of
+    copies.
+    """
+    size = comm.size_of(group)
+    if size != 2:
+        return Pending([comm.all_gather(out, own, group=group)], keep=own)
+    copies = own.repeat(size)
+    return Pending([comm.all_to_all(out, copies, group=group)], keep=copies)
 
 
 def room_in(dtype: torch.dtype, ranks: int) -> float:

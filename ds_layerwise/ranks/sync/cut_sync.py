@@ -4,7 +4,6 @@ and of written cuts back to the owners.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Collection, Iterable
 from itertools import chain
 
@@ -12,11 +11,10 @@ import torch
 from torch import Tensor
 
 from ds_layerwise.errors import StepError, few
-from ds_layerwise.plan.layout.transfer_plan import Round, begun_backwards, param_names, seen_by
-from ds_layerwise.plan.layout.transport import MAX_PENDING
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards, param_names
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.owned.buffers import OwnShards, out_of_rows
+from ds_layerwise.ranks.owned.buffers import ShardBuffer, out_of_rows
 from ds_layerwise.ranks.owned.weight_writes import check_same, differs
 from ds_layerwise.ranks.sync.param_cuts import ParamCuts
 from ds_layerwise.ranks.sync.transfer import Transfer
@@ -25,8 +23,6 @@ from ds_layerwise.ranks.sync.transfer import Transfer
 class CutSync:
     """Sends the parameters that owners have updated to every rank's cuts, in rounds.
 
-    A round begins when its last bucket is launched, in one order on all ranks. At most
-    :data:`~ds_layerwise.plan.layout.transport.MAX_PENDING` rounds are pending at a time.
     Parameters that are split by element are not sent: their cuts are the shards.
 
     Args:
@@ -35,51 +31,29 @@ class CutSync:
         group: the ranks that have the cuts.
     """
 
-    def __init__(self, values: OwnShards, cuts: ParamCuts, *, group: comm.Group) -> None:
-        self._values = values
+    def __init__(self, values: ShardBuffer, cuts: ParamCuts, *, group: comm.Group) -> None:
         self._all_cuts = cuts
         self._group = group
         buckets = values.layout.buckets
-        self._names = param_names(buckets)
+        self._names = names = param_names(buckets)
         self._transfer = Transfer(
-            seen_by(values.rank, begun_backwards(buckets, by_param=True)),
-            lambda _: group,
-            values.tensors[0].device,
+            values.rank,
+            begun_backwards(buckets, by_param=True),
+            group_of=lambda _: group,
+            cut_of=lambda number: cuts.of(names[number]),
+            shard_of=values.bucket,
+            device=values.bucket(0).device,
         )
-        self._pending: deque[comm.Pending] = deque()
-        self._start()
-
-    def _start(self) -> None:
-        self._launched: set[int] = set()
-        self._next = 0
 
     # --- owners to cuts
 
     def launch(self, index: int) -> None:
         """Start to send bucket ``index``. Its shards must not be written until :meth:`finish`."""
-        if not self._launched:
+        if not self._transfer.launched:
             # Parameters that are whole now have old values.
             self._all_cuts.release()
-        self._launched.add(index)
-        rounds = self._transfer.rounds
-        while self._next < len(rounds):
-            round_ = rounds[self._next]
-            if not round_.deal.buckets <= self._launched:
-                return
-            while len(self._pending) >= MAX_PENDING:
-                self._pending.popleft().wait()
-            with profiled("gather"):
-                self._pending.append(self._begin(round_))
-            self._next += 1
-
-    def _begin(self, round_: Round) -> comm.Pending:
-        return self._transfer.to_cuts(round_, self._shard(round_), self._cut)
-
-    def _shard(self, round_: Round) -> Tensor | None:
-        return None if round_.own is None else self._values.tensors[round_.own]
-
-    def _cut(self, number: int) -> Tensor:
-        return self._all_cuts.of(self._names[number])
+        with profiled("gather"):
+            self._transfer.launch(index)
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
@@ -89,16 +63,10 @@ class CutSync:
 
     def finish(self) -> None:
         """Wait for all pending rounds, and make persistent parameters whole."""
-        if self._launched:
-            self._wait()
+        if self._transfer.launched:
+            self._transfer.finish()
+            self._all_cuts.take_note()
             self._all_cuts.fetch_persistent()
-
-    def _wait(self) -> None:
-        while self._pending:
-            self._pending.popleft().wait()
-        # An interrupted update may have launched only some buckets of a round.
-        self._start()
-        self._all_cuts.take_note()
 
     def leave_pending(self) -> None:
         """Wait: DeepSpeed may fetch any cut from here on."""
@@ -117,9 +85,7 @@ class CutSync:
         """Let the shards of owners follow the cuts of the buckets ``indices``; None for all. Every
         rank must call this at the same point.
         """
-        for round_ in self._transfer.rounds:
-            if indices is None or not round_.deal.buckets.isdisjoint(indices):
-                self._transfer.to_owners(round_, self._cut, self._shard(round_)).wait()
+        self._transfer.all_to_owners(only=indices, pending=1)
         if indices is None:
             self._all_cuts.take_note()
 
@@ -169,9 +135,7 @@ class CutSync:
             if differs(value, own).any():
                 lost.append(self._names[number])
 
-        for round_ in self._transfer.rounds:
-            shard = self._shard(round_)
-            self._transfer.to_owners(round_, self._cut, shard, take=compare).wait()
+        self._transfer.all_to_owners(take=compare, pending=1)
         everywhere = comm.gather_objects(lost, group=self._group)
         if names := sorted(chain(*everywhere)):
             raise StepError(

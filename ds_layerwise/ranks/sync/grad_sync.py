@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ds_layerwise.errors import StepError
 from ds_layerwise.plan.layout.layout import Bucket, Slot
-from ds_layerwise.plan.layout.transfer_plan import deal, seen_by
+from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.owned.buffers import (
     DTYPES,
     FlatBuffer,
-    ShardBuffer,
     cut_of,
     dtype_name,
     lay_in_rows,
 )
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, room_in
 from ds_layerwise.ranks.sync.step_state import (
@@ -61,10 +61,17 @@ class GradSync:
         So with several micro-batches the two round differently, but integer gradients have the same
         sums.
 
+    Note: memory of sums
+        What does not share the memory of ``grads`` is allocated when sums come: a cut with the
+        first reduction of its bucket, an owner's shard with that or with its round of the exchange.
+        A cut has its memory until it is sent, a shard until :meth:`reset`. On a device all of it is
+        allocated on the stream of reductions, to which it goes back. By then that stream has waited
+        for all who use it: for the ends of buckets when a pass ends, and in :meth:`reset` for the
+        computation. The computation waits for that stream before it reads.
+
     Args:
         params: the trainable parameters by name.
-        reduced: the memory of the averages, or sums, of this rank's shards, float32; may alias
-            ``grads``.
+        reduced: the averages, or sums, of this rank's shards, float32; may alias ``grads``.
         grads: the memory in which micro-batches accumulate, laid out like the parameters; None for
             stages 2 and 3.
         divide_by: the sum over ranks divided by this is the average.
@@ -75,7 +82,7 @@ class GradSync:
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
-        reduced: ShardBuffer,
+        reduced: ReducedGradients,
         grads: FlatBuffer | None = None,
         *,
         wires: Wires,
@@ -95,18 +102,23 @@ class GradSync:
                 self._shaped[name] = grads.param(name).view(param.shape)
         self._wires = wires
         self._divide_by = divide_by
+        if grads is None:
+            reduced.divide_by = divide_by
         self._wire_dtype = wire_dtype
         buckets = self.layout.buckets
-        device = reduced.bucket(0).device
+        self._device = device = reduced.bucket(0).device
         self._transfer = Transfer(
-            seen_by(self.rank, deal(buckets, self._sum_dtype)),
-            lambda ep_size: wires[ep_size].group,
-            device,
+            self.rank,
+            deal(buckets, self._sum_dtype),
+            group_of=lambda ep_size: wires[ep_size].group,
+            cut_of=self._cut,
+            shard_of=reduced.allocate,
+            device=device,
+            then=self._forget_cuts,
         )
-        self._cuts = {
-            bucket.index: self._make_cut(bucket) for bucket in buckets if bucket.transport == "cuts"
-        }
-        self._scheduler = BucketScheduler(buckets, self._begin, device, max_waiting=max_waiting)
+        self._in_cuts = {bucket.index for bucket in buckets if bucket.transport == "cuts"}
+        self._cuts: dict[int, Tensor] = {}
+        self._scheduler = BucketScheduler(self.layout, self._begin, device, max_waiting=max_waiting)
         self.reset()
 
     def _sum_dtype(self, bucket: Bucket) -> str:
@@ -118,24 +130,34 @@ class GradSync:
         stage = 2 if self._grads is None else 1
         return sum_dtype(wire_dtype, "native" if native else "ordered", stage=stage)
 
-    def _make_cut(self, bucket: Bucket) -> Tensor:
-        """Return memory for this rank's cut of ``bucket``: the gradient memory, if that has the
-        dtype of sums.
+    def _sums_of(self, bucket: Bucket) -> Tensor:
+        """Return the memory for this rank's sums of ``bucket``, which is new if it had none.
+
+        That of a cut is the gradient memory, if that has the dtype of sums.
         """
-        dtype = DTYPES[self._sum_dtype(bucket)]
-        if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
-            return cut_of(self._grads.bucket(bucket), bucket, self.rank)
-        device = self.reduced.bucket(0).device
-        return torch.zeros(bucket.cut_numel, dtype=dtype, device=device)
+        if bucket.index not in self._in_cuts:
+            return self.reduced.allocate(bucket.index)
+        if bucket.index not in self._cuts:
+            dtype = DTYPES[self._sum_dtype(bucket)]
+            if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
+                cut = cut_of(self._grads.bucket(bucket), bucket, self.rank)
+            else:
+                cut = torch.empty(bucket.cut_numel, dtype=dtype, device=self._device)
+            self._cuts[bucket.index] = cut
+        return self._cuts[bucket.index]
 
     @property
     def cuts(self) -> tuple[Tensor, ...]:
-        """The memory of this rank's cuts, which may be the gradient memory."""
+        """This rank's cuts that have sums, which may be in the gradient memory."""
         return tuple(self._cuts.values())
 
     def reset(self) -> None:
         """Forget all gradients: the next one starts a new step."""
         self._scheduler.reset()
+        self._cuts.clear()
+        # The stream of reductions has its memory back after the computation has read it.
+        self._scheduler.side.follow()
+        self.reduced.free()
         self.state.drop()
         self.got: set[str] = set()
         """The parameters that got a gradient on this rank in any micro-batch of this step."""
@@ -169,7 +191,7 @@ class GradSync:
         if grad is None:
             return
         scheduler = self._scheduler
-        bucket = scheduler.bucket_of(name)
+        bucket = self.layout.bucket_of(name).index
         if bucket < scheduler.ready:
             # Do not raise here: the other ranks need the rest of this backward pass.
             self._late = self._late or late_gradient(name, bucket)
@@ -206,16 +228,6 @@ class GradSync:
         if name not in self._has_grad:
             whole.zero_()
         return whole
-
-    def accumulated(self) -> dict[str, Tensor]:
-        """Return the gradients of a step before its reduction, by name, as 1-D views. Empty once
-        the reduction has begun, and at stages 2 and 3.
-        """
-        found: dict[str, Tensor] = {}
-        if self._grads is not None and self.state.gradients is Gradients.SUMS:
-            for name in sorted(self._has_grad):
-                found[name] = self._grads.param(name)
-        return found
 
     def local_sum(self, name: str, *, to_write: bool = False) -> Tensor | None:
         """Return this rank's own sum for ``name`` before the reduction of the step, as a 1-D view;
@@ -316,18 +328,16 @@ class GradSync:
                 "backward, so that layerwise.norm_groups and torch's hooks alone see them"
             )
         self.by_hand |= to_write
-        if self._has_sums & self._cuts.keys():
+        if self._has_sums & self._in_cuts:
             self._exchange_sums()
-        return self._divide_by if self._grads is None else 1.0
+        return self.reduced.divide_by
 
     def _begin(self, bucket: Bucket, turn: Turn) -> comm.Pending:
         """Begin to reduce ``bucket``."""
         wire_dtype = self._wire_dtype(bucket)
-        total = self._cuts.get(bucket.index)
-        if total is None:
-            total = self.reduced.bucket(bucket.index)
         is_first = bucket.index not in self._has_sums
         # Allocate all memory before anything changes: a launch that runs out of it begins again.
+        total = self._sums_of(bucket)
         out = total if is_first else turn.empty("added", total.numel(), total.dtype)
         divide_by = 1.0
         if self._grads is None:
@@ -359,24 +369,34 @@ class GradSync:
 
     def _exchange_sums(self) -> None:
         """Send sums in cuts to their owners; add them to those that have come before."""
-        if not self._has_sums & self._cuts.keys():
-            for cut in self._cuts.values():
-                cut.zero_()
-        self._has_sums -= self._cuts.keys()
         side = self._scheduler.side
         side.follow()
         with side:
-            add = self._owners_have_sums
-            self._transfer.all_to_owners(self._cuts.__getitem__, self.reduced.bucket, add=add)
+            self._transfer.all_to_owners(add=self._owners_have_sums)
         side.join()
         self._owners_have_sums = True
+
+    def _cut(self, index: int) -> Tensor:
+        """Return this rank's cut of bucket ``index``; zeros if no sums have come."""
+        cut = self._sums_of(self.layout.buckets[index])
+        if index not in self._has_sums:
+            cut.zero_()
+            self._has_sums.add(index)
+        return cut
+
+    def _forget_cuts(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            self._cuts.pop(index, None)
+            self._has_sums.discard(index)
 
     def _divide_small_sums(self) -> None:
         """Divide the sums that came from cuts in another dtype than float32."""
         side = self._scheduler.side
         with side:
-            for index, cut in self._cuts.items():
-                if cut.dtype != torch.float32:
-                    ranks = self._wires[self.layout.buckets[index].ep_size].size
-                    self.reduced.bucket(index).div_(self._divide_by * room_in(cut.dtype, ranks))
+            for index in self._in_cuts:
+                bucket = self.layout.buckets[index]
+                dtype = DTYPES[self._sum_dtype(bucket)]
+                if dtype != torch.float32:
+                    ranks = self._wires[bucket.ep_size].size
+                    self.reduced.bucket(index).div_(self._divide_by * room_in(dtype, ranks))
         side.join()

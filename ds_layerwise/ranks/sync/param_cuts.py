@@ -21,7 +21,7 @@ from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import OwnShards
+from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.owned.weight_writes import differs
 
 
@@ -148,7 +148,7 @@ class ParamCuts:
     def __init__(
         self,
         params: Mapping[str, nn.Parameter],
-        values: OwnShards,
+        values: ShardBuffer,
         fetcher: DeepSpeedZeRoOffload,
         group: comm.Group,
     ) -> None:
@@ -176,7 +176,7 @@ class ParamCuts:
                     self.apart.append(cut)
                 else:
                     first = bucket.offset_in_shard(slot)
-                    place = values.shard(bucket, values.rank).narrow(0, first, cut.numel())
+                    place = values.bucket(bucket.index).narrow(0, first, cut.numel())
                     # Elements past the parameter's end keep their zeros.
                     place[: filled.numel()].copy_(filled)
                     self._cut(slot.name).data = cut = place

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_layerwise.output import announce
-from ds_layerwise.plan.layout.layout import Bucket, Layout
-from ds_layerwise.plan.layout.transfer_plan import Round, begun_backwards, seen_by
+from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.streams import LaunchStream
@@ -60,17 +60,20 @@ class ParamSync:
         self.rank = rank
         self._values = values
         self._wires = wires
-        rounds = seen_by(rank, begun_backwards(layout.buckets))
-        device = values.tensors[0].device
-        self._transfer = Transfer(rounds, lambda ep_size: wires[ep_size].group, device)
-        last_round: dict[int, int] = {}
-        for number, round_ in enumerate(rounds):
-            last_round.update(dict.fromkeys(round_.deal.buckets, number))
-        # The buckets that each round completes.
-        self._completed: list[list[int]] = [[] for _ in rounds]
-        for index in sorted(last_round, reverse=True):
-            self._completed[last_round[index]].append(index)
-        self._start_rounds()
+
+        def cut(index: int) -> Tensor:
+            bucket = layout.buckets[index]
+            return cut_of(values.bucket(bucket), bucket, rank)
+
+        self._transfer = Transfer(
+            rank,
+            begun_backwards(layout.buckets),
+            group_of=lambda ep_size: wires[ep_size].group,
+            cut_of=cut,
+            shard_of=lambda index: values.shard(layout.buckets[index], rank),
+            device=values.tensors[0].device,
+            then=self._gather,
+        )
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
         self._launched_on = LaunchStream()
@@ -90,57 +93,22 @@ class ParamSync:
 
         If it runs out of memory, it can be called again, and continues from there.
         """
-        bucket = self.layout.buckets[index]
         self._launched_on = LaunchStream()
         with profiled("gather"):
-            if bucket.transport == "cuts":
-                self._launch_in_cuts(index)
+            if self.layout.buckets[index].transport == "cuts":
+                self._transfer.launch(index)
             else:
-                self._gather(bucket, self._values.bucket(bucket))
+                self._gather([index])
 
-    def _gather(self, bucket: Bucket, memory: Tensor) -> None:
-        pending = self._wires[bucket.ep_size].gather(memory)
-        self._pending[bucket.index] = pending
-        if pending.is_chained:
-            self._chained.append(pending)
-
-    def _start_rounds(self) -> None:
-        self._in_cuts: set[int] = set()
-        self._pending_rounds: deque[comm.Pending] = deque()
-        self._begun = self._ended = 0
-
-    def _launch_in_cuts(self, index: int) -> None:
-        rounds = self._transfer.rounds
-        self._in_cuts.add(index)
-        self._end_rounds(but=1)
-        while self._begun < len(rounds) and rounds[self._begun].deal.buckets <= self._in_cuts:
-            self._pending_rounds.append(self._begin(rounds[self._begun]))
-            self._begun += 1
-            self._end_rounds(but=1)
-        if self._begun == len(rounds):
-            self._end_rounds(but=0)
-            self._start_rounds()
-
-    def _begin(self, round_: Round) -> comm.Pending:
-        shard = None
-        if round_.own is not None:
-            shard = self._values.shard(self.layout.buckets[round_.own], self.rank)
-        return self._transfer.to_cuts(round_, shard, self._cut)
-
-    def _cut(self, index: int) -> Tensor:
-        bucket = self.layout.buckets[index]
-        return cut_of(self._values.bucket(bucket), bucket, self.rank)
-
-    def _end_rounds(self, *, but: int) -> None:
-        """End the pending rounds, except the latest ``but``."""
-        while len(self._pending_rounds) > but:
-            self._pending_rounds[0].wait()
-            for index in self._completed[self._ended]:
-                if index not in self._pending:
-                    bucket = self.layout.buckets[index]
-                    self._gather(bucket, self._values.bucket(bucket))
-            self._pending_rounds.popleft()
-            self._ended += 1
+    def _gather(self, indices: Sequence[int]) -> None:
+        """Begin to gather those of ``indices`` that are not pending."""
+        for index in indices:
+            if index not in self._pending:
+                bucket = self.layout.buckets[index]
+                pending = self._wires[bucket.ep_size].gather(self._values.bucket(bucket))
+                self._pending[index] = pending
+                if pending.is_chained:
+                    self._chained.append(pending)
 
     def send(self, indices: Iterable[int]) -> None:
         """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
@@ -170,9 +138,7 @@ class ParamSync:
         """Wait for everything that is pending."""
         with self._lock:
             self.wait(sorted(self._pending, reverse=True))
-        if self._in_cuts:
-            # An interrupted update may have launched only some buckets of a round.
-            self._start_rounds()
+        self._transfer.restart()
 
     def _begin_last(self) -> None:
         """Begin the last collective of every pending bucket, in the order of launching."""

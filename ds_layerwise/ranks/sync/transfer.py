@@ -5,18 +5,18 @@ of :mod:`.plan.layout.transfer_plan`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.transfer_plan import Round, Stretch
+from ds_layerwise.plan.layout.transfer_plan import Deal, Round, Stretch, completed, seen_by
 from ds_layerwise.plan.layout.transport import MAX_PENDING
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, lay_in_rows, out_of_rows
 
-#: Returns this rank's cut of an item, 1-D.
-CutOf = Callable[[int], Tensor]
+#: Returns this rank's cut of an item, or its shard of a bucket, 1-D.
+Memory = Callable[[int], Tensor]
 
 #: Takes the number of a parameter, the cuts of all ranks in rows, and its place in a shard.
 Take = Callable[[int, Tensor, Tensor], None]
@@ -26,67 +26,87 @@ def _copy_in(_: int, rows: Tensor, place: Tensor) -> None:
     out_of_rows(rows, place)
 
 
+def _go_on(_: Sequence[int]) -> None:
+    """Do nothing."""
+
+
 class Transfer:
     """Moves the contents of this rank's cuts to their owners, and back.
 
     Args:
-        rounds: the rounds of all ranks, from the view of this one.
+        rank: the number of this rank in the layout.
+        deals: the rounds of all ranks.
         group_of: returns the ranks that take part in a round, by its ep_size.
+        cut_of: returns this rank's cut of an item, which may share memory with the same place in a
+            shard.
+        shard_of: returns this rank's shard of a bucket. Its dtype is that of the cuts, or on the
+            way to owners one that holds it exactly. Asked for when its round begins.
         device: the device of all memory at owners.
+        then: called with the buckets of which a round has the last shard: on the way to owners when
+            no cut of theirs is read any more, on the way back when all of it has arrived. It is
+            called again if it fails on the way back.
     """
 
     def __init__(
         self,
-        rounds: Sequence[Round],
+        rank: int,
+        deals: Sequence[Deal],
+        *,
         group_of: Callable[[int], comm.Group],
+        cut_of: Memory,
+        shard_of: Memory,
         device: torch.device,
+        then: Callable[[Sequence[int]], None] = _go_on,
     ) -> None:
-        self.rounds = rounds
+        self.rounds = seen_by(rank, deals)
+        self._completed = completed(deals)
         self._group_of = group_of
+        self._cut_of = cut_of
+        self._shard_of = shard_of
+        self._then = then
         # A rank without a shard, or without a part of one, sends and receives nothing of a dtype.
         self._nothing = {
             dtype: torch.empty(0, dtype=torch_dtype, device=device)
             for dtype, torch_dtype in DTYPES.items()
         }
+        self.restart()
 
-    def all_to_owners(self, cut_of: CutOf, shard: CutOf, *, add: bool = False) -> None:
-        """Send all cuts to their owners, and wait. Every rank of the groups must call this.
+    # --- to owners
 
-        Args:
-            cut_of: returns this rank's cut of a bucket, which may share memory with the same place
-                in a shard.
-            shard: returns this rank's shard of a bucket, 1-D, which is overwritten, or added to
-                with ``add``. Its dtype is that of the cuts, or one that holds it exactly.
-        """
-        pending: deque[comm.Pending] = deque()
-        for round_ in self.rounds:
-            own = None if round_.own is None else shard(round_.own)
-            pending.append(self.to_owners(round_, cut_of, own, add=add))
-            if len(pending) == MAX_PENDING:
-                pending.popleft().wait()
-        for transfer in pending:
-            transfer.wait()
-
-    def to_owners(
+    def all_to_owners(
         self,
-        round_: Round,
-        cut_of: CutOf,
-        shard: Tensor | None,
         *,
         add: bool = False,
         take: Take = _copy_in,
-    ) -> comm.Pending:
-        """Begin one round: the cuts of all ranks into every owner's ``shard``; see
-        :meth:`all_to_owners`.
+        only: Collection[int] | None = None,
+        pending: int = MAX_PENDING,
+    ) -> None:
+        """Send all cuts to their owners, and wait. Every rank of the groups must call this.
 
         Args:
-            shard: this rank's shard of bucket ``round_.own``; None if it has none.
-            take: called for each parameter that is cut by itself, in place of a copy into
-                ``shard``.
+            add: True to add them to the shards, False to overwrite these.
+            take: called for each parameter that is cut by itself, in place of a copy into its
+                shard.
+            only: the buckets whose rounds take place; None for all.
+            pending: the number of rounds that may be pending at a time.
+        """
+        begun: deque[comm.Pending] = deque()
+        for round_, indices in zip(self.rounds, self._completed, strict=True):
+            if only is None or not round_.deal.buckets.isdisjoint(only):
+                begun.append(self.to_owners(round_, add=add, take=take))
+                self._then(indices)
+            if len(begun) == pending:
+                begun.popleft().wait()
+        for transfer in begun:
+            transfer.wait()
+
+    def to_owners(self, round_: Round, *, add: bool = False, take: Take = _copy_in) -> comm.Pending:
+        """Begin one round: the cuts of all ranks into every owner's shard; see
+        :meth:`all_to_owners`.
         """
         nothing = self._nothing[round_.deal.dtype]
-        own = nothing if shard is None else shard
-        runs = _parts(round_.runs, cut_of)
+        own = self._own(round_)
+        runs = _parts(round_.runs, self._cut_of)
         packed = pack([nothing, *(run.to(nothing.device) for run in runs)])
         before, stays, behind = _split(round_, own)
         new: list[tuple[Tensor, Tensor]] = []
@@ -105,30 +125,79 @@ class Transfer:
             received=round_.by_holder,
             sent_to=round_.by_owner,
         )
+
+        def put(place: Tensor, value: Tensor) -> None:
+            if add:
+                place.add_(value)
+            elif place.data_ptr() != value.data_ptr():
+                place.copy_(value)
+
         if round_.stay is not None:
-            new += [(stays, part) for part in _parts([round_.stay], cut_of)]
+            # At once, so that nothing reads a cut any more.
+            (stay,) = _parts([round_.stay], self._cut_of)
+            put(stays, stay)
 
         def into_place() -> None:
             for place, value in new:
-                if add:
-                    place.add_(value)
-                elif place.data_ptr() != value.data_ptr():
-                    place.copy_(value)
+                put(place, value)
             for part, value, rows in _rows(round_, own, received):
                 take(part.item, rows, value)
 
         return comm.Pending([work], into_place, keep=packed)
 
-    def to_cuts(self, round_: Round, shard: Tensor | None, cut_of: CutOf) -> comm.Pending:
-        """Begin one round of the way back: every owner's shard into the cuts of all ranks.
+    def _own(self, round_: Round) -> Tensor:
+        """Return this rank's shard that takes part, empty if there is none."""
+        if round_.own is None:
+            return self._nothing[round_.deal.dtype]
+        return self._shard_of(round_.own)
 
-        Args:
-            shard: this rank's shard of bucket ``round_.own``, 1-D; None if it has none.
-            cut_of: returns this rank's cut of an item, of the same dtype; may share memory with the
-                same place in ``shard``.
+    # --- to cuts
+
+    def restart(self) -> None:
+        """Forget what was launched. An interrupted update may have launched only some buckets of a
+        round.
         """
+        self.launched: set[int] = set()
+        self._pending: deque[comm.Pending] = deque()
+        self._begun = 0
+
+    def launch(self, index: int) -> None:
+        """Begin the rounds of which bucket ``index`` is the last that was missing, in one order on
+        all ranks.
+
+        At most :data:`~ds_layerwise.plan.layout.transport.MAX_PENDING` rounds are pending at a
+        time, and none after the last. If it runs out of memory, it can be called again, and
+        continues from there.
+        """
+        if self._begun == len(self.rounds) and not self._pending:
+            self.restart()
+        self.launched.add(index)
+        self._end(but=1)
+        while self._begun < len(self.rounds):
+            round_ = self.rounds[self._begun]
+            if not round_.deal.buckets <= self.launched:
+                return
+            self._pending.append(self.to_cuts(round_))
+            self._begun += 1
+            self._end(but=1)
+        self._end(but=0)
+
+    def finish(self) -> None:
+        """Wait for all pending rounds."""
+        self._end(but=0)
+        self.restart()
+
+    def _end(self, *, but: int) -> None:
+        """End the pending rounds, except the latest ``but``."""
+        while len(self._pending) > but:
+            self._pending[0].wait()
+            self._then(self._completed[self._begun - len(self._pending)])
+            self._pending.popleft()
+
+    def to_cuts(self, round_: Round) -> comm.Pending:
+        """Begin one round of the way back: every owner's shard into the cuts of all ranks."""
         nothing = self._nothing[round_.deal.dtype]
-        own = nothing if shard is None else shard
+        own = self._own(round_)
         before, stays, behind = _split(round_, own)
         if round_.deal.by_param:
             sent = own.new_zeros(sum(round_.by_holder))
@@ -148,9 +217,9 @@ class Transfer:
         )
 
         def into_place() -> None:
-            unpack(packed, _parts(round_.runs, cut_of))
+            unpack(packed, _parts(round_.runs, self._cut_of))
             if round_.stay is not None:
-                (stay,) = _parts([round_.stay], cut_of)
+                (stay,) = _parts([round_.stay], self._cut_of)
                 if stay.data_ptr() != stays.data_ptr():
                     stay.copy_(stays)
 
@@ -166,7 +235,7 @@ def _split(round_: Round, shard: Tensor) -> tuple[Tensor, ...]:
     return shard.split_with_sizes(round_.parts)
 
 
-def _parts(runs: Sequence[Stretch], cut_of: CutOf) -> list[Tensor]:
+def _parts(runs: Sequence[Stretch], cut_of: Memory) -> list[Tensor]:
     """Return ``runs`` of this rank's cuts: views, or whole cuts."""
     parts = []
     for run in runs:

@@ -520,16 +520,15 @@ class Checkpointing:
             )
         found = load.found
         load.found = None
-        planned = self._run.planned
-        owned = self._run.owned
+        run = self._run
+        owned = run.owned
         # At stage 3, the engine has loaded the model into cuts.
         self._fetch_cuts()
         # A load of float32 masters that share memory with the weights overwrites these, so keep
         # copies.
-        loaded = []
+        loaded: list[Tensor] = []
         if load.weights_win:
-            for bucket in planned.layout.buckets:
-                loaded.append(owned.values(bucket.index).clone())
+            loaded = [shard.clone() for shard in run.shards.tensors]
         found.plan.copy(quiet=comm.rank_of(None) != 0)
         # The engine has loaded no weights, weights rounded to another dtype, or not the weights
         # that other stages save.
@@ -545,9 +544,11 @@ class Checkpointing:
             owned.restart(name, keys)
         for name in found.plan.masters_from_model:
             owned.master_from_values(name)
-        for index, values in enumerate(loaded):
-            owned.values(index).copy_(values)
-            owned.follow_values(index)
+        if load.weights_win:
+            for shard, values in zip(run.shards.tensors, loaded, strict=True):
+                shard.copy_(values)
+            for masters in owned.masters:
+                masters.follow()
         if not found.masters:
             self.masters_from_weights()
         self._copy_others(found.others)
@@ -638,13 +639,13 @@ class Checkpointing:
         """Set the masters from the model's weights, after a load of the weights alone."""
         self.load.agree()
         self._fetch_cuts()
-        for bucket in self._run.planned.layout.buckets:
-            self._run.owned.values_to_masters(bucket.index)
+        for masters in self._run.owned.masters:
+            masters.take_values()
 
     @torch.no_grad()
     def weights_from_masters(self) -> None:
         """Set the model's weights from the masters, on every rank."""
-        indices = range(len(self._run.planned.layout.buckets))
-        for index in indices:
-            self._run.owned.masters_to_values(index)
-        self._run.param_sync.send(indices)
+        run = self._run
+        for masters in run.owned.masters:
+            masters.to_values()
+        run.param_sync.send(range(len(run.planned.layout.buckets)))

@@ -12,7 +12,7 @@ from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine
 
-pytestmark = rooms("metrics", "sections", "update_stats")
+pytestmark = rooms("metrics", "sections")
 
 STEPS, EVERY = 4, 2
 

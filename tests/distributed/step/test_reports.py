@@ -38,8 +38,7 @@ from tests.support.training import (
     weights,
 )
 
-pytestmark = rooms("sections", "metrics", "clip", "update_stats",
-                   "reductions", "conditions", "skipped_steps", "step_agreement")
+pytestmark = rooms("sections", "metrics", "clip", "reductions", "conditions", "skipped_steps", "step_agreement")
 
 
 def averages(step, num_ranks, gas=1, module=None):

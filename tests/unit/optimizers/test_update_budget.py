@@ -15,7 +15,7 @@ from ds_layerwise.orthogonalize.batching import FULL_BATCH_NUMEL, MAX_BATCH_NUME
 from ds_layerwise.plan.forecast.forecast import LayoutReport
 from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.layout.planner import plan_layout
-from ds_layerwise.ranks.owned.update_sets import UpdateSet, first_turns, update_sets
+from ds_layerwise.ranks.owned.update_sets import update_sets
 from tests.support.live_memory import LiveMemory
 from tests.support.model_specs import bare, routes_of, shipped, specs_in
 from tests.support.rooms import rooms
@@ -146,11 +146,3 @@ def test_parts_of_matrices_fill_a_batch_as_the_wholes_that_are_gathered():
 
     assert 0 < most(cut, 8) <= FULL_BATCH_NUMEL // 8 < most(blocks, 8) == most(routes, 1) <= FULL_BATCH_NUMEL
     assert update_bytes(layout, cut, "float32", tp_size=8) >= Muon().workspace((2, 1024 * 8, 3072))
-
-
-def test_a_bucket_begins_where_something_of_it_is_updated_first():
-    def sets(*buckets):
-        return [UpdateSet(None, ("p", ), each) for each in buckets]
-
-    # The last bucket is first. It takes something of bucket 1, and bucket 1 of bucket 0.
-    assert first_turns([sets((0, )), sets((1, 0)), [], sets((3, 1), (3, ))]) == [[], [0], [2], [3, 1]]

@@ -12,7 +12,7 @@ from ds_layerwise.plan.forecast.memory import update_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer, dtype_name
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
 from ds_layerwise.routing.routes import Route
 from tests.support.costs import memory_bytes
 from tests.support.rooms import rooms
@@ -75,7 +75,7 @@ def test_offsets_beyond_32_bits(world_size, policy, bucket_numel):
         view, slot, bucket = buffer.param(name), layout.slot(name), layout.bucket_of(name)
         assert (view.storage_offset(), view.numel()) == (slot.start - bucket.start, numel)
     for rank in {0, world_size // 2, world_size - 1}:
-        shards = ShardBuffer(layout, rank, [buffer.shard(bucket, rank) for bucket in layout.buckets])
+        shards = buffer.shards(rank)
         for piece in layout.pieces(rank):
             view = shards.piece(piece.name)
             first = piece.start - layout.bucket_of(piece.name).start

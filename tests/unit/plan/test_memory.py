@@ -1,5 +1,6 @@
 """The bytes that a rank holds and works in, and the balance of a layout, against counts by hand."""
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -8,7 +9,7 @@ from ds_layerwise.errors import LayoutError
 from ds_layerwise.optimizers.rules.elementwise import AdamW
 from ds_layerwise.optimizers.rules.muon_family import Muon
 from ds_layerwise.plan.forecast.forecast import LayoutReport, max_over_mean
-from ds_layerwise.plan.forecast.memory import RankMemory, transfer_bytes, update_bytes
+from ds_layerwise.plan.forecast.memory import RankMemory, Sums, sums_bytes, transfer_bytes, update_bytes
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import sum_dtype
@@ -29,29 +30,22 @@ def layout():
 
 
 def test_memory_by_rank_in_bytes():
-    # bfloat16 buffer 192 elements, float32 buffer 192: parameters 2 * 192 + 4 * 192. The matrices travel in cuts of 64,
-    # whose sums are float32. Reduced shards and masters are float32 copies of the bfloat16 shards only.
+    # bfloat16 buffer 192 elements, float32 buffer 192: parameters 2 * 192 + 4 * 192. Masters are float32 copies of the
+    # bfloat16 shards only.
     params = 2 * 192 + 4 * 192
-    grads = params + 4 * 64
     assert memory_bytes(layout()) == (
-        RankMemory(params, grads + 4 * 128, 4 * 128, 4 * 124 + 8 * 64),
-        RankMemory(params, grads, 0, 8 * 6),
-        RankMemory(params, grads + 4 * 64, 4 * 64, 4 * 10),
+        RankMemory(params, params, 4 * 128, 4 * 124 + 8 * 64),
+        RankMemory(params, params, 0, 8 * 6),
+        RankMemory(params, params, 4 * 64, 4 * 10),
     )
-    assert memory_bytes(layout())[2].total == params + grads + 4 * 64 + 4 * 64 + 4 * 10
-
-
-def test_gradients_that_accumulate_in_float32_need_no_copy_of_the_reduced_shard():
+    assert memory_bytes(layout())[2].total == params + params + 4 * 64 + 4 * 10
     rank0 = memory_bytes(layout(), stored_as={"bfloat16": "float32"}, whole_state_bytes=2, split_state_bytes=4)[0]
-    assert rank0 == RankMemory(2 * 192 + 4 * 192, 4 * 192 + 4 * 192, 4 * 128, 2 * 124 + 4 * 64)
+    assert rank0 == RankMemory(params, 4 * 192 + 4 * 192, 4 * 128, 2 * 124 + 4 * 64)
 
 
-def test_at_stage_2_a_rank_keeps_gradients_of_its_shards_alone():
-    # Shards of rank 0: 128 of the bfloat16 buffer, 64 of the float32 buffer, and a cut of 64; all are float32.
-    found = memory_bytes(layout(), stage=2)
-    assert [rank.grads for rank in found] == [4 * (64 + 128 + 64), 4 * (64 + 64), 4 * (64 + 64 + 64)]
-    for one, two in zip(memory_bytes(layout()), found, strict=True):
-        assert (two.params, two.masters, two.states) == (one.params, one.masters, one.states)
+def test_at_stage_2_a_rank_keeps_no_gradients():
+    for one, two in zip(memory_bytes(layout()), memory_bytes(layout(), stage=2), strict=True):
+        assert two == replace(one, grads=0)
 
 
 def test_memory_of_a_dtype_without_a_known_size_is_refused():
@@ -116,17 +110,23 @@ def two_in_cuts(transport="cuts"):
         for i, name in enumerate("ab")))
 
 
-@pytest.mark.parametrize("stored_as, stage, reduction, cuts", [
-    # In the gradients' own memory, or apart; those of further micro-batches are added in float32.
-    ("bfloat16", 1, "native", 0), ("float32", 1, "native", 2 * 20), ("float32", 2, "native", 4 * 20),
-    ("bfloat16", 1, "ordered", 4 * 20), ("float32", 1, "ordered", 0)])
-def test_sums_of_cuts_stay_from_step_to_step(stored_as, stage, reduction, cuts):
+@pytest.mark.parametrize("stored_as, stage, reduction, expected", [
+    # In the gradients' own memory, or apart; those of further micro-batches are added in float32. The first cut is away
+    # when the second shard comes.
+    ("bfloat16", 1, "native", Sums(0, 320, 320)), ("float32", 1, "native", Sums(2 * 40, 2 * 40, 0)),
+    ("float32", 2, "native", Sums(2 * 80, 80 + 320, 320)), ("bfloat16", 1, "ordered", Sums(2 * 80, 80 + 320, 320)),
+    ("float32", 1, "ordered", Sums(0, 0, 0))])
+def test_sums_are_in_cuts_then_at_owners(stored_as, stage, reduction, expected):
     wire = "bfloat16" if reduction == "native" else stored_as
-    held = memory_bytes(two_in_cuts(), stage=stage, reduction=reduction, wires=[wire] * 2,
-                        stored_as={"bfloat16": stored_as})
-    buffer = 0 if stage == 2 else {"bfloat16": 2, "float32": 4}[stored_as] * 80
-    owned = 0 if (stored_as, stage) == ("float32", 1) else 4 * 80
-    assert [rank.grads for rank in held] == [buffer + 2 * cuts, buffer + 2 * cuts + owned]
+    assert sums_bytes(two_in_cuts(), stage=stage, reduction=reduction, wires=[wire] * 2,
+                      stored_as={"bfloat16": stored_as}) == expected
+
+
+def test_sums_of_other_buckets_are_at_their_owners_at_once():
+    # Cuts of 64; shards of 128 and 64 on the fullest rank.
+    assert sums_bytes(layout(), stage=2, reduction="ordered", wires=["bfloat16", "float32"],
+                      stored_as={"bfloat16": "bfloat16", "float32": "float32"}) == Sums(
+        4 * (64 + 64), 4 * (64 + 64 + 128), 4 * (64 + 128))
 
 
 def test_sums_are_in_the_dtype_that_travels_if_the_backend_makes_them_once():

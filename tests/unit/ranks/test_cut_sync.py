@@ -12,9 +12,10 @@ from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.ranks.comm import comm
-from ds_layerwise.ranks.owned.buffers import DTYPES, OwnShards
+from ds_layerwise.ranks.owned.buffers import DTYPES, new_shards
 from ds_layerwise.ranks.sync import cut_sync
 from ds_layerwise.ranks.sync.cut_sync import CutSync
+from ds_layerwise.ranks.sync.transfer import Transfer
 from tests.support.live_memory import LiveMemory
 from tests.support.rooms import rooms
 from tests.support.transports import held_at_a_time
@@ -65,7 +66,7 @@ class Ranks:
         self.layout, self.sent, self.rank = layout, {}, 0
         monkeypatch.setattr(cut_sync.comm, "all_to_all", self.all_to_all)
         monkeypatch.setattr(cut_sync.comm, "size_of", lambda group: layout.world_size)
-        self.values = [OwnShards(layout, rank, torch.device("cpu")) for rank in range(layout.world_size)]
+        self.values = [new_shards(layout, rank, torch.device("cpu")) for rank in range(layout.world_size)]
         self.cuts = [Cuts(layout, rank, values) for rank, values in enumerate(self.values)]
         self.syncs = [CutSync(self.values[rank], self.cuts[rank], group=None)
                       for rank in range(layout.world_size)]
@@ -98,7 +99,6 @@ def whole_values(layout):
 @pytest.mark.parametrize("seed", range(6))
 def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkeypatch):
     layout = plan_layout(some_specs(seed), world_size, bucket_numel=60, alignment=4, stage=3)
-    monkeypatch.setattr(cut_sync, "MAX_PENDING", 99)
     ranks, values = Ranks(layout, monkeypatch), whole_values(layout)
     for rank, shards in enumerate(ranks.values):
         for bucket in layout.buckets:
@@ -110,7 +110,10 @@ def test_every_rank_gets_its_cut_and_nothing_of_another(seed, world_size, monkey
     order = [bucket.index for bucket in reversed(layout.buckets)]
     if seed % 2:
         order.reverse()
-    ranks.on_each(lambda rank: [ranks.syncs[rank].launch(index) for index in order])
+    with monkeypatch.context() as patch:
+        # Nothing has arrived before all ranks have sent it.
+        patch.setattr(Transfer, "_end", lambda transfer, *, but: None)
+        ranks.on_each(lambda rank: [ranks.syncs[rank].launch(index) for index in order])
     assert ranks.calls == len(begun_backwards(layout.buckets, by_param=True))
     for rank, sync in enumerate(ranks.syncs):
         sync.finish()
@@ -132,7 +135,7 @@ def test_owners_get_what_lies_in_the_cuts(seed, world_size, monkeypatch):
             cuts.of(name)[:len(own)] = own
     pending = []
     ranks.on_each(lambda rank: pending.extend(
-        sync._transfer.to_owners(each, sync._cut, sync._shard(each))
+        sync._transfer.to_owners(each)
         for sync in [ranks.syncs[rank]] for each in sync._transfer.rounds))
     for each in pending:
         each.wait()
@@ -155,7 +158,7 @@ def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
             memory = LiveMemory(held=ranks.values[rank].tensors)
             there = memory.now()
             with memory:
-                sync._begin(round_)
+                sync._transfer.to_cuts(round_)
             assert memory.peak - there <= most[rank]
     cut = {spec.name: -(-spec.numel // world_size) for spec in specs}
     wires = [bucket.dtype for bucket in layout.buckets]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from ds_layerwise.plan.forecast.memory import sums_bytes
 from ds_layerwise.plan.forecast.sent import sent_bytes
 from ds_layerwise.plan.layout.layout import Layout, Slot
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards, deal, seen_by
@@ -42,8 +43,9 @@ def rounds_of(buckets, rank):
     return seen_by(rank, deal(buckets))
 
 
-def a_transfer(buckets, rank):
-    return Transfer(rounds_of(buckets, rank), {1: 1, 2: 2}.get, torch.device("cpu"))
+def a_transfer(deals, rank, shard_of, cut_of, group_of={1: 1, 2: 2}.get, **kwargs):
+    return Transfer(rank, deals, group_of=group_of, cut_of=cut_of, shard_of=shard_of, device=torch.device("cpu"),
+                    **kwargs)
 
 
 class Ranks:
@@ -54,7 +56,11 @@ class Ranks:
         monkeypatch.setattr(comm, "all_to_all", self.all_to_all)
         monkeypatch.setattr(comm, "rank_of", lambda group: 0)
         monkeypatch.setattr(comm, "size_of", lambda group: 2)
-        self.transfers = [a_transfer(layout.buckets, rank) for rank in range(layout.world_size)]
+
+    def transfers(self, memory):
+        """Return the transfers of all ranks, whose shards and cuts are in ``memory``."""
+        return [a_transfer(deal(self.layout.buckets), rank, shards.__getitem__, cuts.__getitem__)
+                for rank, (shards, cuts) in enumerate(memory)]
 
     def all_to_all(self, out, sent, *, group, received, sent_to):
         assert sum(received) == out.numel() and sum(sent_to) == sent.numel() and sent.dtype == out.dtype
@@ -100,16 +106,16 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
         first = rank // bucket.ep_size * bucket.cut_numel
         return wanted(bucket, rank, first, first + bucket.cut_numel)
 
-    numbers = {len(transfer.rounds) for transfer in ranks.transfers}
-    assert len(numbers) == 1
     there, back = ([memory_of(layout, rank, shared) for rank in range(size)] for _ in range(2))
-    more = [[torch.ones_like(shard) for shard in shards] for shards, _ in there]
+    more = [([torch.ones_like(shard) for shard in shards], cuts) for shards, cuts in there]
+    numbers = {len(transfer.rounds) for transfer in ranks.transfers(there)}
+    assert len(numbers) == 1
 
-    def play(begin):
+    def play(memory, begin):
         pending = []
-        for rank, transfer in enumerate(ranks.transfers):
+        for rank, transfer in enumerate(ranks.transfers(memory)):
             ranks.rank = rank
-            pending.append(begin(rank, transfer, transfer.rounds[number]))
+            pending.append(begin(transfer, transfer.rounds[number]))
             pending[-1]._works = ()
         ranks.deliver()
         for each in pending:
@@ -122,18 +128,15 @@ def test_owners_get_their_shards_and_cuts_get_them_back(seed, shared, monkeypatc
             back[rank][0][bucket.index].copy_(wanted(bucket, rank, first, last))
     for number in range(numbers.pop()):
         # What is added to first: the other may write to where it reads.
-        play(lambda rank, transfer, each: transfer.to_owners(
-            each, there[rank][1].__getitem__, None if each.own is None else more[rank][each.own], add=True))
-        play(lambda rank, transfer, each: transfer.to_owners(
-            each, there[rank][1].__getitem__, None if each.own is None else there[rank][0][each.own]))
-        play(lambda rank, transfer, each: transfer.to_cuts(
-            each, None if each.own is None else back[rank][0][each.own], back[rank][1].__getitem__))
+        play(more, lambda transfer, each: transfer.to_owners(each, add=True))
+        play(there, Transfer.to_owners)
+        play(back, Transfer.to_cuts)
     for rank in range(size):
         for bucket in layout.buckets:
             first, last = (place - bucket.start for place in bucket.shard(rank))
             shard = wanted(bucket, rank, first, last)
             assert torch.equal(there[rank][0][bucket.index], shard)
-            assert torch.equal(more[rank][bucket.index], shard + 1)
+            assert torch.equal(more[rank][0][bucket.index], shard + 1)
             assert torch.equal(back[rank][1][bucket.index], cut(bucket, rank))
 
 
@@ -193,6 +196,33 @@ def test_ranks_send_the_predicted_bytes(seed):
             assert sent.parameters[rank] == DTYPES[dtype].itemsize * (cuts + back)
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_cuts_make_room_for_shards_as_planned(seed, monkeypatch):
+    layout = a_layout(seed)
+    Ranks(layout, monkeypatch)
+    monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
+    most = []
+    for rank in range(layout.world_size):
+        shards, cuts = memory_of(layout, rank, shared=False)
+        cuts = {index: cut.float() for index, cut in cuts.items()}
+        held = [4 * sum(cut.numel() for cut in cuts.values())]
+        there = []
+
+        def shard(index):
+            there.append(shards[index].float())
+            held.append(4 * sum(memory.numel() for memory in [*there, *cuts.values()]))
+            return there[-1]
+
+        a_transfer(deal(layout.buckets, lambda bucket: "float32"), rank, shard, cuts.__getitem__,
+                   then=lambda indices: [cuts.pop(index) for index in indices]).all_to_owners()
+        assert not cuts and len(there) == sum(bool(each.numel()) for each in shards)
+        most.append((held[0], max(held)))
+    found = sums_bytes(layout, stage=2, reduction="ordered", wires=["float32"] * len(layout.buckets), stored_as={})
+    assert found[:2] == tuple(map(max, zip(*most, strict=True)))
+    assert found.update == max(4 * sum(bucket.shard(rank)[1] - bucket.shard(rank)[0] for bucket in layout.buckets)
+                               for rank in range(layout.world_size))
+
+
 @pytest.mark.parametrize("sums", ["float32", "bfloat16"])
 @pytest.mark.parametrize("seed", range(20))
 def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch):
@@ -201,8 +231,8 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
     monkeypatch.setattr(comm, "all_to_all", lambda *args, **kwargs: SimpleNamespace(wait=lambda: None))
     monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     monkeypatch.setattr(comm, "size_of", lambda group: 2)
-    monkeypatch.setattr(ParamSync, "_gather", lambda sync, bucket, memory: sync._pending.update(
-        {bucket.index: comm.Pending()}))
+    monkeypatch.setattr(ParamSync, "_gather", lambda sync, indices: sync._pending.update(
+        dict.fromkeys(indices, comm.Pending())))
     wires = {1: Wire(1), 2: Wire(2)}
     there = held_at_a_time(deal(layout.buckets, lambda bucket: sums), layout.world_size, owners_have="float32")
     back = held_at_a_time(begun_backwards(layout.buckets), layout.world_size)
@@ -213,9 +243,8 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
         cuts = {index: cut.to(DTYPES[sums]) for index, cut in cuts.items()}
         held = [*shards, *cuts.values()]
         with LiveMemory(held) as memory:
-            rounds = seen_by(rank, deal(layout.buckets, lambda bucket: sums))
-            Transfer(rounds, lambda ep_size: wires[ep_size].group, torch.device("cpu")).all_to_owners(
-                cuts.__getitem__, shards.__getitem__)
+            a_transfer(deal(layout.buckets, lambda bucket: sums), rank, shards.__getitem__, cuts.__getitem__,
+                       lambda ep_size: wires[ep_size].group).all_to_owners()
         assert memory.peak - bytes_of(held) == there[rank]
         values = FlatBuffer(layout, torch.device("cpu"))
         params = {slot.name: nn.Parameter(torch.zeros(1)) for bucket in layout.buckets for slot in bucket.slots}

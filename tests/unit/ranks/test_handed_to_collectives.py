@@ -10,7 +10,8 @@ from torch import distributed, nn
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import streams
-from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
@@ -52,11 +53,10 @@ def syncs(layout, rank, stage, wires):
     """Return the reduction of gradients and the sync of parameters of one rank, and its parameters."""
     params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=DTYPES[bucket.dtype], device=META))
               for bucket in layout.buckets for slot in bucket.slots}
-    reduced = ShardBuffer(layout, rank, [torch.empty(stop - start, device=META) for start, stop in (
-        bucket.shard(rank) for bucket in layout.buckets)])
+    grads = None if stage == 2 else FlatBuffer(layout, META)
     kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
         torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
-    grad_sync = GradSync(params, reduced, None if stage == 2 else FlatBuffer(layout, META), **kwargs)
+    grad_sync = GradSync(params, ReducedGradients(layout, rank, grads, META), grads, **kwargs)
     param_sync = ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires)
     param_sync.overlap_with_forward(nn.ParameterList(params.values()))
     return grad_sync, param_sync, params

@@ -79,7 +79,7 @@ def owned(dtype, accumulation, device=META, **params):
     layout = plan_layout(specs, 2, bucket_numel=600)
     grads = None if accumulation is None else FlatBuffer(layout, device, {dtype_name(dtype): accumulation})
     settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
-    return optimizer, Owned(0, routes, FlatBuffer(layout, device), grads, settings)
+    return optimizer, Owned(routes, FlatBuffer(layout, device).shards(0), grads, settings)
 
 
 def update_of(optimizer):

@@ -11,7 +11,8 @@ from torch import nn
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import GradSync
@@ -62,6 +63,7 @@ def machine(monkeypatch):
         return begin([sent], [out], group, async_op)
 
     monkeypatch.setattr(streams, "get_accelerator", lambda: machine)
+    monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda storage, nbytes: machine.resize(storage, nbytes))
     monkeypatch.setattr(streams.SideStream, "keep", lambda self, tensor: machine.record_stream(
         tensor, self._stream))
     monkeypatch.setattr(comm, "size_of", lambda group: group.size)
@@ -86,11 +88,10 @@ def make_syncs(stage, kind, how, wire_dtype=torch.bfloat16, **of_stage_2):
     # Of those that hold the same experts there is one on each node.
     by_ep_size = {1: Wire(Group("all", 4, rank), on_host=False, **WIRES[how]),
                   2: Wire(Group("experts", 2, 0), on_host=False, native=how == "native")}
-    grads = FlatBuffer(layout, torch.device("cpu"))
-    reduced = ShardBuffer(layout, rank, [grads.shard(bucket, rank) if stage == 1 else torch.zeros(
-        bucket.shard(rank)[1] - bucket.shard(rank)[0]) for bucket in layout.buckets])
+    grads = FlatBuffer(layout, torch.device("cpu")) if stage == 1 else None
+    reduced = ReducedGradients(layout, rank, grads, torch.device("cpu"))
     kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
-    grad_sync = GradSync(params, reduced, grads if stage == 1 else None, **kwargs, **of_stage_2)
+    grad_sync = GradSync(params, reduced, grads, **kwargs, **of_stage_2)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
     return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size), params, values

@@ -9,7 +9,8 @@ from torch import nn
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from tests.support.clocks import Clocks
@@ -47,12 +48,12 @@ def run(monkeypatch, stage, *, backward, collective, copy, most=None):
     assert len(layout.buckets) == BUCKETS and {bucket.transport for bucket in layout.buckets} == {"even"}
     params = {slot.name: nn.Parameter(torch.empty(ROWS, ROWS, dtype=torch.bfloat16, device=META))
               for bucket in layout.buckets for slot in bucket.slots}
-    reduced = ShardBuffer(layout, 0, [torch.empty(bucket.cut_numel, device=META) for bucket in layout.buckets])
     wires = {1: Wire(Group(RANKS, 0), native=True, on_host=False)}
     kwargs = {"wires": wires, "divide_by": 1.0, "wire_dtype": lambda bucket: torch.bfloat16}
     computing = clocks.current
     with clocks, torch.no_grad():
-        sync = GradSync(params, reduced, None if stage == 2 else FlatBuffer(layout, META), **kwargs, max_waiting=most)
+        grads = None if stage == 2 else FlatBuffer(layout, META)
+        sync = GradSync(params, ReducedGradients(layout, 0, grads, META), grads, **kwargs, max_waiting=most)
         for name, param in params.items():
             computing.now += backward
             param.grad = clocks.watch(torch.empty_like(param))

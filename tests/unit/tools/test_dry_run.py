@@ -55,12 +55,15 @@ def test_the_numbers_of_a_small_model_by_hand(files):
     # Two buckets of matrices, 2048 elements each, and the embedding of 1024; no padding. Each rank owns 2 matrices.
     assert (plan["ranks"], plan["buckets"], plan["elements"], plan["padding_elements"]) == (2, 3, 5120, 0)
     assert plan["owned_matrix_elements"] == [2048, 2048]
-    # Gradients accumulate in bf16 beside float32 copies of the rank's shards; Muon keeps one state, Adam two.
-    held = {"params": 2 * 5120, "grads": 2 * 5120 + 4 * 2560, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
+    # Gradients accumulate in bf16; Muon keeps one state, Adam two.
+    held = {"params": 2 * 5120, "grads": 2 * 5120, "masters": 4 * 2560, "states": 4 * 2048 + 8 * 512}
     assert plan["memory_bytes"] == [{**held, "host": 0, "staging": 0, "total": sum(held.values())}] * 2
     # Of two buckets of 2048, sums of 1024 each arrive in bf16; at most two matrices are updated together.
-    update = Muon().workspace((2, 16, 64))
-    assert plan["working_bytes"] == {"update": update, "in_pass": 0, "transfers": 4096, "total": update + 4096}
+    # Averages are float32 copies of the rank's shards.
+    sums = 4 * 2560
+    update = Muon().workspace((2, 16, 64)) + sums
+    assert plan["working_bytes"] == {"update": update, "in_pass": sums, "exchange": sums, "transfers": 4096,
+                                     "total": update + 4096}
     assert plan["dtypes"]["bfloat16"] == {
         "gradients_accumulate_in": "bfloat16", "gradients_travel_in": "bfloat16",
         "sent_bytes": {"gradients": 2 * 5120 / 2, "parameters": 2 * 5120 / 2},

@@ -21,7 +21,7 @@ from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
-from ds_layerwise.ranks.owned.buffers import ShardBuffer
+from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.zero.step import attention_logits
@@ -82,7 +82,7 @@ def test_a_launch_without_memory_begins_again_as_if_it_had_not_begun(monkeypatch
     layout = plan_layout([ParamSpec("w", (4, 4), "float32", True, 10), ParamSpec("b", (5,), "float32", False, 0)], 1,
                          bucket_numel=1)
     params = {"w": nn.Parameter(torch.zeros(4, 4)), "b": nn.Parameter(torch.zeros(5))}
-    reduced = ShardBuffer(layout, 0, [torch.zeros(bucket.numel) for bucket in layout.buckets])
+    reduced = ReducedGradients(layout, 0, None, torch.device("cpu"))
     sync = GradSync(params, reduced, wires={1: Wire(None, on_host=True)}, divide_by=1.0,
                          wire_dtype=lambda bucket: torch.float32)
     empty, fails = Turn.empty, []
