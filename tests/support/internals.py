@@ -45,6 +45,11 @@ def master(engine: Any, name: str) -> torch.Tensor:
     return owned(engine).value(name)
 
 
+def masters(engine: Any) -> list[torch.Tensor]:
+    """Return the memory of all masters of this rank."""
+    return [tensor for each in owned(engine).masters for tensor in each.tensors]
+
+
 def reduced(engine: Any, name: str) -> torch.Tensor:
     """Return this rank's piece of the reduced gradient of a parameter, 1-D and live."""
     return owned(engine).reduced.piece(name)

@@ -658,7 +658,7 @@ class TestMemory(DistributedTest):
         engine = train_engine(start(net(odd=True), config), 2, gas=2)
         optimizer = engine.optimizer
         tensors = [*internals.values_of_shards(engine), *internals.cuts(engine)]
-        tensors += [*internals.owned(engine).masters, *internals.owned(engine).reduced.tensors]
+        tensors += [*internals.masters(engine), *internals.owned(engine).reduced.tensors]
         for state in internals.states(engine).values():
             tensors += [value for key, value in state.items() if key != "step"]
         for bucket in optimizer.layout.buckets:
