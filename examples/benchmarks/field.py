@@ -113,14 +113,16 @@ def ours(model: Model, *, name: str, stage: int) -> Cost:
     config["zero_optimization"]["stage"] = stage
     (plan,) = DryRun.of(name, config, [model.ranks]).forecasts
     sent = sum(sum(traffic.gradients) + sum(traffic.parameters) for traffic in plan.sent.values())
+    totals = [rank.total for rank in plan.memory]
     sums = sums_bytes(
         plan.layout,
         stage=plan.stage,
         stored_as=plan.stored_as,
         wires=plan.wires,
         reduction=plan.reduction,
+        beside=totals,
     )
-    held = max(rank.total for rank in plan.memory) + sums.in_pass
+    held = max(totals) + sums.in_pass
     report = plan.report
     return Cost(sent / model.ranks, held, max_over_mean(report.work), report.padding / report.numel)
 

@@ -10,7 +10,7 @@ from typing import Any
 #: Expressions for objects of this package, beside ``self``.
 OURS = frozenset("""
     _Changes _Kept checkpointing checkpointing.load load local made optimizer.checkpointing report
-    run.progress.state run.scaling seat self._load self.owned.reduced self.progress.state self.scaling step""".split())
+    run.progress.state run.scaling seat self._load self.progress.state self.reduced self.scaling step""".split())
 
 #: The writes to others that do not go through :func:`ds_layerwise.instance_patches.patch`, and the reason for each.
 #: A name in braces is computed.

@@ -182,7 +182,7 @@ class Forecast:
             "wires": wires,
             "reduction": reduction,
         }
-        sums = sums_bytes(layout, **sending)
+        sums = sums_bytes(layout, **sending, beside=[rank.total for rank in memory])
         working = Working(
             update=sums.update + update + max(rank.staging for rank in memory),
             in_pass=sums.in_pass + _waiting(layout, run) + whole.most - whole.always,

@@ -85,7 +85,7 @@ class Working(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """The bytes of sums of gradients beside the buffer of gradients, on the rank with most of them.
+    """The bytes that sums of gradients beside their buffer add to the most that a rank holds.
 
     They are there from a backward pass to the end of its step. If gradients are read between two
     passes of a step at stages 2 and 3, there are those of both.
@@ -312,8 +312,13 @@ def sums_bytes(
     stored_as: Mapping[str, str],
     wires: Sequence[str],
     reduction: Reduction,
+    beside: Sequence[int] = (0,),
 ) -> Sums:
-    """Count the bytes of the sums of gradients; see :func:`transfer_bytes`."""
+    """Count the bytes of the sums of gradients; see :func:`transfer_bytes`.
+
+    Args:
+        beside: what each rank holds beside them, in bytes. One that holds much may have few sums.
+    """
     shards = np.zeros((len(layout.buckets), layout.world_size), np.int64)
     cuts = np.zeros(len(layout.buckets), np.int64)
     in_cuts = np.array([bucket.transport == "cuts" for bucket in layout.buckets], bool)
@@ -329,7 +334,7 @@ def sums_bytes(
                 shards[bucket.index, rank] = SUM_BYTES * numel
         if in_cuts[bucket.index] and shared != sent_as(bucket):
             cuts[bucket.index] = itemsize(sent_as(bucket)) * bucket.cut_numel
-    held = shards[~in_cuts].sum(0) + cuts.sum()
+    held = shards[~in_cuts].sum(0) + cuts.sum() + np.array(beside)
     in_pass = exchange = held.max()
     rounds = deal(layout.buckets, sent_as)
     for dealt, indices in zip(rounds, completed(rounds), strict=True):
@@ -338,7 +343,8 @@ def sums_bytes(
             held[ranks] += shards[index, ranks]
         exchange = max(exchange, held.max())
         held -= cuts[indices].sum()
-    return Sums(int(in_pass), int(exchange), int(shards.sum(0).max()))
+    update = (shards.sum(0) + np.array(beside)).max()
+    return Sums(*(int(most) - max(beside) for most in (in_pass, exchange, update)))
 
 
 def transfer_bytes(

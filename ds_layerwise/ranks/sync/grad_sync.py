@@ -103,7 +103,7 @@ class GradSync:
         self._wires = wires
         self._divide_by = divide_by
         if grads is None:
-            reduced.divide_by = divide_by
+            self.reduced.divide_by = divide_by
         self._wire_dtype = wire_dtype
         buckets = self.layout.buckets
         self._device = device = reduced.bucket(0).device

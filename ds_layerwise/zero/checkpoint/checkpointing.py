@@ -534,8 +534,8 @@ class Checkpointing:
         # that other stages save.
         needs_masters = (
             found.universal
-            or found.header.dtypes != planned.layout.dtypes
-            or bool(planned.saved_elsewhere)
+            or found.header.dtypes != run.planned.layout.dtypes
+            or bool(run.planned.saved_elsewhere)
             or not found.header.has_weights
         )
         masters_win = needs_masters and not load.weights_win

@@ -129,6 +129,14 @@ def test_sums_of_other_buckets_are_at_their_owners_at_once():
         4 * (64 + 64), 4 * (64 + 64 + 128), 4 * (64 + 128))
 
 
+def test_sums_of_a_rank_that_holds_little_else_do_not_raise_the_most():
+    # The last rank has shards of 64 and 64 alone, and 512 bytes of other things more than the first.
+    settings = {"stage": 2, "reduction": "ordered", "wires": ["bfloat16", "float32"]}
+    stored = {"bfloat16": "bfloat16", "float32": "float32"}
+    assert sums_bytes(layout(), **settings, stored_as=stored, beside=(0, 0, 512)) == Sums(
+        4 * (64 + 64), 4 * (64 + 64 + 64), 4 * (64 + 64))
+
+
 def test_sums_are_in_the_dtype_that_travels_if_the_backend_makes_them_once():
     assert [sum_dtype("bfloat16", *each) for each in (("native", 1), ("native", 2), ("ordered", 1))] == [
         "bfloat16", "float32", "float32"]
