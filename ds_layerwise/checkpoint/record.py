@@ -62,7 +62,7 @@ class PieceRecord:
         """The states by key, and the master under the empty key."""
         return {"": self.master, **self.state}
 
-    def tensor(self, key: str) -> Tensor:
+    def values_of(self, key: str) -> Tensor:
         """Return the state ``key``, or the master for the empty key.
 
         Raises:

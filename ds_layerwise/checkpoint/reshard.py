@@ -192,7 +192,7 @@ def _of_other_shapes(
     for key in keys:
         if key not in piece.state or not sources:
             continue
-        was = tuple(sources[0].tensor(key).shape)
+        was = tuple(sources[0].values_of(key).shape)
         now = tuple(piece.state[key].shape)
         # The factors of a square matrix have as many elements as the matrix, and so count as
         # element-wise.
@@ -212,9 +212,9 @@ def _copies(
         numel: the number of elements of the parameter, by its shape in the checkpoint.
     """
     for key, saved_key in names.items():
-        into = piece.tensor(key)
+        into = piece.values_of(key)
         if not piece.is_elementwise(key):
-            value = sources[0].tensor(saved_key)
+            value = sources[0].values_of(saved_key)
             if value.shape != into.shape:
                 raise LayerWiseError(
                     f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
@@ -228,7 +228,7 @@ def _copies(
         covered = 0
         for source in sources:
             # In a universal checkpoint, the states of a 0-d parameter are also 0-d.
-            value = source.tensor(saved_key).reshape(-1)
+            value = source.values_of(saved_key).reshape(-1)
             begin = source.param_start
             end = source.param_start + value.numel()
             if end > numel:

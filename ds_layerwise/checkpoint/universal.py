@@ -240,7 +240,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
             written.append(path.relative_to(folder).as_posix())
 
         for key in ("", *rule.state_keys):
-            values = [piece.tensor(key) for piece in pieces]
+            values = [piece.values_of(key) for piece in pieces]
             content: Any = values[0].clone()
             if pieces[0].is_elementwise(key) and key != "step":
                 content = _param(name, values, shape)

@@ -137,7 +137,7 @@ class Contents:
             return
         pieces = self.saved.pieces(name, 0, math.prod(self.trained[name]))
         for key in self.keys(name)[1:]:
-            values = [piece.tensor(key) for piece in pieces]
+            values = [piece.values_of(key) for piece in pieces]
             if key != "step" and all(piece.is_elementwise(key) for piece in pieces):
                 yield key, joined(f"{key} of {name}", values, self.trained[name]).reshape(-1)
             elif all(torch.equal(value, values[0]) for value in values):

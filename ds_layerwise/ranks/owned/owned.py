@@ -404,7 +404,7 @@ class Owned:
             for key in loaded[piece.name]:
                 if self._is_live(name, key or MASTER):
                     continue
-                value = piece.tensor(key)
+                value = piece.values_of(key)
                 if not key and not masters_win:
                     follow_(value, self._values.piece(name))
                 self.set_value(name, key or MASTER, value)

@@ -526,27 +526,16 @@ class Checkpointing:
         self._fetch_cuts()
         # A load of float32 masters that share memory with the weights overwrites these, so keep
         # copies.
-        loaded: list[Tensor] = []
-        if load.weights_win:
-            loaded = [shard.clone() for shard in run.shards.tensors]
+        loaded = [shard.clone() for shard in run.shards.tensors if load.weights_win]
         found.plan.copy(quiet=comm.rank_of(None) != 0)
-        # The engine has loaded no weights, weights rounded to another dtype, or not the weights
-        # that other stages save.
-        needs_masters = (
-            found.universal
-            or found.header.dtypes != run.planned.layout.dtypes
-            or bool(run.planned.saved_elsewhere)
-            or not found.header.has_weights
-        )
-        masters_win = needs_masters and not load.weights_win
+        masters_win = self._needs_masters(found) and not load.weights_win
         owned.take_back(found.own, found.plan.loaded, masters_win=masters_win)
         for name, keys in found.plan.restarts.items():
             owned.restart(name, keys)
         for name in found.plan.masters_from_model:
             owned.master_from_values(name)
         if load.weights_win:
-            for shard, values in zip(run.shards.tensors, loaded, strict=True):
-                shard.copy_(values)
+            torch._foreach_copy_(list(run.shards.tensors), loaded)
             for masters in owned.masters:
                 masters.follow()
         if not found.masters:
@@ -559,6 +548,18 @@ class Checkpointing:
         if found.masters and not found.universal and masters_win:
             self.weights_from_masters()
         self._report(found)
+
+    def _needs_masters(self, found: Found) -> bool:
+        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or not
+        the weights that other stages save.
+        """
+        planned = self._run.planned
+        return (
+            found.universal
+            or found.header.dtypes != planned.layout.dtypes
+            or bool(planned.saved_elsewhere)
+            or not found.header.has_weights
+        )
 
     def _copy_others(self, others: Iterable[tuple[Any, Tensor]]) -> None:
         for own, value in others:
