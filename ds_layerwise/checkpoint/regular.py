@@ -195,9 +195,10 @@ class RegularCheckpoint:
             the same, this rank needs no other file.
         mp_rank: the number of the piece of a model that is cut over ranks; see
             :class:`ds_layerwise.zero.setup.run_settings.Settings`.
-        of_all_stages: True to have the parameters of all pipeline stages. The others' are in the
-            files of the first stage that holds them; the stage ``mp_rank``, if there are that many,
-            gives the parameter groups and the loss scale.
+        parts_of_stages: the number of tensor-parallel parts of each pipeline stage, to have the
+            parameters of this part of all stages; 0 to have those of ``mp_rank`` alone. The others'
+            are in the files of the first stage that holds them; the stage of ``mp_rank``, if there
+            are that many, gives the parameter groups and the loss scale.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
@@ -205,11 +206,11 @@ class RegularCheckpoint:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, mp_rank: int = 0, of_all_stages: bool = False
+        self, folder: Path, *, rank: int = 0, mp_rank: int = 0, parts_of_stages: int = 0
     ) -> None:
-        stages = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
-        if of_all_stages and mp_rank >= stages:
-            mp_rank = 0
+        count = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
+        if parts_of_stages and mp_rank >= count:
+            mp_rank = mp_rank % parts_of_stages % max(count, 1)
         self._folder = folder
         self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
@@ -238,7 +239,14 @@ class RegularCheckpoint:
                 self.holders[names[holder % len(names)]].append(place)
         self._other_stages: dict[str, RegularCheckpoint] = {}
         """The stages with the parameters that this one does not have."""
-        for number in range(stages if of_all_stages else 0):
+        if not parts_of_stages:
+            return
+        if (parts := self._ours.get("num_parts", 1)) != parts_of_stages:
+            raise LayerWiseError(
+                f"{folder} holds stages of a pipeline in {parts} tensor-parallel part(s), and this "
+                f"run has them in {parts_of_stages}; resume with as many"
+            )
+        for number in range(mp_rank % parts, count, parts):
             if number != mp_rank:
                 self._add_stage(RegularCheckpoint(folder, rank=rank, mp_rank=number))
 

@@ -190,22 +190,14 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     """Raise an error for problems of the model that one rank can see.
 
     Raises:
-        ConfigError: the model has experts and is also cut over ranks in another way, or its
-            checkpoints are on several disks.
+        ConfigError: the model has experts, and its checkpoints are on several disks.
     """
     model = engine.module
-    is_cut = sequence.cuts_params(engine.mpu)
     has_experts = any(isinstance(module, MoE) for module in model.modules())
     if has_experts and engine.use_node_local_storage():
         raise ConfigError(
             "checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank "
             "reads files of experts that ranks of other nodes have saved; remove it"
-        )
-    if has_experts and (is_cut or engine.sequence_parallel_size > 1):
-        raise ConfigError(
-            "deepspeed.moe layers together with model or sequence parallelism are not supported by "
-            "this optimizer, because the order of experts is not defined for that; use only one of "
-            "the two"
         )
 
 
@@ -443,17 +435,18 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         check_overflow = bool(config.bfloat16_config.check_grad_overflow)
     loss_scale_args = AUTOCAST_SCALE if run.autocast else engine.dynamic_loss_scale_args()
     group = engine.seq_data_parallel_group
-    model_group = parts_group = None
+    model_group = stage_group = parts_group = None
     mp_rank = 0
     if sequence.cuts_params(engine.mpu):
         model_group = engine.mpu.get_model_parallel_group()
         mp_rank = engine.mpu.get_model_parallel_rank()
-        if not pipeline.is_pipeline(engine.module):
-            parts_group = tensor_group(engine)
+        parts_group = tensor_group(engine)
+        if pipeline.is_pipeline(engine.module):
+            stage_group = engine.mpu.get_pipe_parallel_group()
     expert_groups: dict[str, comm.Group] = {}
     if engine.has_moe_layers:
         expert_groups = engine.expert_data_parallel_group or {}
-    for made_by_deepspeed in (group, model_group, *expert_groups.values()):
+    for made_by_deepspeed in (group, model_group, stage_group, *expert_groups.values()):
         comm.take_over_timeout(made_by_deepspeed)
     offload = config.zero_config.offload_optimizer
     # With sequence parallelism, the engine has stored seq_parallel_communication_data_type here.
@@ -464,6 +457,7 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
         group=group,
         expert_groups=expert_groups,
         model_group=model_group,
+        stage_group=stage_group,
         mp_rank=mp_rank,
         tensor_group=parts_group,
         divide_by=sequence.num_sequences(engine) if engine.gradient_average else 1.0,

@@ -11,7 +11,7 @@ before the reduction, and all later operations are the same for both.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from itertools import chain
 from typing import Any
 
@@ -51,11 +51,6 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
         raise ConfigError(
             f"{type(model).__name__} is not supported by this optimizer, which supports "
             "only pipelines of DeepSpeed's PipelineModule and PipelineEngine"
-        )
-    if grid.get_slice_parallel_world_size() > 1:
-        raise ConfigError(
-            f"a pipeline with tensor slices ({grid.get_slice_parallel_world_size()} ranks a layer) "
-            "is not supported by this optimizer; leave the axis 'model' out of the topology"
         )
     if stage != 1:
         raise ConfigError(
@@ -231,11 +226,15 @@ def check_copies(copies: Set[str], trained: Collection[str]) -> None:
             )
 
 
-def names_of_all_stages(model: nn.Module, group: comm.Group) -> set[str]:
+def names_of_all_stages(model: nn.Module, saved: Iterable[str], group: comm.Group) -> set[str]:
     """Return the names in the ``state_dict`` of the whole model, of which ``model`` may be a stage,
-    and the names of its parameters.
+    the names of its parameters, and those under which checkpoints have them.
+
+    Args:
+        saved: the names in checkpoints of the parameters of this stage.
     """
-    names = {*model.state_dict(), *dict(model.named_parameters(remove_duplicate=False))}
+    params = dict(model.named_parameters(remove_duplicate=False))
+    names = {*model.state_dict(), *params, *saved}
     if not is_pipeline(model):
         return names
     return names.union(*comm.gather_objects(names, group=group))

@@ -46,11 +46,14 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
             f"mpu has {stages} pipeline stages, but this optimizer supports only the stages of "
             "deepspeed's PipelineModule"
         )
-    for what in ("sequence", "context"):
+    # DeepSpeed reduces over both dimensions if the mpu has a group of them; it knows no others.
+    knows_both = autotp_size <= 1 and hasattr(mpu, "get_sequence_data_parallel_group")
+    for what, is_known in (("sequence", knows_both), ("context", False)):
         size = getattr(mpu, f"get_{what}_parallel_world_size", lambda: 1)()
-        if hasattr(mpu, f"initialize_{what}_parallel") or size > 1:
+        if hasattr(mpu, f"initialize_{what}_parallel") or (size > 1 and not is_known):
             raise ConfigError(
-                f"{what} parallelism (mpu) is not supported by this optimizer; pass an mpu "
+                f"{what} parallelism (mpu) is not supported by this optimizer, but for sequences "
+                "of an mpu with get_sequence_data_parallel_group(), without AutoTP; pass an mpu "
                 "without it"
             )
     if autotp_size <= 1:

@@ -112,8 +112,8 @@ class ReportingOptimizer(EngineOptimizer):
         if path is None:
             return
         plans = [{**as_json(self.forecast()), "parameters": self.listed()}]
-        if run.settings.model_group is not None and run.settings.tensor_group is None:
-            plans = comm.gather_objects(plans[0], group=run.settings.model_group)
+        if run.settings.stage_group is not None:
+            plans = comm.gather_objects(plans[0], group=run.settings.stage_group)
         text = json.dumps(plans) + "\n"
         with comm.errors_on_all_ranks():
             if comm.rank_of(None) == 0:

@@ -289,8 +289,10 @@ READ = (
     Used(f"{_PIPE}.module.PipelineModule.get_tied_weights_and_groups", "read", ("self",)),
     Used(f"{_PIPE}.module.PipelineModule.ds_pipe_replicated", "read"),
     *_used(f"{_PIPE}.topology.PipelineParallelGrid", "read", """
-        get_model_parallel_group get_model_parallel_rank get_slice_parallel_world_size get_stage_id""", ("self",)),
+        get_model_parallel_group get_model_parallel_rank get_pipe_parallel_group get_slice_parallel_rank
+        get_slice_parallel_world_size get_stage_id""", ("self",)),
     Used("deepspeed.moe.experts.Experts.group_name", "read"),
+    Used("deepspeed.utils.groups._get_expert_parallel_world_size", "read", ("group_name",)),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
     Used(f"{_ACCELERATOR}.Stream", "read"),
     *_used(_ACCELERATOR, "read", "current_stream empty_cache is_synchronized_device "

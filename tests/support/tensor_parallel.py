@@ -118,6 +118,16 @@ class VocabParallelEmbedding(nn.Module):
             mark(self.weight, 0)
 
 
+def enter(x: Tensor, mpu: Mpu | None) -> Tensor:
+    """Return ``x``, whose gradient is the sum of those of all parts."""
+    return x if mpu is None else _CopyToParts.apply(x, mpu.get_model_parallel_group())
+
+
+def leave(x: Tensor, mpu: Mpu | None) -> Tensor:
+    """Return the sum of ``x`` over all parts."""
+    return x if mpu is None else _SumOfParts.apply(x, mpu.get_model_parallel_group())
+
+
 class Net(nn.Module):
     """Pairs of a layer cut along its rows and one cut along its columns, between copies of an activation."""
 
@@ -130,23 +140,17 @@ class Net(nn.Module):
         self.norm = nn.LayerNorm(12)
         for name, rows, cols, dim in LAYERS:
             setattr(self, name, Linear(rows, cols, dim, mpu))
-        self.group = None if mpu is None else mpu.get_model_parallel_group()
-
-    def _enter(self, x):
-        return x if self.group is None else _CopyToParts.apply(x, self.group)
-
-    def _leave(self, x):
-        return x if self.group is None else _SumOfParts.apply(x, self.group)
+        self.mpu = mpu
 
     def _pair(self, x, first, second):
-        inner = torch.tanh(F.linear(self._enter(x), first.weight, first.bias))
-        return x + self._leave(F.linear(inner, second.weight)) + second.bias
+        inner = torch.tanh(F.linear(enter(x, self.mpu), first.weight, first.bias))
+        return x + leave(F.linear(inner, second.weight), self.mpu) + second.bias
 
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.embed.first
         inside = (local >= 0) & (local < self.embed.weight.shape[0])
         rows = F.embedding(local.clamp(0, self.embed.weight.shape[0] - 1), self.embed.weight)
-        x = self._leave(rows * inside.unsqueeze(-1))
+        x = leave(rows * inside.unsqueeze(-1), self.mpu)
         for name in ("square", "tall", "flat", "narrow"):
             first = getattr(self, f"{name}_rows")
             second = self.flat_cols if name == "tall" else self.tall_cols if name == "flat" else \

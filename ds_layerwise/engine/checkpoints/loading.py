@@ -157,7 +157,9 @@ def _check_first(
     """
     folder = Path(load_dir, tag)
     with comm.errors_on_all_ranks():
-        if pipeline.is_pipeline(engine.module) and not universal:
+        # A pipeline with experts has no files of layers.
+        has_layers = pipeline.is_pipeline(engine.module) and not engine.has_moe_layers
+        if has_layers and not universal:
             _check_layers(engine, folder, strict=strict)
         names = engine._get_all_ckpt_names(load_dir, tag)
         if not names:
@@ -405,8 +407,8 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
         LayerWiseError: it has another number of parts, or a universal checkpoint would have to be
             cut.
     """
-    if pipeline.is_pipeline(engine.module):
-        # Pipeline stages are found by name.
+    if pipeline.is_pipeline(engine.module) and (is_universal or not engine.has_moe_layers):
+        # Pipeline stages are found by name, but files of experts go by stages.
         return
     here = engine.mp_world_size
     if is_universal:
@@ -547,15 +549,17 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
             continue
         number = module._local_start + index
         paths = module.ckpt_layer_path_list(escape(str(folder)), index)
-        if len(paths) != 1:
+        grid = engine.mpu
+        if len(paths) != grid.get_slice_parallel_world_size():
             raise LayerWiseError(
-                f"{folder} has {len(paths)} files of layer {number}, and needs one; it was saved "
-                "by a model of other layers, or not by a pipeline"
+                f"{folder} has {len(paths)} files of layer {number}, and needs "
+                f"{grid.get_slice_parallel_world_size()}; it was saved by a model of other layers, "
+                "in another number of tensor-parallel parts, or not by a pipeline"
             )
         _check_names_and_shapes(
             engine,
             f"layer {number} of the checkpoint",
-            load_safely(Path(paths[0])),
+            load_safely(Path(paths[grid.get_slice_parallel_rank()])),
             layer.state_dict(keep_vars=True),
             strict=strict,
         )

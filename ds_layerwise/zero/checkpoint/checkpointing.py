@@ -293,7 +293,7 @@ class Checkpointing:
             folder,
             rank=run.rank,
             mp_rank=run.settings.mp_rank,
-            of_all_stages=pipeline.is_pipeline(run.model),
+            parts_of_stages=run.settings.tp_size * pipeline.is_pipeline(run.model),
         )
 
     def prepare_load(
@@ -327,7 +327,9 @@ class Checkpointing:
         config, planned = run.config, run.planned
         if open_it is None:
             open_it = partial(UniversalCheckpoint if universal else self.open_regular, folder)
-        of_all_stages = pipeline.names_of_all_stages(run.model, run.settings.model_group)
+        of_all_stages = pipeline.names_of_all_stages(
+            run.model, planned.saved_shapes, run.settings.stage_group
+        )
         shapes = whole_shapes(run.model.parameters())
         with comm.errors_on_all_ranks(), naming(folder), shapes:
             opened = open_it()
@@ -360,7 +362,7 @@ class Checkpointing:
                     f"the checkpoint in {folder}",
                     saved.header.shapes.keys(),
                     needed,
-                    of_all_stages | here,
+                    of_all_stages,
                     rename=None if pipeline.is_pipeline(run.model) else config.rename,
                     strict=strict,
                     quiet=run.rank != 0,
@@ -487,7 +489,7 @@ class Checkpointing:
         run = self._run
 
         def open_it() -> ShardedCheckpoint:
-            names = {*self._rules, *pipeline.names_of_all_stages(run.model, None)}
+            names = pipeline.names_of_all_stages(run.model, self._rules, None)
             rename = run.config.rename
             return ShardedCheckpoint(checkpoint, self._rules, names=names, rename=rename)
 
@@ -550,14 +552,14 @@ class Checkpointing:
         self._report(found)
 
     def _needs_masters(self, found: Found) -> bool:
-        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or not
-        the weights that other stages save.
+        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or, of a
+        pipeline, not those of a shared module whose layers all have a function of their own.
         """
-        planned = self._run.planned
+        run = self._run
         return (
             found.universal
-            or found.header.dtypes != planned.layout.dtypes
-            or bool(planned.saved_elsewhere)
+            or found.header.dtypes != run.planned.layout.dtypes
+            or pipeline.is_pipeline(run.model)
             or not found.header.has_weights
         )
 

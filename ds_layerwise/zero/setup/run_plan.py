@@ -177,7 +177,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             "optimizer.params.matrix_optimizer"
         )
     config = settings.layerwise
-    elsewhere = pipeline.elsewhere(model, settings.model_group, config.overrides)
+    elsewhere = pipeline.elsewhere(model, settings.stage_group, config.overrides)
     where = nodes.node_of_each_rank()
     with comm.errors_on_all_ranks():
         routed = route(
@@ -203,7 +203,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     routes_elsewhere = {}
     if elsewhere is not None:
         routes_elsewhere = pipeline.routes_of_all_stages(
-            routes, optimizer.built_with, settings.model_group
+            routes, optimizer.built_with, settings.stage_group
         )
     _compare(routed, layout, optimizer, settings)
     if reduction == "ordered":
@@ -216,17 +216,17 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         if comm.rank_of(settings.tensor_group) > 0:
             counted_elsewhere.update(not_cut)
     norm_groups = _norm_groups(model, routed, settings)
+    saved_elsewhere = []
     for name, param in trained.items():
         if getattr(param, "ds_pipe_replicated", False):
-            counted_elsewhere.add(name)
-    saved_elsewhere = counted_elsewhere if pipeline.is_pipeline(model) else ()
+            saved_elsewhere.append(name)
     return Planned(
         **vars(routed),
         layout=layout,
         reduction=reduction,
         where=tuple(where),
         routes_elsewhere=routes_elsewhere,
-        counted_elsewhere=frozenset(counted_elsewhere),
+        counted_elsewhere=frozenset(counted_elsewhere.union(saved_elsewhere)),
         saved_elsewhere=frozenset(saved_elsewhere),
         norm_groups=norm_groups,
         left_out=tuple(name for name, _ in _wants_training(model) if name not in routes),
@@ -255,7 +255,7 @@ def _norm_groups(model: nn.Module, routed: Routed, settings: Settings) -> dict[s
         mine = norm_groups_of(model, routed, groups, tp_size=settings.tp_size)
     stages = [{name: mine.get(name) for name in routed.trained}]
     if pipeline.is_pipeline(model):
-        stages = comm.gather_objects(stages[0], group=settings.model_group)
+        stages = comm.gather_objects(stages[0], group=settings.stage_group)
     with comm.errors_on_all_ranks():
         members: set[Any] = set()
         for stage in stages:

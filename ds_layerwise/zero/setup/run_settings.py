@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deepspeed.utils import groups
+
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.ranks.comm import comm
@@ -31,6 +33,8 @@ class Settings(RunConfig):
     """The ranks that hold the parts of one model, if the model is cut; None if each rank holds it
     whole.
     """
+    stage_group: comm.Group | None
+    """The ranks with the other stages of a pipeline, in the order of stages; None without one."""
     mp_rank: int
     """The number of this rank's piece of the model, as in DeepSpeed's file names."""
     tensor_group: comm.Group | None
@@ -68,6 +72,16 @@ class Settings(RunConfig):
         group = self.expert_groups[group_name]
         rank = comm.rank_of(self.group)
         ep_size = comm.size_of(self.group) // comm.size_of(group)
+        ranks, ours = comm.ranks_of(group), comm.ranks_of(self.group)
+        if not set(ranks) <= set(ours) or ep_size != groups._get_expert_parallel_world_size(
+            group_name
+        ):
+            raise ConfigError(
+                f"{expert} is an expert of group {group_name}, of which ranks {ranks} have the "
+                f"same, and other gradients are averaged over ranks {ours}; with tensor "
+                "parallelism, set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE; "
+                "with a pipeline, start a new process: DeepSpeed keeps groups of earlier engines"
+            )
         if comm.rank_of(group) != rank // ep_size:
             raise ConfigError(
                 f"{expert} is an expert of group {group_name}, in which rank {rank} is number "

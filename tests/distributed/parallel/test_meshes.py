@@ -1,0 +1,611 @@
+"""Several kinds of parallelism in one run, against one process that has the whole model."""
+
+import dataclasses
+from functools import partial
+
+import deepspeed.comm as dist
+import pytest
+import torch
+import torch.nn.functional as F
+from deepspeed.moe.layer import MoE
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import nn
+
+from ds_layerwise.errors import ConfigError, LayerWiseError
+from tests.distributed.parallel import test_experts as experts
+from tests.distributed.parallel.test_sequence_parallel import sequence_groups
+from tests.support import internals
+from tests.support import tensor_parallel as tensors
+from tests.support.checkpoints import assert_equal_states, whole_states
+from tests.support.harness import DistributedTest
+from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.tensor_parallel import (
+    Linear,
+    Mpu,
+    VocabParallelEmbedding,
+    enter,
+    leave,
+    part,
+)
+from tests.support.training import ds_config, from_all_ranks, reduced_gradients, relative_error, start
+
+#: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
+pytestmark = [*rooms("pipeline", "tensor", "sequence"), pytest.mark.filterwarnings("ignore:c10d")]
+
+VOCAB, WIDTH, LENGTH, GAS, STEPS = 16, 12, 5, 2, 4
+EPS = 1e-4
+
+
+class Tokens(nn.Module):
+    """An embedding that is cut along its rows; tied, also what turns activations into this rank's logits."""
+
+    def __init__(self, mpu):
+        super().__init__()
+        self.mpu = mpu
+        self.table = VocabParallelEmbedding(VOCAB, WIDTH, mpu)
+
+    @property
+    def weight(self):
+        return self.table.weight
+
+    def forward(self, tokens):
+        local = tokens - self.table.first
+        inside = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.clamp(0, self.weight.shape[0] - 1), self.weight)
+        return leave(rows * inside.unsqueeze(-1), self.mpu)
+
+
+def scores(tokens, x):
+    """The mean square of all logits, of which each rank has its part."""
+    own = F.linear(enter(x, tokens.mpu), tokens.weight)
+    return leave(own.square().sum(-1, keepdim=True), tokens.mpu)
+
+
+class Pair(nn.Module):
+    """A layer that is cut along its rows and one along its columns, after a norm that every part has whole."""
+
+    def __init__(self, mpu):
+        super().__init__()
+        self.mpu, self.norm = mpu, nn.LayerNorm(WIDTH)
+        self.rows, self.columns = Linear(3 * WIDTH, WIDTH, 0, mpu), Linear(WIDTH, 3 * WIDTH, 1, mpu)
+
+    def forward(self, x):
+        inner = torch.tanh(F.linear(enter(self.norm(x), self.mpu), self.rows.weight, self.rows.bias))
+        return x + leave(F.linear(inner, self.columns.weight), self.mpu) + self.columns.bias
+
+
+def layers(mpu):
+    return [TiedLayerSpec("embed", Tokens, mpu, forward_fn=Tokens.forward, tied_weight_attr=["weight"]),
+            LayerSpec(Pair, mpu), LayerSpec(Pair, mpu),
+            TiedLayerSpec("embed", Tokens, mpu, forward_fn=scores, tied_weight_attr=["weight"])]
+
+
+def loss_of(outputs, _):
+    return outputs.mean()
+
+
+class InOnePiece(nn.Module):
+    """The same layers by the same names, on one rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.tied_modules = nn.ModuleDict()
+        for index, spec in enumerate(layers(None)[:3]):
+            torch.manual_seed(1234 + index)
+            (self if index else self.tied_modules).add_module(str(index) if index else "embed", spec.build())
+
+    def forward(self, tokens):
+        x = self.tied_modules["embed"](tokens)
+        for index in "12":
+            x = self.get_submodule(index)(x)
+        return scores(self.tied_modules["embed"], x)
+
+
+MATRICES = {f"{i}.{name}.weight": (1, *shape) for i in (1, 2)
+            for name, shape in (("rows", (3 * WIDTH, WIDTH)), ("columns", (WIDTH, 3 * WIDTH)))}
+CUT = {"rows.weight": 0, "rows.bias": 0, "columns.weight": 1, "table.weight": 0}
+
+
+def part_of(name, whole, mpu):
+    """This rank's part of a whole parameter."""
+    dims = [dim for ending, dim in CUT.items() if name.endswith(ending)]
+    return part(whole, dims[0], mpu) if dims else whole
+
+
+def batch(step, micro, pipe):
+    generator = torch.Generator().manual_seed(1 + pipe + 100 * micro + 10_000 * step)
+    return torch.randint(0, VOCAB, (3, LENGTH), generator=generator), torch.zeros(3)
+
+
+def start_3d(stages, mpu, params=None, **changes):
+    world, parts = dist.get_world_size(), mpu.get_model_parallel_world_size()
+    topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts, num_dp=world // stages // parts)
+    model = PipelineModule(layers(mpu), topology=topology, loss_fn=loss_of, seed_layers=True,
+                           partition_method="uniform")
+    return start(model, ds_config(gas=GAS, params={"eps": EPS, **(params or {})}, **changes))
+
+
+def train_3d(engine, steps):
+    pipe = engine.grid.get_data_parallel_id()
+    return [float(engine.train_batch(iter([batch(step, micro, pipe) for micro in range(GAS)]))) for step in steps]
+
+
+def weights_of(engine):
+    engine.optimizer.wait_for_params()
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+class TestPipelineAndTensors(DistributedTest):
+    world_size = [4, 8]
+    thorough_on = (4,)
+
+    def test_against_one_piece(self):
+        mpu, pipes = Mpu(2), dist.get_world_size() // 4
+        recipe = Recipe(matrices=MATRICES, world_size=pipes, gas=GAS, clip=0.01, muon_lr=0.02, adam_lr=0.003,
+                        weight_decay=0.1, eps=EPS)
+        expected = train(InOnePiece, batch, lambda module, data: loss_of(module(data[0]), None), recipe, STEPS)
+        assert expected.steps[0].clip_factor > 1.5
+        engine = start_3d(2, mpu, clip=0.01, params={"muon_tp_mode": "distributed"})
+        for step in range(STEPS):
+            loss, = train_3d(engine, [step])
+            assert loss == pytest.approx(expected.steps[step].loss, rel=1e-5)
+            assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-5)
+        for name, value in weights_of(engine).items():
+            assert relative_error(value, part_of(name, expected.params[name], mpu)) < 1e-5, name
+        everyone = from_all_ranks({name: value.shape for name, value in weights_of(engine).items()})
+        assert set().union(*everyone) == expected.params.keys()
+
+    @pytest.mark.world_size(4)
+    @pytest.mark.parametrize("parts", [1, 2])
+    def test_resumes_with_other_stages(self, parts, tmp_path):
+        """Parts of a stage are resumed as parts; the number of stages and of pipelines may change. No layer's file has
+        the shared module, of which each layer has a function of its own."""
+        mpu = Mpu(parts)
+        for saved_on, changes in ((2, {}), (1, {"bf16": {"enabled": True}}))[:parts]:
+            engine = start_3d(saved_on, mpu, **changes)
+            train_3d(engine, range(2))
+            engine.save_checkpoint(tmp_path, tag=str(saved_on))
+            states, weights = states_of(engine, mpu), shared(weights_of(engine), mpu)
+            for stages in (2, 1):
+                other = start_3d(stages, mpu, **changes)
+                train_3d(other, [9])
+                other.load_checkpoint(tmp_path, tag=str(saved_on))
+                assert_equal_states(states_of(other, mpu), states, (saved_on, stages))
+                assert_equal_states(shared(weights_of(other), mpu), weights, (saved_on, stages))
+                if stages == saved_on:
+                    train_3d(engine, range(2, 4))
+                    train_3d(other, range(2, 4))
+                    assert_equal_states(shared(weights_of(other), mpu), shared(weights_of(engine), mpu))
+                other.destroy()
+            engine.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_another_number_of_parts_is_refused(self, tmp_path):
+        start_3d(1, Mpu(2)).save_checkpoint(tmp_path, tag="two")
+        with pytest.raises(LayerWiseError, match="in 2 tensor-parallel part.s., and this run has them in 1; resume"):
+            start_3d(2, Mpu(1)).load_checkpoint(tmp_path, tag="two")
+
+
+def parts_like_mine(mine, mpu):
+    """The values of each rank with this rank's number of the part."""
+    return from_all_ranks(mine)[mpu.get_model_parallel_rank()::mpu.get_model_parallel_world_size()]
+
+
+def shared(mine, mpu):
+    """The values of those ranks, which are equal where two have one."""
+    whole = {}
+    for theirs in parts_like_mine(mine, mpu):
+        for key, value in theirs.items():
+            assert torch.equal(whole.setdefault(key, value), value), key
+    return whole
+
+
+def states_of(engine, mpu):
+    """Masters and states of this rank's part of the model, of all stages, whole and 1-D."""
+    mine = {}
+    for piece in internals.records(engine):
+        for key, value in piece.tensors.items():
+            mine[piece.name, key] = (piece.param_start, value.clone())
+    whole = {}
+    for theirs in parts_like_mine(mine, mpu):
+        for key, part_of_it in theirs.items():
+            whole.setdefault(key, {})[part_of_it[0]] = part_of_it[1]
+    return {key: parts[0] if key[1] == "step" else torch.cat([parts[start] for start in sorted(parts)])
+            for key, parts in whole.items()}
+
+
+class TestExpertsAndSequences(DistributedTest):
+    """Ranks that share a sequence send its tokens to experts on other ranks. A gradient is the sum over a sequence, and
+    the mean over sequences: of an expert, too, which every ``ep_size``-th rank has."""
+
+    world_size = 4
+
+    @pytest.mark.parametrize("how", ["mpu", "mesh"])
+    def test_whole_numbers(self, how):
+        for stage, ep_size in ((1, 2), (2, 4)):
+            whole = experts.whole_model()
+            recipe = dataclasses.replace(experts.recipe(whole, clip=5.0), world_size=2)
+            reference = Reference(trainable(whole), recipe)
+            engine = start(experts.FakeLoss(experts.part_of(whole, ep_size), ep_size),
+                           ds_config(clip=5.0, stage=stage), **sequence_groups(how))
+            for step in range(STEPS):
+                wanted = reference.step(experts.gradients_of_ranks(whole, step, 1, ep_size))
+                engine.backward(engine((step, 0, dist.get_rank())))
+                for name, (first, values) in reduced_gradients(engine).items():
+                    saved = experts.global_name(name, dist.get_rank() % ep_size, ep_size).removeprefix("inner.")
+                    assert torch.equal(values, wanted.grads[saved].flatten()[first:first + values.numel()]), saved
+                engine.step()
+                assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
+            experts.assert_weights(engine.module.inner, reference.params, ep_size)
+            engine.destroy()
+
+    def test_resumes_on_other_sequence_and_expert_groups(self, tmp_path):
+        def begin(ep_size, how):
+            return start(experts.FakeLoss(experts.part_of(experts.whole_model(), ep_size), ep_size),
+                         ds_config(layerwise={"save_universal": True}), **sequence_groups(how))
+
+        # Groups of sequences stay for the rest of the process.
+        found = {}
+        for tag, how in (("plain", "none"), ("shared", "mesh")):
+            engine = begin(2, how)
+            experts.train_experts(engine, 0, 2)
+            engine.save_checkpoint(tmp_path, tag=tag)
+            found[tag] = found[f"{tag}_universal"] = whole_states(engine), experts.all_weights(engine, 2)
+            engine.destroy()
+        for ep_size in (2, 4):
+            other = begin(ep_size, "mesh")
+            for tag, (states, weights) in found.items():
+                experts.train_experts(other, 9, 10)
+                other.load_checkpoint(tmp_path, tag=tag)
+                assert_equal_states(whole_states(other), states, (ep_size, tag))
+                assert_equal_states(experts.all_weights(other, ep_size), weights, (ep_size, tag))
+            other.destroy()
+
+
+class TensorsAndSequences(Mpu):
+    """An ``mpu`` with both: neighbours have the parts of a layer, and pairs of those share a sequence."""
+
+    def __init__(self):
+        super().__init__(2)
+        self.sequence_data, self._dp = self._dp, None
+        world, rank = dist.get_world_size(), dist.get_rank()
+        for first in range(world):
+            if first % 4 < 2:
+                self._keep("sequence", [first, first + 2], rank)
+        for first in range(4):
+            self._keep("_dp", list(range(first, world, 4)), rank)
+
+    def _keep(self, name, ranks, rank):
+        group = dist.new_group(ranks)
+        if rank in ranks:
+            setattr(self, name, group)
+
+    def get_sequence_parallel_group(self):
+        return self.sequence
+
+    def get_sequence_parallel_world_size(self):
+        return dist.get_world_size(self.sequence)
+
+    def get_sequence_parallel_rank(self):
+        return dist.get_rank(self.sequence)
+
+    def get_sequence_data_parallel_group(self):
+        return self.sequence_data
+
+    def get_sequence_data_parallel_world_size(self):
+        return dist.get_world_size(self.sequence_data)
+
+    def get_sequence_data_parallel_rank(self):
+        return dist.get_rank(self.sequence_data)
+
+
+def sequences(step, micro, rank):
+    generator = torch.Generator().manual_seed(1 + rank + 100 * micro + 10_000 * step)
+    return torch.randint(0, 16, (3, 6), generator=generator)
+
+
+class TestTensorsAndSequences(DistributedTest):
+    world_size = [4, 8]
+    thorough_on = (4,)
+
+    def test_against_the_whole_model(self):
+        mpu = TensorsAndSequences()
+        recipe = Recipe(matrices=tensors.MATRICES, world_size=dist.get_world_size() // 4, gas=GAS, clip=0.05,
+                        muon_lr=0.02, adam_lr=0.003, weight_decay=0.1, eps=1e-8)
+        expected = train(tensors.Net, sequences, lambda module, data: module(data), recipe, STEPS)
+        assert expected.steps[0].clip_factor > 1.5
+        for stage in (1, 2):
+            module = tensors.Net(mpu)
+            engine = start(module, ds_config(stage=stage, gas=GAS, clip=0.05, params={"eps": 1e-8}), mpu=mpu)
+            assert engine.optimizer.world_size == dist.get_world_size() // 2
+            for step, wanted in enumerate(expected.steps):
+                for micro in range(GAS):
+                    tokens = sequences(step, micro, mpu.get_data_parallel_rank())
+                    mine = tokens.chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
+                    engine.backward(engine(mine) / 2)
+                    if micro == GAS - 1:
+                        for name, (first, values) in reduced_gradients(engine).items():
+                            dim = tensors.dim_of(name)
+                            grad = wanted.grads[name] if dim is None else part(wanted.grads[name], dim, mpu)
+                            error = values - grad.flatten()[first:first + values.numel()]
+                            assert error.norm() < 1e-5 * (grad.norm() + 1e-3), (name, step)
+                    engine.step()
+                assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+            for name, p in module.named_parameters():
+                dim, whole = tensors.dim_of(name), expected.model_params[name]
+                whole = whole if dim is None else part(whole, dim, mpu)
+                assert relative_error(p.detach(), whole) < 1e-5, (name, stage)
+            engine.destroy()
+
+    @pytest.mark.world_size(4)
+    def test_resumes(self, tmp_path):
+        mpu, found = TensorsAndSequences(), []
+        for stage in (1, 2):
+            engine = start(tensors.Net(mpu), ds_config(stage=stage, bf16={"enabled": True}), mpu=mpu)
+
+            def train_on(steps, engine=engine):
+                for step in steps:
+                    tokens = sequences(step, 0, 0).chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
+                    engine.backward(engine(tokens) / 2)
+                    engine.step()
+
+            train_on([9] if found else [0, 1])
+            if found:
+                engine.load_checkpoint(tmp_path, tag="saved")
+            else:
+                engine.save_checkpoint(tmp_path, tag="saved")
+            found.append((states_of(engine, mpu), shared(weights_of(engine), mpu)))
+            train_on([2, 3])
+            found[-1] += (states_of(engine, mpu), shared(weights_of(engine), mpu))
+        for first, second in zip(*found, strict=True):
+            assert_equal_states(second, first)
+
+
+EXPERT_CUTS = {"0.weight": 0, "0.bias": 0, "2.weight": 1}
+
+
+def cut_of(name):
+    """The axis along which tensor parallelism cuts a parameter of an expert; None for other parameters."""
+    _, found, place = name.partition("deepspeed_experts.")
+    return EXPERT_CUTS.get(place.partition(".")[2]) if found else None
+
+
+def cut_experts(ep_size, mpu):
+    """This rank's experts, of which it has its parts."""
+    module = experts.ExpertNet(ep_size)
+    for layer in module.layers:
+        layer.enable_expert_tensor_parallelism = True
+    whole = trainable(experts.whole_model())
+    for name, saved in cut_names(module, ep_size, mpu).items():
+        owner, _, leaf = name.rpartition(".")
+        dim = cut_of(name)
+        old, value = module.get_parameter(name), whole[saved].detach()
+        new = nn.Parameter((value if dim is None else part(value, dim, mpu)).clone())
+        vars(new).update(vars(old))
+        setattr(module.get_submodule(owner), leaf, new)
+        if dim is not None:
+            tensors.mark(new, dim)
+    return module
+
+
+def cut_names(module, ep_size, mpu):
+    ep_rank = sharing(mpu)[0] % ep_size
+    return {name: experts.global_name(name, ep_rank, ep_size) for name in trainable(module)}
+
+
+def sharing(mpu):
+    """This rank's number among those that share its gradients, and how many they are."""
+    both = getattr(mpu, "get_sequence_data_parallel_group", mpu.get_data_parallel_group)()
+    return dist.get_rank(both), dist.get_world_size(both)
+
+
+class CutNumbers(nn.Module):
+    """Whole numbers for gradients: parts of those of whole experts."""
+
+    def __init__(self, inner, ep_size, mpu):
+        super().__init__()
+        self.inner, self.ep_size, self.mpu = inner, ep_size, mpu
+        self.shapes = {name: p.shape for name, p in experts.whole_model().named_parameters()}
+
+    def forward(self, step):
+        place, total = (step, 0, sharing(self.mpu)[0]), 0.0
+        for name, saved in cut_names(self.inner, self.ep_size, self.mpu).items():
+            numbers, dim = whole_number_gradients(saved, self.shapes[saved], *place), cut_of(name)
+            numbers = numbers if dim is None else part(numbers, dim, self.mpu)
+            total = total + (self.inner.get_parameter(name) * numbers).sum()
+        return total
+
+
+class TestExpertsAndTensors(DistributedTest):
+    world_size = [4, 8]
+    thorough_on = (4,)
+
+    @pytest.mark.parametrize("mesh", [partial(Mpu, 2), TensorsAndSequences], ids=["tensors", "tensors_and_sequences"])
+    def test_whole_numbers(self, mesh):
+        mpu = mesh()
+        size = sharing(mpu)[1]
+        for stage, ep_size, tp_mode in ((1, 2, "duplicated"),
+                                        (2, mpu.get_data_parallel_world_size(), "distributed")):
+            whole = experts.whole_model()
+            recipe = dataclasses.replace(experts.recipe(whole, clip=5.0), world_size=mpu.get_data_parallel_world_size())
+            reference = Reference(trainable(whole), recipe)
+            engine = start(CutNumbers(cut_experts(ep_size, mpu), ep_size, mpu),
+                           ds_config(clip=5.0, stage=stage, params={"muon_tp_mode": tp_mode}), mpu=mpu)
+            names = {f"inner.{name}": saved for name, saved in cut_names(engine.module.inner, ep_size, mpu).items()}
+
+            def mine(name, value):
+                return value if cut_of(name) is None else part(value, cut_of(name), mpu)
+
+            for step in range(STEPS):
+                gradients = experts.gradients_of_ranks(whole, step, 1, ep_size)[:size]
+                wanted = reference.step(gradients)
+                engine.backward(engine(step))
+                for name, (first, values) in reduced_gradients(engine).items():
+                    grad = mine(name, wanted.grads[names[name]]).flatten()
+                    assert torch.equal(values, grad[first:first + values.numel()]), name
+                engine.step()
+                assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
+            for name, p in engine.module.named_parameters():
+                assert relative_error(p.detach(), mine(name, reference.params[names[name]])) < 1e-5, name
+            engine.destroy()
+
+    @pytest.mark.world_size(4)
+    def test_resumes_with_another_number_of_experts_a_rank(self, tmp_path):
+        mpu = Mpu(2)
+
+        def begin(ep_size, steps):
+            engine = start(CutNumbers(cut_experts(ep_size, mpu), ep_size, mpu), ds_config(bf16={"enabled": True}),
+                           mpu=mpu)
+            run(engine, steps)
+            return engine
+
+        def run(engine, steps):
+            for step in steps:
+                engine.backward(engine(step))
+                engine.step()
+
+        def found_in(engine, ep_size):
+            names = cut_names(engine.module.inner, ep_size, mpu)
+            weights = {saved: engine.module.inner.get_parameter(name).detach().clone() for name, saved in names.items()}
+            return shared(weights, mpu), states_of(engine, mpu)
+
+        engine = begin(2, [0, 1])
+        engine.save_checkpoint(tmp_path, tag="saved")
+        wanted = found_in(engine, 2)
+        engine.destroy()
+        for ep_size in (1, 2):
+            engine = begin(ep_size, [9])
+            engine.load_checkpoint(tmp_path, tag="saved")
+            for now, then in zip(found_in(engine, ep_size), wanted, strict=True):
+                assert_equal_states(now, then, ep_size)
+            engine.destroy()
+
+
+class Routed(nn.Module):
+    """A layer of experts between layers of a pipeline."""
+
+    def __init__(self, ep_size):
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
+        self.moe = MoE(WIDTH, inner, num_experts=4, ep_size=ep_size, k=1, capacity_factor=4.0, min_capacity=1,
+                       use_rts=False)
+
+    def forward(self, x):
+        return x + self.moe(x)[0]
+
+
+def layers_of_experts(ep_size):
+    return [LayerSpec(nn.Linear, 6, WIDTH), LayerSpec(Routed, ep_size), LayerSpec(Routed, ep_size),
+            LayerSpec(nn.Linear, WIDTH, 3)]
+
+
+def square_loss(outputs, _):
+    return outputs.square().mean()
+
+
+def rows(step, micro, pipe):
+    generator = torch.Generator().manual_seed(1 + pipe + 100 * micro + 10_000 * step)
+    return torch.randn(8, 6, generator=generator), torch.zeros(8)
+
+
+class TestPipelineAndExperts(DistributedTest):
+    world_size = 4
+
+    def start(self, stages, ep_size, **changes):
+        whole = self.whole()
+        model = PipelineModule(layers_of_experts(ep_size), num_stages=stages, loss_fn=square_loss,
+                               partition_method="uniform")
+        with torch.no_grad():
+            for name, saved in self.names(model, stages, ep_size).items():
+                model.get_parameter(name).copy_(whole.get_parameter(saved))
+        return start(model, ds_config(gas=GAS, params={"eps": EPS}, **changes))
+
+    def names(self, model, stages, ep_size):
+        pipe = dist.get_rank() % (dist.get_world_size() // stages)
+        return {name: experts.global_name(name, pipe % ep_size, ep_size) for name in trainable(model)}
+
+    def whole(self):
+        torch.manual_seed(3)
+        whole = nn.Sequential(*(spec.build() for spec in layers_of_experts(1)))
+        with torch.no_grad():
+            for param in whole.parameters():
+                param.copy_(torch.randn(param.shape) * 0.3)
+        return whole
+
+    @pytest.mark.parametrize("stages", [1, 2])
+    def test_against_one_piece(self, stages):
+        ep_size = 2
+        engine = self.start(stages, ep_size, clip=0.05)
+        whole, pipes = self.whole(), dist.get_world_size() // stages
+        for module in whole.modules():
+            if isinstance(module, MoE):
+                module.set_deepspeed_parallelism()
+        matrices = {name: (1, *p.shape) for name, p in trainable(whole).items()
+                    if p.dim() == 2 and name not in ("3.weight",)}
+        reference = Reference(trainable(whole), Recipe(
+            matrices=matrices, world_size=pipes, gas=GAS, clip=0.05, muon_lr=0.02, adam_lr=0.003, weight_decay=0.1,
+            eps=EPS))
+        pipe = engine.grid.get_data_parallel_id()
+        for step in range(STEPS):
+            grads = []
+            for other in range(pipes):
+                grads.append([])
+                for micro in range(GAS):
+                    whole.zero_grad()
+                    (square_loss(whole(rows(step, micro, other)[0]), None) / GAS).backward()
+                    grads[-1].append({n: None if p.grad is None else p.grad.clone()
+                                      for n, p in trainable(whole).items()})
+            wanted = reference.step(grads)
+            assert wanted.clip_factor > 1.5
+            engine.train_batch(iter([rows(step, micro, pipe) for micro in range(GAS)]))
+            assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-5)
+            with torch.no_grad():
+                for name, value in reference.params.items():
+                    whole.get_parameter(name).copy_(value)
+        names = self.names(engine.module, stages, ep_size)
+        for name, value in weights_of(engine).items():
+            assert relative_error(value, reference.params[names[name]]) < 1e-5, name
+        engine.destroy()
+
+    def test_groups_of_an_earlier_engine_are_refused(self):
+        self.start(2, 2).destroy()
+        with pytest.raises(ConfigError, match="group ep_size_2, of .*; with a pipeline, start a new process"):
+            self.start(1, 2)
+
+    def test_resumes_with_another_number_of_experts_a_rank(self, tmp_path):
+        def begin(ep_size, steps, stages=2):
+            engine = self.start(stages, ep_size, layerwise={"save_universal": True})
+            run(engine, steps)
+            return engine
+
+        def run(engine, steps):
+            for step in steps:
+                pipe = engine.grid.get_data_parallel_id()
+                engine.train_batch(iter([rows(step, micro, pipe) for micro in range(GAS)]))
+
+        def found_in(engine, ep_size):
+            names = self.names(engine.module, engine.grid.pipe_parallel_size, ep_size)
+            weights = {names[name]: value for name, value in weights_of(engine).items()}
+            return shared(weights, Mpu(1)), states_of(engine, Mpu(1))
+
+        engine = begin(2, [0, 1])
+        engine.save_checkpoint(tmp_path, tag="2")
+        wanted = found_in(engine, 2)
+        engine.destroy()
+        for ep_size in (1, 2):
+            engine = begin(ep_size, [9])
+            for tag in ("2_universal", "2"):
+                run(engine, [9])
+                engine.load_checkpoint(tmp_path, tag=tag)
+                for now, then in zip(found_in(engine, ep_size), wanted, strict=True):
+                    assert_equal_states(now, then, (tag, ep_size))
+            engine.destroy()
+        # Regular files of a pipeline's experts go by stages.
+        engine = begin(4, [9], stages=1)
+        engine.load_checkpoint(tmp_path, tag="2_universal")
+        for now, then in zip(found_in(engine, 4), wanted, strict=True):
+            assert_equal_states(now, then)
+        with pytest.raises(LayerWiseError, match=r"holds a model in 2 part\(s\), and this run has it in 1"):
+            engine.load_checkpoint(tmp_path, tag="2")
