@@ -180,6 +180,12 @@ class Recipe(Section):
         """
         return 0
 
+    def shared_work(self, shape: Shape, axis: Axis | None, size: int) -> tuple[int, int]:
+        """Return :meth:`work` of a rank for whole matrices of ``shape``, and the bytes that it
+        sends for them, if tensor parallelism has cut them along ``axis`` for ``size`` ranks.
+        """
+        return self.work(shape), 0
+
     def workspace(self, shape: Shape) -> int:
         """Return the most bytes that an update needs in addition to the parameter, gradient and
         states.

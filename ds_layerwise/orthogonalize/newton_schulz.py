@@ -321,7 +321,7 @@ def _sign(matrices: Tensor) -> Tensor:
 
 
 def newton_schulz_flops(
-    rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1
+    rows: int, cols: int, *, steps: int = 5, method: str = "gram", batch: int = 1, parts: int = 1
 ) -> int:
     """Return the FLOPs to orthogonalise ``batch`` matrices of ``(rows, cols)``. A product of m x k
     and k x n counts as 2mnk.
@@ -331,11 +331,11 @@ def newton_schulz_flops(
     """
     m, n = sorted((rows, cols))
     if method == "standard" or m == n:
-        return batch * steps * (4 * m * m * n + 2 * m**3)
+        return batch * steps * (4 * m * m * n // parts + 2 * m**3)
     segments = len(gram_segments(steps))
     rectangular = 2 * segments
     square = 4 * steps - 3 * segments
-    return batch * (rectangular * 2 * m * m * n + square * 2 * m**3)
+    return batch * (rectangular * 2 * m * m * n // parts + square * 2 * m**3)
 
 
 def gram_segments(steps: int, *, bf16: bool = False, fp16: bool = False) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,14 +20,16 @@ class ThreadPeers:
         self._slots, self._barrier = slots, barrier
 
     def _exchange(self, what: str, value: Tensor) -> Tensor:
-        self.calls.append((what, tuple(value.shape)))
-        self._slots[self.rank] = (what, value.clone())
+        return torch.stack(self._from_all(what, tuple(value.shape), value.clone()))
+
+    def _from_all(self, what: str, shape: tuple[int, ...], value: Any) -> list[Any]:
+        self.calls.append((what, shape))
+        self._slots[self.rank] = (what, value)
         self._barrier.wait(120)
         kinds, values = zip(*self._slots, strict=True)
         assert len(set(kinds)) == 1, f"ranks are in different collectives: {kinds}"
-        together = torch.stack(values)
         self._barrier.wait(120)
-        return together
+        return list(values)
 
     def gather(self, value: Tensor) -> Tensor:
         """Return everyone's ``value``, stacked."""
@@ -38,6 +40,13 @@ class ThreadPeers:
         """Return the sum of everyone's ``value``."""
         assert value.is_contiguous(), "as collectives ask for"
         return self._exchange("sum", value).sum(0)
+
+    def exchange(self, value: Tensor, sent_to: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Return what everyone sends to this rank. ``calls`` has the elements that this rank sends to each."""
+        everyone = self._from_all("exchange", tuple(sent_to), value.split(list(sent_to)))
+        mine = [parts[self.rank] for parts in everyone]
+        assert [part.numel() for part in mine] == list(received)
+        return torch.cat(mine)
 
 
 def on_ranks(size: int, function: Callable[[ThreadPeers], Any]) -> list[Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from functools import partial
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field, model_validator
@@ -28,6 +29,7 @@ from ds_layerwise.optimizers.recipe import (
 from ds_layerwise.optimizers.rules.update_hooks import UpdateHooks
 from ds_layerwise.orthogonalize.batching import (
     FULL_BATCH_NUMEL,
+    MAX_BATCH_NUMEL,
     Some,
     batches,
     frobenius_norms,
@@ -46,16 +48,18 @@ from ds_layerwise.orthogonalize.newton_schulz import (
     newton_schulz_flops,
     newton_schulz_workspace,
 )
+from ds_layerwise.orthogonalize.tensor_modes import Cut, TpMode
 from ds_layerwise.orthogonalize.tensor_shards import (
     Axis,
     ShardPeers,
+    at_all,
+    at_owners,
     newton_schulz_of_shards,
     whole_shape,
 )
 
 NsDtype = Literal["auto", "bf16", "fp16", "fp32"]
 ScaleMode = Literal["original", "spectral", "unit_rms_norm", "match_rms_adamw"]
-TpMode = Literal["duplicated", "distributed", "blockwise"]
 Line = Literal["row", "column", "longer_side"]
 #: The coefficients of one step per row: the a, b and c of aX + b(XX')X + c(XX')(XX')X.
 Rows = tuple[tuple[float, float, float], ...]
@@ -81,7 +85,7 @@ def scale_factor(mode: ScaleMode, rows: int, cols: int) -> float:
     return longer
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Batch:
     """``k`` matrices of equal shape that are updated together, as views of their tensors."""
 
@@ -130,22 +134,6 @@ class Batch:
         """Return the norms of ``(k, rows, cols)`` as ``(k, 1, 1)``."""
         return self.norms(list(stacked.unbind())).view(-1, 1, 1)
 
-    def orthogonal(self, matrices: Tensor, recipe: Orthogonalized, dtype: torch.dtype) -> Tensor:
-        """Return ``matrices`` orthogonalised with the settings of ``recipe``, in ``dtype``."""
-        rows = coefficients(recipe.ns_coefficients, recipe.ns_steps)
-        if self.cut is None:
-            return newton_schulz(matrices, rows, method=recipe.ns_method, dtype=dtype)
-        axis, peers = self.cut
-        return newton_schulz_of_shards(
-            matrices,
-            rows,
-            axis=axis,
-            peers=peers,
-            method=recipe.ns_method,
-            distributed=recipe.muon_tp_mode == "distributed",
-            dtype=dtype,
-        )
-
 
 class Orthogonalized(UpdateHooks, KeptMomentum):
     """Momentum, nesterov, Newton-Schulz in batches of equal shape, weight decay, hooks.
@@ -172,7 +160,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
     ns_dtype: NsDtype = "auto"
     muon_tp_mode: TpMode = "duplicated"
     """The method for matrices that tensor parallelism has cut; see
-    :mod:`.orthogonalize.tensor_shards`.
+    :mod:`.orthogonalize.tensor_shards` and :mod:`.orthogonalize.tensor_modes`.
     """
 
     def states(self, shape: Shape) -> States:
@@ -185,6 +173,20 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         return newton_schulz_flops(
             rows, cols, steps=self.ns_steps, method=self.ns_method, batch=math.prod(batch)
         ) + self.hook_flops(shape)
+
+    def shared_work(self, shape: Shape, axis: Axis | None, size: int) -> tuple[int, int]:
+        """Return the work, and the bytes that are sent, in the mode of ``muon_tp_mode``."""
+        if axis is None or self.sees_tensor_shards:
+            return super().shared_work(shape, axis, size)
+        *batch, rows, cols = shape
+        cut = self._cut((rows, cols), axis, size)
+        flops, sent = cut.share(cut.mode(self.muon_tp_mode, size), size)
+        return math.prod(batch) * flops, math.prod(batch) * sent
+
+    def _cut(self, shape: Shape, axis: Axis, size: int) -> Cut:
+        rows, cols = shape
+        hooks = self.hook_flops(shape)
+        return Cut(rows, cols, axis, size, self.ns_steps, self.ns_method, hooks)
 
     def workspace(self, shape: Shape) -> int:
         """Return the bytes of Newton-Schulz on as many matrices as it takes at a time, with l2 also
@@ -278,46 +280,124 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
             site = replace(site, cut=None)
         shapes = [(*param.shape[:-2], *_whole(param.shape, site.cut)) for param in params]
         groups = batches(shapes, max_batch_numel(params[0].device))
-        for group in groups:
-            self._update_batch(group, params, grads, states, hyper, site)
-        if self.spectral_clip is not None:
-            for group in groups:
-                _clip_([some.of(params) for some in group], self.spectral_clip, site.cut)
+        for mode, together in self._rounds(groups, shapes, site.cut):
+            self._update_round(together, mode, params, grads, states, hyper, site)
+            own = []
+            for group in together:
+                own.append([some.of(params) for some in group])
+            self._clip_(own, mode, site.cut)
 
-    def _update_batch(
+    def _rounds(
         self,
-        group: Sequence[Some],
+        groups: Sequence[list[Some]],
+        shapes: Sequence[Shape],
+        cut: tuple[Axis, ShardPeers] | None,
+    ) -> list[tuple[TpMode, list[list[Some]]]]:
+        """Return the groups to update together, and how: with owners, up to about a full batch for
+        each rank.
+        """
+        if cut is None:
+            return [("duplicated", [group]) for group in groups]
+        axis, peers = cut
+        rounds: list[tuple[TpMode, list[list[Some]]]] = []
+        owners = min(peers.size, sum(math.prod(shape[:-2]) for shape in shapes))
+        room = 0
+        for group in groups:
+            shape = shapes[group[0].tensor][-2:]
+            mode = self._cut(shape, axis, peers.size).mode(self.muon_tp_mode, owners)
+            if mode != "owner":
+                rounds.insert(0, (mode, [group]))
+                continue
+            if room <= 0:
+                rounds.append((mode, []))
+                room = peers.size * MAX_BATCH_NUMEL
+            rounds[-1][1].append(group)
+            room -= math.prod(shape) * sum(some.stop - some.start for some in group)
+        return rounds
+
+    def _update_round(
+        self,
+        together: Sequence[list[Some]],
+        mode: TpMode,
         params: Sequence[Tensor],
         grads: Sequence[Tensor],
         states: Sequence[State],
         hyper: Hyper,
         site: Site,
     ) -> None:
-        mine = [some.of(params) for some in group]
-        gradients = [some.of(grads) for some in group]
-        views = []
-        for some in group:
-            state = states[some.tensor]
-            views.append({key: some.within(value) for key, value in state.items()})
-        momenta = [view["momentum_buffer"] for view in views]
-        decayed = self.with_l2(mine, gradients, hyper)
-        torch._foreach_lerp_(momenta, decayed, 1 - hyper.momentum)
-        if self.nesterov:
-            direction = stack(torch._foreach_lerp(decayed, momenta, hyper.momentum))
-        else:
-            direction = stack(momenta)
-        batch = Batch(
-            params=mine,
-            grads=gradients,
-            states=views,
-            direction=direction,
-            shape=_whole(direction.shape, site.cut),
-            cut=site.cut,
-        )
+        begun = []
+        for group in together:
+            mine = [some.of(params) for some in group]
+            gradients = [some.of(grads) for some in group]
+            views = []
+            for some in group:
+                state = states[some.tensor]
+                views.append({key: some.within(value) for key, value in state.items()})
+            momenta = [view["momentum_buffer"] for view in views]
+            decayed = self.with_l2(mine, gradients, hyper)
+            torch._foreach_lerp_(momenta, decayed, 1 - hyper.momentum)
+            if self.nesterov:
+                direction = stack(torch._foreach_lerp(decayed, momenta, hyper.momentum))
+            else:
+                direction = stack(momenta)
+            shape = _whole(direction.shape, site.cut)
+            begun.append(Batch(mine, gradients, views, direction, shape, site.cut))
+        del decayed
+        matrices = [self.prepared(batch.direction) for batch in begun]
+        done = self._orthogonal(matrices, mode, site)
+        del matrices
+        for batch in begun:
+            update = self.adapted_(done.pop(0), batch)
+            self.decay_(batch.params, unstack(update, batch.params), hyper)
+            scale = self.scale_of(*batch.shape)
+            self.step_(batch.params, update, lr=hyper.lr, scale=scale, norms=batch.norms)
+
+    def _orthogonal(self, matrices: Sequence[Tensor], mode: TpMode, site: Site) -> list[Tensor]:
         dtype = self.products_in(site.fast_dtypes)
-        update = self.adapted_(batch.orthogonal(self.prepared(direction), self, dtype), batch)
-        self.decay_(mine, unstack(update, mine), hyper)
-        self.step_(mine, update, lr=hyper.lr, scale=self.scale_of(*batch.shape), norms=batch.norms)
+        rows = coefficients(self.ns_coefficients, self.ns_steps)
+        settings: dict[str, Any] = {"coefficients": rows, "method": self.ns_method, "dtype": dtype}
+        if mode == "distributed" and site.cut is not None:
+            axis, peers = site.cut
+            parts = partial(newton_schulz_of_shards, axis=axis, peers=peers, **settings)
+            return list(map(parts, matrices))
+        return self._of_wholes(matrices, partial(newton_schulz, **settings), mode, site.cut, dtype)
+
+    def _of_wholes(
+        self,
+        shards: Sequence[Tensor],
+        function: Callable[[Tensor], Tensor],
+        mode: TpMode,
+        cut: tuple[Axis, ShardPeers] | None,
+        dtype: torch.dtype,
+    ) -> list[Tensor]:
+        """Return the parts of ``function`` of whole matrices, which has results in ``dtype``."""
+        if cut is None:
+            return list(map(function, shards))
+        place: dict[str, Any] = {"axis": cut[0], "peers": cut[1]}
+        if mode != "owner":
+            return [at_all(each, function, **place) for each in shards]
+        work = [self.work(_whole(each.shape, cut)) for each in shards]
+        return at_owners(shards, function, work=work, **place, dtype=dtype)
+
+    def _clip_(
+        self, own: Sequence[list[Tensor]], mode: TpMode, cut: tuple[Axis, ShardPeers] | None
+    ) -> None:
+        """Clip the singular values of parameters to ``spectral_clip``."""
+        most = self.spectral_clip
+        if most is None:
+            return
+        if cut is None:
+            clipped = iter([capped(params, most) for params in own])
+        else:
+            shards = [stack(params) for params in own]
+            clip = partial(_capped, most=most)
+            clipped = iter(self._of_wholes(shards, clip, mode, cut, torch.float32))
+        for params in own:
+            torch._foreach_copy_(params, unstack(next(clipped), params))
+
+
+def _capped(whole: Tensor, most: float) -> Tensor:
+    return capped(whole.unbind(), most)
 
 
 def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[int, ...]:
@@ -326,17 +406,6 @@ def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[i
         return tuple(shape[-2:])
     axis, peers = cut
     return whole_shape(tuple(shape[-2:]), axis, peers.size)
-
-
-def _clip_(params: list[Tensor], most: float, cut: tuple[Axis, ShardPeers] | None) -> None:
-    """Clip the singular values of ``params`` to ``most``. Parts are gathered first."""
-    if cut is None:
-        torch._foreach_copy_(params, unstack(capped(params, most), params))
-        return
-    axis, peers = cut
-    whole = torch.cat(peers.gather(stack(params).contiguous()).unbind(), dim=axis)
-    mine = capped([whole], most).chunk(peers.size, dim=axis)[peers.rank]
-    torch._foreach_copy_(params, unstack(mine, params))
 
 
 class ScaledByShape(Orthogonalized):

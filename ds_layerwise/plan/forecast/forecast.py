@@ -17,7 +17,7 @@ from typing import Any
 from ds_layerwise.config.run_config import RunConfig, Whole
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.recipe import Recipe, Shape
-from ds_layerwise.orthogonalize.tensor_shards import whole_shape
+from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
 from ds_layerwise.plan.forecast.memory import (
     RankMemory,
     Working,
@@ -57,8 +57,8 @@ def specs_of(
     """
 
     @cache
-    def work(recipe: Recipe, multiplied: Shape) -> int:
-        return recipe.work(multiplied)
+    def work(recipe: Recipe, multiplied: Shape, axis: Axis | None) -> tuple[int, int]:
+        return recipe.shared_work(multiplied, axis, tp_size)
 
     specs = []
     for name, shape, dtype in params:
@@ -66,13 +66,15 @@ def specs_of(
         if route is None:
             continue
         seen = route.seen(math.prod(shape))
-        flops = 0
+        flops = to_peers = 0
         for part, its in seen.items() if route.whole else ():
             whole = whole_shape(its, route.tp_axis, tp_size)
             if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
                 of_part = f", part {part} {its}," if part else ""
                 raise RoutingError(f"{name} {shape}{of_part} {why}")
-            flops += work(route.recipe, route.multiplied(its, tp_size))
+            own = work(route.recipe, route.multiplied(its, tp_size), route.tp_axis)
+            flops += own[0]
+            to_peers += own[1]
         specs.append(
             ParamSpec(
                 name=name,
@@ -82,6 +84,7 @@ def specs_of(
                 work=flops,
                 ep_size=(ep_size or {}).get(name, 1),
                 wire=(wires or {}).get(name, "float32"),
+                to_peers=to_peers,
             )
         )
     return specs
@@ -107,21 +110,25 @@ class LayoutReport:
     """The FLOPs of matrix updates (Newton-Schulz)."""
     whole_numel: tuple[int, ...]
     """The elements of whole parameters, which ownership can unbalance."""
+    to_peers: tuple[int, ...]
+    """The bytes sent to the ranks with the other tensor shards in a step."""
 
     @classmethod
     def of(cls, layout: Layout, specs: Sequence[ParamSpec]) -> LayoutReport:
         """Report on ``layout``, a plan of exactly these ``specs``."""
-        work_of = {spec.name: spec.work for spec in specs}
+        by_name = {spec.name: spec for spec in specs}
         work = [0] * layout.world_size
         whole = [0] * layout.world_size
+        to_peers = [0] * layout.world_size
         for bucket in layout.buckets:
             for slot in bucket.slots if bucket.whole else ():
                 for owner in bucket.owners(slot):
-                    work[owner] += work_of[slot.name]
+                    work[owner] += by_name[slot.name].work
                     whole[owner] += slot.numel
+                    to_peers[owner] += by_name[slot.name].to_peers
         numel = sum(spec.numel for spec in specs)
         padding = sum(map(layout.buffer_numel, layout.dtypes)) - numel
-        return cls(len(layout.buckets), numel, padding, tuple(work), tuple(whole))
+        return cls(len(layout.buckets), numel, padding, tuple(work), tuple(whole), tuple(to_peers))
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,8 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)
+    if any(report.to_peers):
+        rows["sent, tensor shards"] = size_text(max(report.to_peers))
     if gb_s is not None:
         rows[f"sent at {gb_s:g} GB/s"] = time_text((gradients + parameters) / gb_s)
     if memory_bytes is not None:
@@ -211,6 +213,8 @@ def as_json(
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
         "sent_by_busiest_bytes": busiest,
     }
+    if any(report.to_peers):
+        numbers["sent_to_tensor_peers_bytes"] = list(report.to_peers)
     if memory_bytes is not None:
         left = memory_bytes - forecast.needed
         numbers["device_memory_bytes"] = memory_bytes

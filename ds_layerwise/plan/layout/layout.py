@@ -36,7 +36,8 @@ class ParamSpec:
     the FLOPs of one update, 0 for a parameter that is cut. ``ep_size`` is the number of consecutive
     ranks that hold different parameters under this name, a pattern that repeats; it is more than 1
     for experts. ``wire`` is the dtype in which the gradient is sent; all parameters of a bucket
-    have the same.
+    have the same. ``to_peers`` is the bytes that an update sends to the ranks with the other tensor
+    shards.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ParamSpec:
     work: int = 0
     ep_size: int = 1
     wire: str = "float32"
+    to_peers: int = 0
 
     @property
     def numel(self) -> int:

@@ -308,6 +308,14 @@ class Peers:
         """Return the sum of ``value`` over all ranks. ``value`` is overwritten with it."""
         return sum_over_ranks(value, group=self._group)
 
+    def exchange(self, value: Tensor, sent_to: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send 1-D ``value`` in parts of ``sent_to`` elements, by rank. Return the parts of all
+        ranks, of ``received`` elements.
+        """
+        out = value.new_empty(sum(received))
+        all_to_all(out, value, group=self._group, received=received, sent_to=sent_to).wait()
+        return out
+
 
 def raise_on_all_ranks(error: Exception | None) -> None:
     """Raise on every rank if any rank has an error: its own error if it has one, else one that

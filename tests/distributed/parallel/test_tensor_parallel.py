@@ -6,6 +6,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 from deepspeed.utils import safe_get_full_fp32_param
+from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
@@ -18,12 +19,12 @@ from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, part
+from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, mark, part
 from tests.support.training import MUON, ds_config, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 from tests.support.versions import needs
 
-pytestmark = rooms("tensor", "tensor_shards", "tensor_marks")
+pytestmark = rooms("tensor", "tensor_shards", "tensor_modes", "tensor_marks")
 
 STEPS = 4
 RATES = {"muon_lr": 0.02, "adam_lr": 0.003, "weight_decay": 0.1, "eps": 1e-8}
@@ -71,13 +72,13 @@ class TestAgainstTheWholeModel(DistributedTest):
         expected = train(Net, batch, lambda module, data: module(data),
                          Recipe(matrices=MATRICES, world_size=dp_size, gas=2, clip=0.05, **RATES), STEPS)
         assert expected.steps[0].clip_factor > 1.5, "the bound does not bind"
-        for tp_mode, stage, ns_method in (("duplicated", 1, "gram"), ("duplicated", 2, "standard"),
+        for tp_mode, stage, ns_method in (("duplicated", 1, "gram"), ("auto", 2, "standard"), ("owner", 1, "standard"),
                                           ("distributed", 1, "standard"), ("distributed", 2, "gram")):
             params = {**MUON, "eps": 1e-8, "ns_method": ns_method, "muon_tp_mode": tp_mode}
             module = Net(mpu)
             config = ds_config(stage=stage, gas=2, clip=0.05, params=params,
                                layerwise={"overlap_param_gather": stage == 2})
-            if (tp_mode, stage) == ("distributed", 1):
+            if tp_mode in ("distributed", "owner") and stage == 1:
                 config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
             engine = start(module, config, mpu=mpu)
             for step, wanted in enumerate(expected.steps):
@@ -162,6 +163,62 @@ class TestExactly(DistributedTest):
             assert all(torch.equal(p, before[n]) for n, p in module.named_parameters())
 
 
+#: Matrices by the axis that is cut, three or five of an axis: no number that two ranks, or three, divide.
+UNEVEN = {f"rows_{i}": (*shape, 0) for i, shape in enumerate([(24, 12), (12, 24), (24, 12), (12, 12), (36, 12)])} | {
+    f"cols_{i}": (*shape, 1) for i, shape in enumerate([(12, 36), (24, 12), (12, 36)])}
+
+
+class Uneven(nn.Module):
+    """Matrices, whole or cut, with whole numbers for gradients."""
+
+    def __init__(self, mpu):
+        super().__init__()
+        generator, self.mpu = torch.Generator().manual_seed(5), mpu
+        for name, (rows, cols, dim) in UNEVEN.items():
+            param = nn.Parameter(part(torch.randn((rows, cols), generator=generator), dim, mpu))
+            if mpu is not None:
+                mark(param, dim)
+            setattr(self, name, param)
+
+    def forward(self, step):
+        return sum((p * part(whole_number_gradients(name, UNEVEN[name][:2], step, 0, 0), UNEVEN[name][2],
+                             self.mpu)).sum() for name, p in self.named_parameters())
+
+
+class TestOwners(DistributedTest):
+    world_size = [2, 3, 4]
+
+    @pytest.mark.parametrize("settings", [{}, {"ns_method": "gram", "ns_dtype": "bf16"},
+                                          {"spectral_clip": 1.0}], ids=str)
+    def test_they_have_the_bits_of_the_whole(self, settings):
+        """In parts for two or three ranks, and for two with two copies of each."""
+        parts, found, asked = Mpu(3 if dist.get_world_size() == 3 else 2), {}, {}
+        for mpu, tp_mode in ((parts, "owner"), (parts, "duplicated"), (parts, "auto"), (None, "owner")):
+            module = Uneven(mpu)
+            params = {**MUON, "muon_tp_mode": tp_mode, **settings}
+            engine = start(module, ds_config(params=params, bucket_numel=10**6), mpu=mpu or Mpu(1))
+            for step in range(STEPS):
+                engine.backward(engine(step))
+                engine.step()
+            engine.optimizer.wait_for_params()
+            found[tp_mode, mpu] = {name: p.detach().clone() for name, p in module.named_parameters()}
+            asked[tp_mode, mpu] = engine.optimizer.forecast().report
+            engine.destroy()
+        whole = found.pop(("owner", None))
+        for (tp_mode, _), values in found.items():
+            for name, value in values.items():
+                wanted = part(whole[name], UNEVEN[name][2], parts)
+                if tp_mode == "auto":
+                    assert relative_error(value, wanted) < (0.05 if "ns_dtype" in settings else 1e-5), name
+                else:
+                    assert torch.equal(value, wanted), (name, tp_mode)
+        size = parts.get_model_parallel_world_size()
+        owner, duplicated = asked["owner", parts], asked["duplicated", parts]
+        assert max(owner.work) == pytest.approx(max(duplicated.work) / size, rel=0.01)
+        assert max(owner.to_peers) == pytest.approx(2 / size * max(duplicated.to_peers), rel=0.01)
+        assert asked["owner", None].to_peers == (0,) * dist.get_world_size()
+
+
 #: By layer a rule with settings; cut along rows and along columns, the longer side and the shorter one.
 FAMILY = {"square_rows": ("normuon", {}), "square_cols": ("adamuon", {}), "tall_rows": ("namo", {}),
           "flat_cols": ("polargrad", {"extra_scale_factor": 0.01}), "flat_rows": ("scion", {}),
@@ -172,11 +229,13 @@ FAMILY = {"square_rows": ("normuon", {}), "square_cols": ("adamuon", {}), "tall_
 class TestOtherMatrixOptimizers(DistributedTest):
     world_size = 4
 
-    def test_other_matrix_optimizers_against_the_whole_matrix(self):
+    @pytest.mark.parametrize("tp_mode", ["duplicated", "owner", "auto"])
+    def test_other_matrix_optimizers_against_the_whole_matrix(self, tp_mode):
         mpu, whole = Mpu(2), {name: p.detach() for name, p in Net().named_parameters()}
         entries = [{"name": f"{layer}.weight", "optimizer": rule, "lr_scale": 2.5, "ns_method": "standard",
                     "ns_dtype": "fp32", **settings} for layer, (rule, settings) in FAMILY.items()]
-        engine = start(OnWholeNumbers(mpu), ds_config(layerwise={"overrides": entries}), mpu=mpu)
+        engine = start(OnWholeNumbers(mpu), ds_config(layerwise={"overrides": entries},
+                                                            params={"muon_tp_mode": tp_mode}), mpu=mpu)
         train_on_whole_numbers(engine, mpu, range(STEPS))
         for layer, (rule, settings) in FAMILY.items():
             name, first = f"{layer}.weight", whole[f"{layer}.weight"]
@@ -303,7 +362,7 @@ class TestAutoTp(DistributedTest):
         matrices = {name: (1, *p.shape) for name, p in llama().named_parameters() if "proj" in name}
         recipe = Recipe(matrices=matrices, world_size=2, clip=0.5, **RATES)
         expected = train(llama, data, lambda module, ids: module(input_ids=ids, labels=ids).loss, recipe, STEPS)
-        for tp_mode, stage in (("duplicated", 1), ("distributed", 2)):
+        for tp_mode, stage in (("owner", 1), ("duplicated", 1), ("distributed", 2)):
             module, params = llama(), {**MUON, "eps": 1e-8, "muon_tp_mode": tp_mode}
             engine = start(module, ds_config(clip=0.5, stage=stage, params=params, tensor_parallel={"autotp_size": 2}))
             routes = {n: route.tp_axis for n, route in engine.optimizer.routes.items() if route.whole}

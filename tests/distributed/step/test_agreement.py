@@ -144,7 +144,7 @@ class CutOnWholeNumbers(CutNet):
 
 
 class TestFrozenParts(DistributedTest):
-    @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed"])
+    @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "owner"])
     def test_peers_update_a_matrix_together_or_not_at_all(self, tp_mode):
         mpu, whole = Mpu(2), {name: p.shape for name, p in CutNet().named_parameters()}
         whole_module = CutNet()

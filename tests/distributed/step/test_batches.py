@@ -144,7 +144,7 @@ class TestInterrupted(DistributedTest):
 
 
 class TestParts(DistributedTest):
-    @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "blockwise"])
+    @pytest.mark.parametrize("tp_mode", ["duplicated", "distributed", "owner", "blockwise"])
     def test_peers_make_the_same_batches(self, tp_mode):
         """Peers with other batches would wait for each other in different products."""
         found, mpu = [], Mpu(2)

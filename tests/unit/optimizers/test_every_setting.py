@@ -29,7 +29,8 @@ from ds_layerwise.optimizers.any_torch import MatrixTorch, ScalarTorch
 from ds_layerwise.optimizers.dtypes import StateDtype
 from ds_layerwise.optimizers.recipe import KEPT_BY, Hyper, KeptStates, Site
 from ds_layerwise.optimizers.registry import REGISTRY
-from ds_layerwise.optimizers.rules.muon_family import Orthogonalized, TpMode
+from ds_layerwise.optimizers.rules.muon_family import Orthogonalized
+from ds_layerwise.orthogonalize.tensor_modes import TpMode
 from tests.support import elementwise, family, preconditioned
 from tests.support.elementwise import values_of
 from tests.support.peers import on_ranks
@@ -377,19 +378,21 @@ def test_muon_tp_mode_is_what_ranks_with_parts_of_a_matrix_do(name, mode):
         state = recipe.init_state(param)
         for grad in grads:
             recipe.update_([param], [part(grad, peers.rank)], [state], hyper_of(recipe), Site(cut=(axis, peers)))
-        return param, {shape for what, shape in peers.calls if what == "gather"}, {
-            shape for what, shape in peers.calls if what == "sum"}
+        return param, *({shape for what, shape in peers.calls if what == asked} for asked in (
+            "gather", "sum", "exchange"))
 
-    parts, gathered, summed = zip(*on_ranks(2, rank), strict=True)
+    parts, gathered, summed, exchanged = zip(*on_ranks(2, rank), strict=True)
     whole = functools.partial(written_out, name, {}, HYPER)
     expected = torch.cat([whole(part(start, i), [part(grad, i) for grad in grads]) for i in range(2)], axis) \
         if mode == "blockwise" else whole(start, grads)
     assert apart(torch.cat(parts, axis), expected, start) < 1e-5
     # Matrices travel, or their Gram matrices do, or nothing does.
     travel = SimpleNamespace(matrices=(1, 12, 20) in gathered[0], grams=(1, 16, 16) in summed[0] or (
-        1, 12, 12) in summed[0], any=bool(gathered[0] | summed[0]))
-    assert (travel.matrices, travel.grams, travel.any) == {
-        "duplicated": (True, False, True), "distributed": (False, True, True), "blockwise": (False,) * 3}[mode]
+        1, 12, 12) in summed[0], owner=exchanged[0] == {(240, 0), (240, 240)},
+        any=bool(gathered[0] | summed[0] | exchanged[0]))
+    assert (travel.matrices, travel.grams, travel.owner, travel.any) == {
+        "duplicated": (True, False, False, True), "distributed": (False, True, False, True),
+        "owner": (False, False, True, True), "auto": (True, False, False, True), "blockwise": (False,) * 4}[mode]
 
 
 @pytest.mark.parametrize("dtype", get_args(StateDtype))
