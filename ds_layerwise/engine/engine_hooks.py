@@ -472,6 +472,6 @@ def _settings(engine: DeepSpeedEngine) -> Settings:
                 dynamic_loss_args=loss_scale_args,
             )
         ),
-        pin_memory=offload is not None and offload.device == "cpu" and offload.pin_memory,
+        pin_memory=offload is not None and offload.pin_memory,
         timers=engine.timers if engine.wall_clock_breakdown() else NoopTimer(),
     )

@@ -20,7 +20,7 @@ from tests.support.rooms import rooms
 from tests.support.training import PRECISIONS, Net, ds_config, start, train_engine, weights, whole
 from tests.support.universal import convert
 
-pytestmark = rooms("stage3_files", "cut_sync", "loading", "saving")
+pytestmark = rooms("stage3_files", "cut_sync", "loading", "saving", "verify")
 
 
 def make(frozen=False):

@@ -97,6 +97,18 @@ class TestVerify(DistributedTest):
             Manifest.of(folder).write(folder)
         assert run("verify", folder)[0] == 0
 
+    def test_a_missing_state(self, runs, tmp_path):
+        folder = self.good(runs, "saved", tmp_path)
+        path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"
+        partitions = load_safely(path)["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+        held = next(index for index, values in enumerate(partitions) if values.numel())
+
+        def drop(content):
+            del content["optimizer_state_dict"]["base_optimizer_state"]["state"][held]["exp_avg"]
+
+        edit(path, drop)
+        self.assert_found(folder, f"{path} ")
+
     def test_a_changed_master(self, runs, tmp_path):
         folder = self.good(runs, "saved", tmp_path)
         path = folder / "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"

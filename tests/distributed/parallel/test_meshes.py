@@ -3,6 +3,7 @@
 import dataclasses
 from functools import partial
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -12,6 +13,7 @@ from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
+import ds_layerwise
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from tests.distributed.parallel import test_experts as experts
 from tests.distributed.parallel.test_sequence_parallel import sequence_groups
@@ -29,13 +31,14 @@ from tests.support.tensor_parallel import (
     leave,
     part,
 )
-from tests.support.training import ds_config, from_all_ranks, reduced_gradients, relative_error, start
+from tests.support.training import BF16, ON_HOST, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
 pytestmark = [*rooms("pipeline", "tensor", "sequence"), pytest.mark.filterwarnings("ignore:c10d")]
 
 VOCAB, WIDTH, LENGTH, GAS, STEPS = 16, 12, 5, 2, 4
 EPS = 1e-4
+HALF_ON_HOST = {**BF16, **ON_HOST}
 
 
 class Tokens(nn.Module):
@@ -163,7 +166,7 @@ class TestPipelineAndTensors(DistributedTest):
         """Parts of a stage are resumed as parts; the number of stages and of pipelines may change. No layer's file has
         the shared module, of which each layer has a function of its own."""
         mpu = Mpu(parts)
-        for saved_on, changes in ((2, {}), (1, {"bf16": {"enabled": True}}))[:parts]:
+        for saved_on, changes in ((2, {}), (1, HALF_ON_HOST))[:parts]:
             engine = start_3d(saved_on, mpu, **changes)
             train_3d(engine, range(2))
             engine.save_checkpoint(tmp_path, tag=str(saved_on))
@@ -244,7 +247,7 @@ class TestExpertsAndSequences(DistributedTest):
     def test_resumes_on_other_sequence_and_expert_groups(self, tmp_path):
         def begin(ep_size, how):
             return start(experts.FakeLoss(experts.part_of(experts.whole_model(), ep_size), ep_size),
-                         ds_config(layerwise={"save_universal": True}), **sequence_groups(how))
+                         ds_config(layerwise={"save_universal": True}, **HALF_ON_HOST), **sequence_groups(how))
 
         # Groups of sequences stay for the rest of the process.
         found = {}
@@ -343,7 +346,8 @@ class TestTensorsAndSequences(DistributedTest):
     def test_resumes(self, tmp_path):
         mpu, found = TensorsAndSequences(), []
         for stage in (1, 2):
-            engine = start(tensors.Net(mpu), ds_config(stage=stage, bf16={"enabled": True}), mpu=mpu)
+            engine = start(tensors.Net(mpu), ds_config(**BF16, zero_optimization={
+                **ON_HOST["zero_optimization"], "stage": stage}), mpu=mpu)
 
             def train_on(steps, engine=engine):
                 for step in steps:
@@ -456,8 +460,7 @@ class TestExpertsAndTensors(DistributedTest):
         mpu = Mpu(2)
 
         def begin(ep_size, steps):
-            engine = start(CutNumbers(cut_experts(ep_size, mpu), ep_size, mpu), ds_config(bf16={"enabled": True}),
-                           mpu=mpu)
+            engine = start(CutNumbers(cut_experts(ep_size, mpu), ep_size, mpu), ds_config(**HALF_ON_HOST), mpu=mpu)
             run(engine, steps)
             return engine
 
@@ -576,14 +579,15 @@ class TestPipelineAndExperts(DistributedTest):
 
     def test_resumes_with_another_number_of_experts_a_rank(self, tmp_path):
         def begin(ep_size, steps, stages=2):
-            engine = self.start(stages, ep_size, layerwise={"save_universal": True})
+            engine = self.start(stages, ep_size, layerwise={"save_universal": True}, **HALF_ON_HOST)
             run(engine, steps)
             return engine
 
         def run(engine, steps):
             for step in steps:
                 pipe = engine.grid.get_data_parallel_id()
-                engine.train_batch(iter([rows(step, micro, pipe) for micro in range(GAS)]))
+                batches = [rows(step, micro, pipe) for micro in range(GAS)]
+                engine.train_batch(iter([(x.bfloat16(), y) for x, y in batches]))
 
         def found_in(engine, ep_size):
             names = self.names(engine.module, engine.grid.pipe_parallel_size, ep_size)
@@ -609,3 +613,58 @@ class TestPipelineAndExperts(DistributedTest):
             assert_equal_states(now, then)
         with pytest.raises(LayerWiseError, match=r"holds a model in 2 part\(s\), and this run has it in 1"):
             engine.load_checkpoint(tmp_path, tag="2")
+
+
+class TestAgainstStock(DistributedTest):
+    """AdamW for everything, in the same mesh, with stock DeepSpeed."""
+
+    world_size = 4
+
+    def losses(self, optimizer, begin):
+        """The mean losses of all ranks, step by step."""
+        config = ds_config(gas=GAS, clip=0.05, layerwise={"overrides": [{"name": "*", "optimizer": "scalar"}]},
+                           params={"betas": (0.9, 0.95), "eps": 1e-8})
+        if optimizer == "AdamW":
+            params = config["optimizer"]["params"]
+            config["optimizer"] = {"type": optimizer, "params": {
+                "torch_adam": True, **{key: params[key] for key in ("lr", "betas", "eps", "weight_decay")}}}
+            del config["layerwise"]
+        step_of = begin(config)
+        losses = torch.tensor([step_of(step) for step in range(8)])
+        dist.all_reduce(losses)
+        return losses / dist.get_world_size()
+
+    def check(self, begin):
+        ds_layerwise.register()
+        stock, ours = self.losses("AdamW", begin), self.losses("LayerWiseMuon", begin)
+        torch.testing.assert_close(ours, stock, rtol=1e-6, atol=1e-6)
+        assert stock[-1] < stock[0]
+
+    def test_pipeline_and_tensors(self):
+        def begin(config):
+            topology = PipeModelDataParallelTopology(num_pp=2, num_mp=2, num_dp=1)
+            model = PipelineModule(layers(Mpu(2)), topology=topology, loss_fn=loss_of, seed_layers=True,
+                                   partition_method="uniform")
+            engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+            return lambda step: train_3d(engine, [step % 2])[0]
+
+        self.check(begin)
+
+    def test_tensors_and_sequences(self):
+        mpu = TensorsAndSequences()
+
+        def begin(config):
+            module = tensors.Net(mpu)
+            engine = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config, mpu=mpu)[0]
+
+            def step_of(step):
+                for micro in range(GAS):
+                    mine = sequences(step % 2, micro, 0).chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
+                    loss = engine(mine) / 2
+                    engine.backward(loss)
+                    engine.step()
+                return float(loss.detach())
+
+            return step_of
+
+        self.check(begin)

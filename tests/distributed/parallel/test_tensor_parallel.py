@@ -2,6 +2,7 @@
 
 import math
 
+import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
 from tests.support.checkpoints import loaded
@@ -384,6 +385,13 @@ class TestAutoTp(DistributedTest):
                 engine.load_checkpoint(tmp_path, tag="parts")
                 assert_holds(engine, saved)
             engine.destroy()
+
+    def test_groups_of_tp_model_init_that_are_others_are_refused(self):
+        """Gradients would be averaged over ranks with other parts."""
+        groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
+        module = deepspeed.tp_model_init(llama(), tp_size=2, dtype=torch.float32, tp_group=groups[dist.get_rank() % 2])
+        with pytest.raises(ConfigError, match=r"AutoTP has cut the model over ranks .*; leave tp_group out"):
+            start(module, ds_config(tensor_parallel={"autotp_size": 2}))
 
     @pytest.mark.world_size(2)
     def test_an_mpu_with_the_same_groups_changes_nothing(self):

@@ -17,7 +17,7 @@ from ds_layerwise.checkpoint.record import ADAM, Header, PieceRecord
 from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 
-pytestmark = rooms("atomic")
+pytestmark = rooms("atomic", "checkpoint_folder")
 
 FILES = {"old": ["a.pt", "old.pt", "sub/b.pt"], "new": ["a.pt", "sub/b.pt", "new/c.pt", "new/d.pt"]}
 
@@ -158,6 +158,12 @@ def test_a_disk_that_knows_no_fsync_is_named_once_and_one_that_is_broken_is_an_e
 def test_tags_that_no_checkpoint_can_have(tag, reason):
     with pytest.raises(LayerWiseError, match=f"the checkpoint's tag .*{reason}.*; choose another"):
         check_tag(tag)
+
+
+def test_the_longest_tag_is_the_longest_with_which_a_save_can_name_its_files(tmp_path):
+    assert atomic.claim(tmp_path / f"{check_tag('a' * 217)}_universal", "0" * 16)
+    with pytest.raises(LayerWiseError, match="has a part of 218 bytes, more than 217"):
+        check_tag("a" * 218)
 
 
 @pytest.mark.parametrize("tag, text", [

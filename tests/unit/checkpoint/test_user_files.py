@@ -11,7 +11,7 @@ from ds_layerwise.errors import LayerWiseError
 from tests.support.rooms import rooms
 from tests.unit.checkpoint.test_atomic import Killed, commit, dying_at, holds, write
 
-pytestmark = rooms("user_files")
+pytestmark = rooms("user_files", "atomic")
 
 WAYS = ["exchange", "two renames"]
 

@@ -2,6 +2,7 @@
 
 import ast
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import deepspeed
@@ -15,7 +16,7 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_layerwise.config.ds_config import check_autocast, refuse_unsupported, type_meant, without_effect
+from ds_layerwise.config.ds_config import check_autocast, config_of, refuse_unsupported, type_meant, without_effect
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
@@ -267,6 +268,13 @@ def test_settings_that_do_not_go_with_autocast_are_refused(changes, message):
     section.update({key: changes.pop(key) for key in list(changes) if key == "lower_precision_safe_modules"})
     with pytest.raises(ConfigError, match=message):
         check_autocast({"torch_autocast": section, **changes})
+
+
+@pytest.mark.parametrize("value, is_one", [(True, True), (0, True), (1, True), (2, False), ("yes", False)])
+def test_a_switch_of_deepspeed_may_be_a_number(value, is_one):
+    given = {"optimizer": {"type": "LayerWiseMuon"}, "wall_clock_breakdown": value}
+    with nullcontext() if is_one else pytest.raises(ConfigError, match="breakdown must be true or false, got"):
+        assert config_of(given) is given
 
 
 def test_hyper_parameters_reach_the_groups():

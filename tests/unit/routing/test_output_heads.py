@@ -14,7 +14,7 @@ from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
 # peft 0.21 asks transformers 5 for what that one has renamed.
-pytestmark = [*rooms("routing_rules"),
+pytestmark = [*rooms("routing_rules", "output_heads"),
               pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")]
 
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
