@@ -282,10 +282,7 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         groups = batches(shapes, max_batch_numel(params[0].device))
         for mode, together in self._rounds(groups, shapes, site.cut):
             self._update_round(together, mode, params, grads, states, hyper, site)
-            own = []
-            for group in together:
-                own.append([some.of(params) for some in group])
-            self._clip_(own, mode, site.cut)
+            self._clip_(together, mode, params, site.cut)
 
     def _rounds(
         self,
@@ -364,8 +361,8 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
 
     def _of_wholes(
         self,
-        shards: Sequence[Tensor],
-        function: Callable[[Tensor], Tensor],
+        shards: Sequence[Any],
+        function: Callable[[Any], Tensor],
         mode: TpMode,
         cut: tuple[Axis, ShardPeers] | None,
         dtype: torch.dtype,
@@ -380,24 +377,25 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         return at_owners(shards, function, work=work, **place, dtype=dtype)
 
     def _clip_(
-        self, own: Sequence[list[Tensor]], mode: TpMode, cut: tuple[Axis, ShardPeers] | None
+        self,
+        together: Sequence[list[Some]],
+        mode: TpMode,
+        params: Sequence[Tensor],
+        cut: tuple[Axis, ShardPeers] | None,
     ) -> None:
         """Clip the singular values of parameters to ``spectral_clip``."""
-        most = self.spectral_clip
-        if most is None:
+        if self.spectral_clip is None:
             return
-        if cut is None:
-            clipped = iter([capped(params, most) for params in own])
-        else:
-            shards = [stack(params) for params in own]
-            clip = partial(_capped, most=most)
-            clipped = iter(self._of_wholes(shards, clip, mode, cut, torch.float32))
-        for params in own:
-            torch._foreach_copy_(params, unstack(next(clipped), params))
-
-
-def _capped(whole: Tensor, most: float) -> Tensor:
-    return capped(whole.unbind(), most)
+        own = []
+        for group in together:
+            own.append([some.of(params) for some in group])
+        shards: Sequence[Any] = own
+        if cut is not None:
+            shards = list(map(stack, own))
+        clip = partial(capped, most=self.spectral_clip)
+        clipped = self._of_wholes(shards, clip, mode, cut, torch.float32)
+        for mine in own:
+            torch._foreach_copy_(mine, unstack(clipped.pop(0), mine))
 
 
 def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[int, ...]:
