@@ -259,7 +259,7 @@ The files are those that touch torch and DeepSpeed most, and the job of the quic
 counts neither as passed nor as failed; those that need another version are listed below.
 
 AutoEP (`expert_parallel`) of DeepSpeed 0.19.8 runs with transformers up to 5.22, and fails inside DeepSpeed from 5.23
-on, where `get` of transformers' registry of outputs takes one argument. With this backend the key is an error anyway.
+on, where `get` of transformers' registry of outputs takes one argument. Here that is an error that says so.
 """
 
 

@@ -12,7 +12,12 @@ from typing import Any, TypeVar
 from zipfile import is_zipfile
 
 import torch
-from deepspeed.checkpoint.constants import FROZEN_PARAM_FRAGMENTS, FROZEN_PARAM_SHAPES, PARAM_SHAPES
+from deepspeed.checkpoint.constants import (
+    AUTOEP_LAYERS_KEY,
+    FROZEN_PARAM_FRAGMENTS,
+    FROZEN_PARAM_SHAPES,
+    PARAM_SHAPES,
+)
 from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic
@@ -35,6 +40,9 @@ MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
 
 #: The name of that file for ZeRO-3, whose parameters are in other files.
 ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
+
+#: The files of DeepSpeed with one expert each.
+EXPERT_FILES = "layer_*_expert_*_mp_rank_00_model_states.pt"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -103,6 +111,11 @@ def _find(path: Path) -> Path:
         f"{path} holds no checkpoint: no *_optim_states.pt, no zero folder, and no file named "
         "latest"
     )
+
+
+def has_expert_files(folder: Path) -> bool:
+    """Tell whether the model in ``folder`` has files of experts."""
+    return any(folder.glob(EXPERT_FILES))
 
 
 def manifest_of(folder: Path) -> Manifest | None:
@@ -184,7 +197,9 @@ class ModelFile:
     experts.
     """
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the trained parameters; for experts, those that the first rank held."""
+    """The shapes of the trained parameters; in lists of experts, those that the first rank held."""
+    stacks: frozenset[str]
+    """The trained stacks of experts, which have files of their own."""
     frozen: Mapping[str, Tensor]
     """The values that DeepSpeed's scripts use for frozen and empty parameters."""
     aliases: Mapping[str, str]
@@ -224,19 +239,28 @@ class ModelFile:
             elsewhere = set()
         module = {}
         experts = _experts(folder, load)
+        stacks = _stacks_in(content, shapes)
+        shapes |= stacks
         for name, value in {**(content["module"] or {}), **experts}.items():
             if isinstance(value, Tensor) and name not in elsewhere:
                 module[name] = value
         aliases = _aliases(content, module)
         frozen: dict[str, Tensor] = {}
         if not is_zero3:
-            frozen = content.get(FROZEN_PARAM_FRAGMENTS) or {}
+            frozen = dict(content.get(FROZEN_PARAM_FRAGMENTS) or {})
+            for name in experts:
+                # The file has those of the rank that wrote it alone.
+                frozen.pop(name, None)
         world_size = int(content.get("dp_world_size") or 1)
-        return cls(path, module, shapes, frozen, aliases, world_size)
+        return cls(path, module, shapes, frozenset(stacks), frozen, aliases, world_size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a trained parameter; None if the file has none of that name."""
         return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
+
+    def has_own_file(self, name: str) -> bool:
+        """Tell whether a regular checkpoint has the weights of ``name`` in files of experts."""
+        return name in self.stacks or first_expert(name) is not None
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Return frozen parameters and buffers."""
@@ -254,6 +278,20 @@ def shapes_in(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     for group in content.get(PARAM_SHAPES) or ():
         shapes.update({name: tuple(shape) for name, shape in group.items()})
     return shapes
+
+
+def _stacks_in(
+    content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes over all ranks of the trained stacks of experts, of which ``shapes`` has
+    one rank's.
+    """
+    stacks = {}
+    for layer in content.get(AUTOEP_LAYERS_KEY) or ():
+        for name, shape in shapes.items():
+            if name.startswith(f"{layer['expert_key_prefix']}."):
+                stacks[name] = (layer["num_experts"], *shape[1:])
+    return stacks
 
 
 def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tuple[int, ...]]:
@@ -275,10 +313,18 @@ def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[s
 
 
 def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
-    """Read the weights of experts; DeepSpeed writes one file per expert."""
+    """Read the weights of experts; DeepSpeed writes one file per expert, also of stacks."""
     found = {}
-    for path in sorted(folder.glob("layer_*_expert_*_mp_rank_00_model_states.pt")):
-        found.update(load(path))
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for path in sorted(folder.glob(EXPERT_FILES)):
+        for name, value in load(path).items():
+            stack, _, number = name.rpartition(".")
+            if first_expert(name) is None and number.isdecimal():
+                stacks.setdefault(stack, {})[int(number)] = value
+            else:
+                found[name] = value
+    for name, experts in stacks.items():
+        found[name] = torch.stack([experts[number] for number in sorted(experts)])
     return found
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -128,32 +128,41 @@ def _entries(saved: Set[str], unknown: Set[str], wanted: Iterable[str]) -> dict[
 _EXPERT = re.compile(r"(.*\.deepspeed_experts\.)(\d+)(\..*)")
 
 
-def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+def expert_names(
+    ep_size: Mapping[str, int], stacks: Container[str] = ()
+) -> dict[str, tuple[str, ...]]:
     """Return the names of each parameter in a checkpoint, in which experts are numbered over all
-    ranks.
+    ranks: one name for each of the ranks that hold different experts under the parameter's.
+
+    Experts in a list have names of their own. A stack of experts has one name, and the stacks of
+    all ranks are one parameter in a checkpoint; see :func:`place_of`.
 
     Args:
         ep_size: the number of consecutive ranks that hold different experts under a name, for every
             parameter; see :class:`.plan.layout.layout.ParamSpec`.
+        stacks: the parameters whose first axis goes over the experts of a rank.
 
     Raises:
-        LayerWiseError: a parameter differs by rank and is not in a list of experts.
+        LayerWiseError: a parameter differs by rank and is neither in a list of experts nor a stack.
     """
+    names: dict[str, tuple[str, ...]] = {name: (name,) for name in ep_size}
     experts: dict[str, re.Match[str]] = {}
     counts: dict[str, int] = {}
     for name, ranks in ep_size.items():
         if ranks == 1:
+            continue
+        if name in stacks:
+            names[name] = (name,) * ranks
             continue
         match = _EXPERT.fullmatch(name)
         if match is None:
             raise LayerWiseError(
                 f"{name} is a different parameter on each of {ep_size[name]} ranks, but is not in "
                 "a deepspeed.moe.layer.MoE, so a checkpoint cannot tell them apart; build experts "
-                "with that layer"
+                "with that layer, or let DeepSpeed's expert_parallel section do it"
             )
         experts[name] = match
         counts[match[1]] = max(counts.get(match[1], 0), int(match[2]) + 1)
-    names: dict[str, tuple[str, ...]] = {name: (name,) for name in ep_size}
     for name, match in experts.items():
         before, number, after = match.groups()
         names[name] = tuple(
@@ -161,6 +170,18 @@ def expert_names(ep_size: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
             for ep_rank in range(ep_size[name])
         )
     return names
+
+
+def place_of(names: Sequence[str], rank: int) -> tuple[str, int]:
+    """Return the name in a checkpoint of what ``rank`` holds of a parameter, and the number of
+    parts of equal size before it under that name.
+
+    Args:
+        names: those of :func:`expert_names`.
+    """
+    ep_rank = rank % len(names)
+    name = names[ep_rank]
+    return name, names[:ep_rank].count(name)
 
 
 def first_expert(name: str) -> str | None:

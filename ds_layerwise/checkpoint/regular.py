@@ -36,6 +36,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
+from ds_layerwise.checkpoint.new_names import place_of
 from ds_layerwise.checkpoint.plain_values import load_safely, naming
 from ds_layerwise.checkpoint.record import (
     Header,
@@ -195,6 +196,7 @@ class RegularCheckpoint:
             the same, this rank needs no other file.
         mp_rank: the number of the piece of a model that is cut over ranks; see
             :class:`ds_layerwise.zero.setup.run_settings.Settings`.
+        lacks_weights: True if only the masters have all trained weights that a load needs.
         parts_of_stages: the number of tensor-parallel parts of each pipeline stage, to have the
             parameters of this part of all stages; 0 to have those of ``mp_rank`` alone. The others'
             are in the files of the first stage that holds them; the stage of ``mp_rank``, if there
@@ -206,7 +208,13 @@ class RegularCheckpoint:
     """
 
     def __init__(
-        self, folder: Path, *, rank: int = 0, mp_rank: int = 0, parts_of_stages: int = 0
+        self,
+        folder: Path,
+        *,
+        rank: int = 0,
+        mp_rank: int = 0,
+        parts_of_stages: int = 0,
+        lacks_weights: bool = False,
     ) -> None:
         count = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
         if parts_of_stages and mp_rank >= count:
@@ -222,6 +230,8 @@ class RegularCheckpoint:
         self._ours = state_dict[KEY]
         with naming(self.path(rank)):
             self.header = header_of(state_dict)
+            if lacks_weights:
+                self.header = replace(self.header, has_weights=False)
             self.world_size: int = self._ours["world_size"]
             layout = Layout.from_json(self._ours["layout"])
             if not 0 < self.world_size == layout.world_size <= _MOST_RANKS:
@@ -235,8 +245,9 @@ class RegularCheckpoint:
         for holder in range(self.world_size):
             for piece in layout.pieces(holder):
                 names = expert_names.get(piece.name, (piece.name,))
-                place = (holder, piece.param_start, piece.numel)
-                self.holders[names[holder % len(names)]].append(place)
+                name, before = place_of(names, holder)
+                start = before * layout.slot(piece.name).numel + piece.param_start
+                self.holders[name].append((holder, start, piece.numel))
         self._other_stages: dict[str, RegularCheckpoint] = {}
         """The stages with the parameters that this one does not have."""
         if not parts_of_stages:

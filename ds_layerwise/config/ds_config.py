@@ -93,7 +93,6 @@ _MUST_BE_FALSE = {
     "eigenvalue.enabled": (
         "it differentiates gradients that do not stay on the parameters; remove it"
     ),
-    "expert_parallel.enabled": "build the model with deepspeed.moe.layer.MoE instead",
     "use_data_before_expert_parallelism": "experts are dealt out rank after rank; remove it",
     **dict.fromkeys(
         """
@@ -263,7 +262,7 @@ _SAME_ON_ALL_RANKS = """
     optimizer layerwise zero_optimization bf16 bfloat16 fp16 torch_autocast data_types
     communication_data_type seq_parallel_communication_data_type gradient_clipping
     gradient_allreduce_op managed_gradient_accumulation tensor_parallel sequence_parallel_size
-    scheduler checkpoint
+    scheduler checkpoint expert_parallel
 """.split()
 
 
@@ -435,6 +434,7 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
 #: The settings that ZeRO stage 3 does not support yet, each with the value that asks for nothing.
 _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.overlap_param_gather": False,
+    "expert_parallel.enabled": False,
     "tensor_parallel.autotp_size": 1,
 }
 

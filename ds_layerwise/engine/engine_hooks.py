@@ -4,6 +4,8 @@ Note: what is wrapped, and why there
     * ``_configure_with_arguments`` tells the engine its local rank.
     * ``_do_sanity_check`` is the first use of an engine's config, so a mistake is found before
       memory is allocated; :mod:`.config_hook` runs even before.
+    * ``_configure_expert_parallel`` replaces the layers of experts of a model; its errors are
+      about a config, or a release of transformers.
     * ``_broadcast_model`` is the first collective on the model: ranks whose models differ must find
       out before it.
     * ``_configure_basic_optimizer`` builds the optimizer that the config names.
@@ -31,16 +33,17 @@ import deepspeed.comm as dist
 import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
-from deepspeed.moe.layer import MoE
+from deepspeed.git_version_info import version as deepspeed_version
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.pipe.topology import PipelineParallelGrid
 from deepspeed.utils import logger
 from deepspeed.utils.timer import NoopTimer
+from torch import nn
 
 from ds_layerwise.checkpoint.universal import told_the_converter
-from ds_layerwise.config.ds_config import retell, tensor_and_other, what_ranks_share
+from ds_layerwise.config.ds_config import at, retell, tensor_and_other, what_ranks_share
 from ds_layerwise.config.overrides import given_in_python
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import is_for_us
@@ -161,6 +164,22 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
             )
 
 
+def _configure_expert_parallel(
+    original: Method, engine: DeepSpeedEngine, model: nn.Module, *args: Any, **options: Any
+) -> Any:
+    with comm.errors_on_all_ranks_if_started():
+        try:
+            return original(model, *args, **options)
+        except FOREIGN_ERRORS as error:
+            if "_CanRecordRegistry" in str(error):
+                raise ConfigError(
+                    f"expert_parallel.enabled is true, and AutoEP of DeepSpeed {deepspeed_version} "
+                    "does not know the registry of outputs that transformers has since 5.23 "
+                    f"({error}); install 'transformers<5.23'"
+                ) from error
+            retell(error)
+
+
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
     model = engine.module
     is_stage = pipeline.is_pipeline(model)
@@ -190,14 +209,21 @@ def _check_model(engine: DeepSpeedEngine) -> None:
     """Raise an error for problems of the model that one rank can see.
 
     Raises:
-        ConfigError: the model has experts, and its checkpoints are on several disks.
+        ConfigError: the model has experts, and its checkpoints are on several disks, or AutoEP is
+            not alone.
     """
-    model = engine.module
-    has_experts = any(isinstance(module, MoE) for module in model.modules())
+    has_experts = engine.has_moe_layers
     if has_experts and engine.use_node_local_storage():
         raise ConfigError(
-            "checkpoint.use_node_local_storage is not supported with deepspeed.moe layers: a rank "
-            "reads files of experts that ranks of other nodes have saved; remove it"
+            "checkpoint.use_node_local_storage is not supported with experts (deepspeed.moe "
+            "layers, or expert_parallel): a rank reads files of experts that ranks of other nodes "
+            "have saved; remove it"
+        )
+    is_spread = sequence.cuts_params(engine.mpu) or engine.sequence_parallel_size > 1
+    if is_spread and at(engine._config._param_dict, "expert_parallel.enabled"):
+        raise ConfigError(
+            "expert_parallel.enabled is true, together with model or sequence parallelism, which "
+            "this optimizer supports with deepspeed.moe layers alone; use only one of the two"
         )
 
 
@@ -209,10 +235,23 @@ def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_paramet
         return LayerWiseOptimizer(model_parameters, _run(engine).optimizer, scheduler=section)
 
 
+def _not_split(model_parameters: list[Any]) -> list[Any]:
+    """Return ``model_parameters`` as groups that DeepSpeed does not split: it would give experts
+    groups of their own, as many as their size on one rank asks for, so that a run with another
+    ``ep_size`` has another number of them.
+    """
+    groups = model_parameters
+    if not isinstance(groups[0], dict):
+        groups = [{"params": model_parameters}]
+    return [{"moe": False, **group} for group in groups]
+
+
 def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any
 ) -> Any:
     if client_optimizer is None:
+        if engine.has_moe_layers:
+            model_parameters = _not_split(model_parameters)
         return original(client_optimizer, model_parameters)
     with (
         comm.errors_on_all_ranks_if_started(),
@@ -403,6 +442,7 @@ WRAPS: dict[str, Method] = {
         {
             "_configure_with_arguments": _configure_with_arguments,
             "_configure_distributed_model": shared_storage.configure_distributed_model,
+            "_configure_expert_parallel": _configure_expert_parallel,
             "_broadcast_model": _broadcast_model,
             "_configure_optimizer": _configure_optimizer,
             "_configure_basic_optimizer": _configure_basic_optimizer,

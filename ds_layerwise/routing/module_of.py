@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import ParametrizationList, type_before_parametrizations
 
 from ds_layerwise.optimizers.recipe import Shape
+from ds_layerwise.routing.tensor_marks import is_expert_stack
 
 #: The names under which the older tools keep the weight that they compute ``weight`` from.
 _OLDER = ("weight_orig", "weight_v")
@@ -195,6 +196,8 @@ def shape_in(module: nn.Module, param: Tensor) -> tuple[Shape | None, str]:
     if len(shape) == 3:
         if kind in _OUTPUTS_BY_HEAD:
             return (shape[0], shape[1] * shape[2]), "matrix, outputs by head"
+        if is_expert_stack(param) and 1 not in shape[1:]:
+            return shape, "stack of matrices, by expert"
         if shape[0] == 1 or 1 in shape[1:]:
             return None, "three axes, but no stack of matrices"
         unlike = (

@@ -14,7 +14,7 @@ from ds_layerwise.config.conditions import Conditions, Facts, NormGroup
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.routing.module_of import kind_of, modules_of
-from ds_layerwise.routing.tensor_marks import is_cut, whole_dims
+from ds_layerwise.routing.tensor_marks import is_cut, whole_dims, whole_shape
 
 #: The keys that set the same thing in two ways.
 _EXCLUSIVE = ("lr", "lr_scale")
@@ -57,9 +57,12 @@ def facts_of(
         shape = tuple(param.shape)
         if sized and is_cut(param):
             shape = whole_dims(name, param, tp_size)
+        names = (experts or {}).get(name, (name,))
+        shape = whole_shape(names, shape)
+        modules = _classes(holders[param])
         facts[name] = [
-            Facts(name=called, shape=shape, modules=_classes(holders[param]), param=param)
-            for called in (experts or {}).get(name, (name,))
+            Facts(name=called, shape=shape, modules=modules, param=param)
+            for called in dict.fromkeys(names)
         ]
     return facts
 

@@ -1,4 +1,5 @@
-"""The marks of tensor parallelism on parameters: cut or not, and along which axis.
+"""The marks of tensor parallelism on parameters: cut or not, and along which axis; and that of
+stacks of experts.
 
 Megatron sets ``tensor_model_parallel`` (before 2021: ``model_parallel``) and ``partition_dim`` on
 every part. DeepSpeed's AutoTP sets the first one, and stores the shape of the parameter before the
@@ -7,6 +8,7 @@ cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -125,3 +127,22 @@ def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
             "it as one matrix, without num_heads and per_head_muon"
         )
     return num_heads // tp_size
+
+
+def is_expert_stack(param: Tensor) -> bool:
+    """Tell whether the first axis of ``param`` goes over experts, as DeepSpeed marks it for its
+    Muon.
+    """
+    return param.dim() == 3 and bool(getattr(param, "is_expert_group", False))
+
+
+def whole_shape(names: Sequence[str], shape: Shape) -> Shape:
+    """Return the shape in a checkpoint of a parameter that has ``shape`` on each rank.
+
+    Args:
+        names: those of :func:`.new_names.expert_names`.
+    """
+    parts = names.count(names[0])
+    if parts == 1:
+        return shape
+    return (parts * shape[0], *shape[1:])

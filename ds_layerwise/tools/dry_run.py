@@ -256,6 +256,11 @@ def _refuse_unknown(given: Mapping[str, Any], run: RunConfig) -> None:
             "torch_autocast.enabled is true, and an engine chooses the modules that send their "
             "gradients in half precision; plan without it"
         )
+    if at(given, "expert_parallel.enabled"):
+        raise ConfigError(
+            "expert_parallel.enabled is true, and a plan replaces no layers of experts; plan "
+            "without it, which spreads all experts over all ranks"
+        )
     tp_size = at(given, "tensor_parallel.autotp_size")
     if tp_size not in (None, 0, 1):
         raise ConfigError(

@@ -26,7 +26,6 @@ from ds_layerwise.checkpoint.checkpoint_folder import (
     manifest_of,
 )
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
-from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
 from ds_layerwise.checkpoint.regular import (
     KEY,
@@ -377,7 +376,7 @@ def _unlike_model(contents: Contents, name: str, master: Tensor) -> Iterator[str
         return
     if name not in model.module:
         # Only a regular checkpoint has files of experts.
-        if first_expert(name) is None or isinstance(contents.saved, RegularCheckpoint):
+        if not model.has_own_file(name) or isinstance(contents.saved, RegularCheckpoint):
             yield f"{name} is missing in the module of {model.path}"
         return
     weights = model.module[name].reshape(-1)

@@ -166,12 +166,12 @@ IMPORTED = (
     Used("deepspeed.comm", "imported"),
     Used("deepspeed.accelerator.get_accelerator", "imported", ()),
     *_used("deepspeed.checkpoint.constants", "imported", """
-        BASE_OPTIMIZER_STATE CAT_DIM CLIP_GRAD DS_VERSION FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES GROUP_PADDINGS
+        AUTOEP_LAYERS_KEY BASE_OPTIMIZER_STATE CAT_DIM CLIP_GRAD DS_VERSION FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES
+        GROUP_PADDINGS
         LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES PARAM_SLICE_MAPPINGS PARTITION_COUNT
         SINGLE_PARTITION_OF_FP32_GROUPS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
         UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_STAGE"""),
     Used("deepspeed.git_version_info.version", "imported"),
-    Used("deepspeed.moe.layer.MoE", "imported"),
     Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
     *_used("deepspeed.runtime", "imported", "config lr_schedules"),
     Used("deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys", "imported", ("ordered_pairs",)),
@@ -293,6 +293,7 @@ READ = (
         get_slice_parallel_world_size get_stage_id""", ("self",)),
     Used("deepspeed.moe.experts.Experts.group_name", "read"),
     Used("deepspeed.utils.groups._get_expert_parallel_world_size", "read", ("group_name",)),
+    Used("deepspeed.moe.ep_experts.GroupedExperts.is_expert_group", "read"),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
     Used(f"{_ACCELERATOR}.Stream", "read"),
     *_used(_ACCELERATOR, "read", "current_stream empty_cache is_synchronized_device "

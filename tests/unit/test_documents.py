@@ -104,11 +104,13 @@ def test_configs_are_planned(block, tmp_path):
     def plan():
         return DryRun.of(Model(), tmp_path / "ds.json", [1, 2])
 
-    if "tensor_parallel" in config:
-        # All that comes before is in order.
-        with pytest.raises(ConfigError, match="tensor_parallel.autotp_size is 2, and a plan cuts no model"):
-            plan()
-        return
+    for section, message in (("tensor_parallel", "tensor_parallel.autotp_size is 2, and a plan cuts no model"),
+                             ("expert_parallel", "expert_parallel.enabled is true, and a plan replaces no layers")):
+        if section in config:
+            # All that comes before is in order.
+            with pytest.raises(ConfigError, match=message):
+                plan()
+            return
     assert plan().run.optimizer == OptimizerConfig.from_section(config["optimizer"])
     assert [forecast.layout.world_size for forecast in plan().forecasts] == [1, 2]
 

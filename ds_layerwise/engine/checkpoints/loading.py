@@ -29,6 +29,7 @@ from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
     MODEL_FILE,
     ZERO3_MODEL_FILE,
+    has_expert_files,
     manifest_of,
     shapes_in,
 )
@@ -130,19 +131,20 @@ def _load_checked(
         return done
 
 
-def _has_masters_only(folder: Path) -> bool:
-    """Return True if the model's file in ``folder`` lacks all that was trained, which is then in
-    the optimizer's files only. A file that cannot be read says nothing. Every rank must call this
-    at the same point.
+def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
+    """Return True if the engine reads only from the optimizer's files in ``folder`` what was
+    trained: the model's file lacks all of it, or experts, and this model has no layers of experts.
+    A file that cannot be read says nothing. Every rank must call this at the same point.
     """
-    found = False
+    found = not engine.has_moe_layers and has_expert_files(folder)
     path = folder / MODEL_FILE.format(mp_rank=0)
     with suppress(LayerWiseError), naming(path):
         content = load_safely(path, with_objects=True)
         trained = set(map(bare, shapes_in(content)))
         module = content["module"]
         # A pipeline has its layers in files of their own.
-        found = bool(trained) and module is not None and trained.isdisjoint(map(bare, module))
+        if trained and module is not None and trained.isdisjoint(map(bare, module)):
+            found = True
     return any(comm.gather_objects(found, group=None))
 
 
@@ -211,7 +213,7 @@ def _checked(
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
-    all_files = states or _has_masters_only(folder)
+    all_files = states or _has_masters_only(engine, folder)
     with comm.errors_on_all_ranks():
         is_universal = _check_files(engine, folder, states=states, all_files=all_files)
         if is_universal and custom_load_fn is not None:

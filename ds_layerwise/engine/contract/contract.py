@@ -121,6 +121,7 @@ CONTRACT = (
     Name(f"{_ENGINE}.__init__", "self args model optimizer model_parameters"),
     Name(f"{_ENGINE}._configure_with_arguments", "self args mpu"),
     Name(f"{_ENGINE}._do_sanity_check", "self"),
+    Name(f"{_ENGINE}._configure_expert_parallel", "self model"),
     Name(f"{_ENGINE}._configure_distributed_model", "self model"),
     Name(f"{_ENGINE}._broadcast_model", "self"),
     Name(f"{_ENGINE}._configure_optimizer", "self client_optimizer model_parameters"),

@@ -10,6 +10,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
+from ds_layerwise.checkpoint.new_names import place_of
 from ds_layerwise.checkpoint.record import PieceRecord
 from ds_layerwise.errors import StepError
 from ds_layerwise.optimizers.dtypes import MasterDtype
@@ -111,8 +112,12 @@ class Owned:
         self.rank = rank = values.rank
         self._routes = routes
         self._settings = settings
-        self.saved_as = {name: own[rank % len(own)] for name, own in settings.names.items()}
+        self.saved_as: dict[str, str] = {}
         """The checkpoint name of this rank's piece of a parameter, by parameter."""
+        self._parts_before: dict[str, int] = {}
+        """The parts before this rank's under that name; see :func:`.new_names.place_of`."""
+        for name, names in settings.names.items():
+            self.saved_as[name], self._parts_before[name] = place_of(names, rank)
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self._values = values
         self.pieces = values.pieces
@@ -217,7 +222,7 @@ class Owned:
             chance = None
             if route.recipe.rounds_by_chance:
                 seed = self._settings.rounding_seed
-                chance = Chance(seed, self.saved_as[name], key, piece.param_start)
+                chance = Chance(seed, self.saved_as[name], key, self._first_saved(piece))
             self._forms[name][key] = form_of(specs[key], value, chance)
 
     def _state_specs(self, name: str) -> Mapping[str, StateSpec]:
@@ -368,8 +373,16 @@ class Owned:
                 state = {}
                 for key in self.states[name]:
                     state[key] = self._recorded(name, key)
-                records.append(PieceRecord(self.saved_as[name], piece.param_start, master, state))
+                start = self._first_saved(piece)
+                records.append(PieceRecord(self.saved_as[name], start, master, state))
         return records
+
+    def _first_saved(self, piece: Piece) -> int:
+        """Return the number of the first element of ``piece`` in the parameter as a checkpoint has
+        it.
+        """
+        before = self._parts_before[piece.name]
+        return before * self.layout.slot(piece.name).numel + piece.param_start
 
     def _recorded(self, name: str, key: str) -> Tensor:
         """Return a master or a state in the form of :meth:`record`."""

@@ -13,9 +13,11 @@ from typing import Any
 import torch
 from deepspeed.checkpoint.constants import CLIP_GRAD, DS_VERSION, ZERO_STAGE
 from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
+from ds_layerwise.checkpoint.checkpoint_folder import has_expert_files
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
@@ -294,6 +296,8 @@ class Checkpointing:
             rank=run.rank,
             mp_rank=run.settings.mp_rank,
             parts_of_stages=run.settings.tp_size * pipeline.is_pipeline(run.model),
+            # The engine reads files of experts only into layers of experts.
+            lacks_weights=not run.settings.expert_groups and has_expert_files(folder),
         )
 
     def prepare_load(
@@ -451,8 +455,9 @@ class Checkpointing:
             )
         if not sharded or max(run.groups) == 1:
             return
-        for name in untrained(run.model, run.params.values()):
-            if first_expert(name) is not None:
+        for name, (_, param) in untrained(run.model, run.params.values()).items():
+            is_of_expert = param is not None and is_moe_param(param)
+            if is_of_expert or first_expert(name) is not None:
                 raise LayerWiseError(
                     f"{name} belongs to an expert and is not trained: ranks have different ones "
                     "under this name, which a sharded checkpoint cannot tell apart; train it, or "

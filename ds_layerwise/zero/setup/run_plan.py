@@ -15,6 +15,7 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
@@ -30,6 +31,7 @@ from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
 from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
+from ds_layerwise.routing.tensor_marks import is_expert_stack, whole_shape
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
@@ -92,8 +94,9 @@ class Planned(Routed):
         """The shapes by checkpoint name, of the parameters of all ranks."""
         shapes = {}
         for spec in self.specs:
-            for saved in self.names[spec.name]:
-                shapes[saved] = spec.shape
+            names = self.names[spec.name]
+            for saved in names:
+                shapes[saved] = whole_shape(names, spec.shape)
         return shapes
 
 
@@ -122,7 +125,8 @@ def route(
     rules = optimizer.config
     config = run.layerwise
     ep_sizes = _ep_sizes(model, optimizer, ep_size)
-    names = expert_names(ep_sizes)
+    stacks = {name for name, param in _wants_training(model) if is_expert_stack(param)}
+    names = expert_names(ep_sizes, stacks)
     settings = RouteSettings(
         optimizer=rules,
         layerwise=config,
@@ -133,6 +137,7 @@ def route(
         elsewhere=elsewhere,
     )
     routes = route_parameters(model, optimizer.param_groups, settings)
+    _check_experts(model, routes, names, config)
     optimizer.require_chosen_rates(routes)
     trained = {name: param for name, param in model.named_parameters() if name in routes}
     params = []
@@ -146,6 +151,40 @@ def route(
     specs = specs_of(params, routes, tp_size=tp_size, ep_size=ep_sizes, wires=wires)
     check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=run.host_ratio)
     return Routed(routes=routes, specs=specs, trained=trained, names=names)
+
+
+def _check_experts(
+    model: nn.Module,
+    routes: Mapping[str, Route],
+    names: Mapping[str, Sequence[str]],
+    config: LayerWiseConfig,
+) -> None:
+    """Refuse experts that differ by rank and that a checkpoint could not hold.
+
+    Raises:
+        ConfigError: a stack has states that are not one number an element; or experts are frozen,
+            and universal checkpoints are saved.
+    """
+    for name, param in model.named_parameters():
+        if name in routes:
+            route = routes[name]
+            if len(names[name]) == len(set(names[name])):
+                continue
+            for key, spec in route.states(1).items():
+                if spec.shape != (route.matrix_shape or (1,)) and key != "step":
+                    raise ConfigError(
+                        f"{name} is a stack of experts, of which {len(names[name])} ranks have a "
+                        f"part each, and {route.recipe.rule} has a state {key} that is not one "
+                        "number an element, of which a checkpoint cannot join the parts; use muon, "
+                        "send it to the scalar optimizer with layerwise.overrides, or set "
+                        "expert_parallel.autoep_size to 1"
+                    )
+        elif is_moe_param(param) and config.save_universal:
+            raise ConfigError(
+                f"layerwise.save_universal is true, and {name} belongs to an expert and is not "
+                "trained, so that no rank knows all of them; train it, or remove save_universal, "
+                "and convert with `ds-layerwise to-universal`"
+            )
 
 
 def norm_groups_of(

@@ -293,7 +293,7 @@ class TestRefusedParallelism(DistributedTest):
                 ({"use_data_before_expert_parallelism": True},
                  "use_data_before_expert_parallelism must be False .*, got True"),
                 ({"checkpoint": {"use_node_local_storage": True}},
-                 "use_node_local_storage is not supported with deepspeed.moe layers")):
+                 "use_node_local_storage is not supported with experts")):
             with pytest.raises(ConfigError, match=message):
                 initialize(experts(1), config(**changes))
         in_no_list = experts(2)

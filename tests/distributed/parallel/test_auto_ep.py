@@ -1,0 +1,458 @@
+"""AutoEP: DeepSpeed's ``expert_parallel`` section, whose stacks of experts differ between ranks, against one process
+that has all of them."""
+
+import deepspeed
+import deepspeed.comm as dist
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from ds_layerwise import cli
+from ds_layerwise.checkpoint.manifest import names_in
+from ds_layerwise.checkpoint.plain_values import load_safely
+from ds_layerwise.errors import ConfigError, LayerWiseError
+from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
+from tests.support.harness import DistributedTest, made_once
+from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
+from tests.support.rooms import rooms
+from tests.support.training import ds_config, from_all_ranks, reduced_gradients, relative_error, start
+from tests.support.universal import convert
+from tests.support.versions import needs
+
+pytestmark = rooms("new_names", "layout", "optimizer", "engine_hooks")
+
+WIDTH, HIDDEN, NUM_EXPERTS, TOP, VOCABULARY = 8, 12, 4, 2, 20
+STEPS = 5
+ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
+ALL_SCALAR = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
+#: Some stacks are whole, and others cut by element.
+CUT = {"overrides": [{"name": "*.experts.w3", "optimizer": "scalar"}]}
+#: The names of AutoEP's router and of the one that it replaces.
+RENAME = {"*.router.gate.weight": "*.router.weight"}
+
+
+class Stacks(nn.Module):
+    """All experts of a layer, as three stacks."""
+
+    def __init__(self):
+        super().__init__()
+        for name, rows, cols in (("w1", HIDDEN, WIDTH), ("w2", WIDTH, HIDDEN), ("w3", HIDDEN, WIDTH)):
+            setattr(self, name, nn.Parameter(torch.empty(NUM_EXPERTS, rows, cols)))
+
+
+class Routed(nn.Module):
+    """A layer that AutoEP replaces: each token goes through its best experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(WIDTH, NUM_EXPERTS, bias=False), Stacks()
+
+    def forward(self, x):
+        tokens = x.flatten(0, 1)
+        best, chosen = self.router(tokens).softmax(-1).topk(TOP, -1)
+        best = best / best.sum(-1, keepdim=True)
+        out, w = torch.zeros_like(tokens), self.experts
+        for expert in range(NUM_EXPERTS):
+            rows, place = (chosen == expert).nonzero(as_tuple=True)
+            hidden = nn.functional.silu(tokens[rows] @ w.w1[expert].T) * (tokens[rows] @ w.w3[expert].T)
+            out = out.index_add(0, rows, hidden @ w.w2[expert].T * best[rows, place, None])
+        return out.view_as(x)
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.mix, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), Routed()
+
+    def forward(self, x):
+        x = x + self.mix(x)
+        return x + self.mlp(self.norm(x))
+
+
+class StackNet(nn.Module):
+    """Two layers with experts, the same on every rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList([Layer(), Layer()])
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        generator = torch.Generator().manual_seed(5)
+        with torch.no_grad():
+            for param in self.parameters():
+                param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), ids.flatten())
+
+
+class FakeLoss(nn.Module):
+    """Whole numbers for gradients: of a stack of experts, those of this rank's by their numbers among all."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, place):
+        total = 0.0
+        for name, p in trainable(self.inner).items():
+            total = total + (p * own_part(p, whole_number_gradients(saved_name(name), whole_shape(p), *place))).sum()
+        return total
+
+
+def section(ep_size, **changes):
+    """The section for the layers of :class:`StackNet`."""
+    return {"enabled": True, "autoep_size": ep_size, "moe_layer_pattern": r".*layers\.\d+\.mlp", "top_k": TOP,
+            "router_pattern": "router", "expert_pattern": "experts", "expert_w1": "w1", "expert_w2": "w2",
+            "expert_w3": "w3", "use_grouped_mm": False, **changes}
+
+
+def start_net(ep_size, *, fake=False, module=None, **changes):
+    """An engine that has spread the experts; without the section if ``ep_size`` is 0."""
+    module = module or StackNet()
+    if ep_size:
+        changes["expert_parallel"] = section(ep_size)
+    return start(FakeLoss(module) if fake else module, ds_config(**changes))
+
+
+def saved_name(name):
+    return name.removeprefix("inner.").replace("router.gate.weight", "router.weight")
+
+
+def whole_shape(param):
+    """The shape over all ranks."""
+    return (NUM_EXPERTS, *param.shape[1:]) if param.dim() == 3 else tuple(param.shape)
+
+
+def own_part(param, whole):
+    """This rank's part of a value of a whole parameter: the experts of ranks in a row follow each other."""
+    if param.dim() < 3:
+        return whole
+    count = param.shape[0]
+    first = dist.get_rank() % (NUM_EXPERTS // count) * count
+    return whole[first:first + count]
+
+
+def gradients_of_ranks(whole, step, gas, ep_size):
+    """The gradients that :class:`FakeLoss` gives: a rank has gradients of its own experts alone."""
+    def held(param, rank):
+        if param.dim() < 3:
+            return 1.0
+        is_own = torch.arange(NUM_EXPERTS) // (NUM_EXPERTS // ep_size) == rank % ep_size
+        return is_own.float().view(-1, 1, 1)
+
+    return [[{n: whole_number_gradients(n, p.shape, step, micro, rank) / gas * held(p, rank)
+              for n, p in trainable(whole).items()} for micro in range(gas)] for rank in range(dist.get_world_size())]
+
+
+def recipe(module, **kwargs):
+    matrices = {n: (1, *p.shape) if p.dim() == 2 else tuple(p.shape) for n, p in trainable(module).items()
+                if p.dim() > 1 and n.split(".")[0] not in ("embed", "head")}
+    return Recipe(matrices=matrices, world_size=dist.get_world_size(), muon_lr=0.02, adam_lr=0.003, weight_decay=0.1,
+                  **kwargs)
+
+
+def assert_weights(module, expected, tolerance=1e-5):
+    for name, param in trainable(module).items():
+        assert relative_error(param.detach(), own_part(param, expected[saved_name(name)])) < tolerance, name
+
+
+def ep_sizes(*, most=4):
+    return [size for size in (1, 2, 4) if dist.get_world_size() % size == 0 and size <= most]
+
+
+def batch(step, micro, rank):
+    generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+    return torch.randint(0, VOCABULARY, (2, 6), generator=generator)
+
+
+def whole_step(whole, reference, step, gas):
+    """A step of the one process; return the losses of ranks, and the step."""
+    grads, losses = [], []
+    for rank in range(dist.get_world_size()):
+        grads.append([])
+        for micro in range(gas):
+            whole.zero_grad()
+            loss = whole(batch(step, micro, rank))
+            (loss / gas).backward()
+            losses.append(float(loss.detach()))
+            grads[-1].append({n: p.grad.clone() for n, p in trainable(whole).items() if p.grad is not None})
+    done = reference.step(grads)
+    with torch.no_grad():
+        for name, value in reference.params.items():
+            whole.get_parameter(name).copy_(value)
+    return losses, done
+
+
+def train_step(engine, step, gas):
+    """A step of an engine; return the losses of this rank."""
+    losses = []
+    for micro in range(gas):
+        loss = engine(batch(step, micro, dist.get_rank()))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+class TestTraining(DistributedTest):
+    world_size = [2, 4]
+
+    def test_gradients_norm_and_weights(self, stage):
+        for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
+            whole = StackNet()
+            reference = Reference(trainable(whole), recipe(whole, gas=gas, clip=5.0))
+            engine = start_net(ep_size, fake=True, gas=gas, clip=5.0, stage=stage)
+            for step in range(STEPS):
+                wanted = reference.step(gradients_of_ranks(whole, step, gas, ep_size))
+                for micro in range(gas):
+                    engine.backward(engine((step, micro, dist.get_rank())))
+                    if micro == gas - 1:
+                        for name, (first, values) in reduced_gradients(engine).items():
+                            param = engine.module.get_parameter(name)
+                            grad = own_part(param, wanted.grads[saved_name(name)]).flatten()
+                            assert torch.equal(values, grad[first:first + values.numel()]), name
+                    engine.step()
+                assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
+            assert_weights(engine.module.inner, reference.params)
+            engine.destroy()
+
+    @pytest.mark.parametrize("silent", [False, True])
+    def test_a_real_forward_pass(self, stage, silent):
+        """Some experts, and so some ranks, get no token if ``silent``."""
+        for ep_size in ep_sizes():
+            whole = StackNet()
+            if silent:
+                with torch.no_grad():
+                    for layer in whole.layers:
+                        layer.norm.weight.zero_()
+                        layer.norm.bias.fill_(1.0)
+                        layer.mlp.router.weight.copy_(torch.tensor([[4.0], [3.0], [-8.0], [-9.0]]).expand(-1, WIDTH))
+            engine = start_net(ep_size, gas=2, clip=0.5, stage=stage, params={"eps": 1e-8},
+                               module=with_weights_of(whole))
+            reference = Reference(trainable(whole), recipe(whole, gas=2, clip=0.5, eps=1e-8))
+            for step in range(STEPS):
+                losses, done = whole_step(whole, reference, step, 2)
+                if silent:
+                    assert all(float(done.grads[f"layers.{i}.mlp.experts.w1"][2:].abs().max()) == 0 for i in (0, 1))
+                own = losses[2 * dist.get_rank():2 * dist.get_rank() + 2]
+                assert train_step(engine, step, 2) == pytest.approx(own, rel=1e-5)
+                assert engine.get_global_grad_norm() == pytest.approx(done.norm, rel=1e-5)
+            assert_weights(engine.module, reference.params, tolerance=2e-5)
+            engine.destroy()
+
+    def test_adamw_trains_like_stock(self, stage):
+        for ep_size in ep_sizes():
+            module = StackNet()
+            config = ds_config(gas=2, clip=0.5, stage=stage, expert_parallel=section(ep_size),
+                               optimizer={"type": "AdamW", "params": {**ADAM, "torch_adam": True}})
+            del config["layerwise"]
+            stock, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+            params = {**ADAM, "matrix_optimizer": "muon", "muon_lr": 0.02, "decay_vectors": True}
+            engine = start_net(ep_size, gas=2, clip=0.5, stage=stage, layerwise=ALL_SCALAR,
+                               optimizer={"type": "LayerWise", "params": params})
+            for step in range(STEPS):
+                assert train_step(engine, step, 2) == pytest.approx(train_step(stock, step, 2), abs=1e-6)
+                assert engine.get_global_grad_norm() == pytest.approx(float(stock.get_global_grad_norm()), rel=1e-6)
+            for each in (stock, engine):
+                each.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_routes(self):
+        override = {"name": "layers.1.*.router.gate.weight", "optimizer": "scalar"}
+        engine = start_net(2, layerwise={"overrides": [override]})
+        routes = engine.optimizer.routes
+        assert [routes[f"layers.{i}.mlp.router.gate.weight"].recipe.rule for i in (0, 1)] == ["muon", "adamw"]
+        assert {routes[f"layers.0.mlp.experts.{w}"].recipe.rule for w in ("w1", "w2", "w3")} == {"muon"}
+
+    @pytest.mark.world_size(2)
+    def test_errors(self):
+        with pytest.raises(ConfigError, match=r"w1 is a stack of experts, of which 2 ranks .* normuon has a state"):
+            start_net(2, optimizer={"type": "LayerWise", "params": {
+                "matrix_optimizer": "normuon", "lr": 0.01, "muon_lr": 0.02}})
+        module = StackNet()
+        module.layers[0].mlp.experts.w2.requires_grad_(False)
+        with pytest.raises(ConfigError, match=r"save_universal is true, and layers.0.*w2 belongs to an expert"):
+            start_net(2, module=module, layerwise={"save_universal": True})
+        with pytest.raises(ConfigError, match="expert_parallel.enabled is True, .* not supported at ZeRO stage 3"):
+            start_net(2, stage=3)
+        with pytest.raises(ConfigError, match=r"load_balance_coeff=0.001 is not supported in this AutoEP build"):
+            start(StackNet(), ds_config(expert_parallel=section(2, load_balance_coeff=1e-3)))
+        with pytest.raises(ConfigError, match="expert_parallel.enabled is true, together with model or sequence"):
+            start(StackNet(), ds_config(expert_parallel=section(1), data_parallel_size=1, sequence_parallel_size=2),
+                  mesh_param=(1, 2))
+        with pytest.raises(ConfigError, match=r"no MoE layers detected for moe_layer_pattern='none'"):
+            start(StackNet(), ds_config(expert_parallel=section(2, moe_layer_pattern="none")))
+
+
+def with_weights_of(whole):
+    module = StackNet()
+    module.load_state_dict(whole.state_dict())
+    return module
+
+
+def qwen():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+    torch.manual_seed(3)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, moe_intermediate_size=12, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=2, num_key_value_heads=1, num_experts=4, num_experts_per_tok=2, norm_topk_prob=True))
+
+
+class TestQwen(DistributedTest):
+    """Qwen3-MoE of transformers, by DeepSpeed's preset."""
+
+    world_size = 2
+
+    def losses(self, ep_size):
+        changes = {"expert_parallel": {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False}}
+        config = ds_config(clip=0.5, layerwise=ALL_SCALAR, **changes if ep_size else {})
+        engine = start(qwen(), config)
+        losses = []
+        for step in range(STEPS):
+            ids = batch(step, 0, dist.get_rank())
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses += [float(loss.detach()), float(engine.get_global_grad_norm())]
+        return losses
+
+    @needs("transformers<5.23", "AutoEP of DeepSpeed 0.19.8 fails with newer ones")
+    def test_trains_like_one_without(self):
+        assert self.losses(2) == pytest.approx(self.losses(0), rel=1e-5)
+
+    @needs("transformers>=5.23", "older ones work")
+    def test_newer_transformers(self):
+        with pytest.raises(ConfigError, match="AutoEP of DeepSpeed .* install 'transformers<5.23'"):
+            self.losses(2)
+
+
+def check_exit(arguments):
+    assert cli.main(arguments) == 0
+
+
+def train_fake(engine, first, last):
+    for step in range(first, last):
+        engine.backward(engine((step, 0, dist.get_rank())))
+        engine.step()
+
+
+def all_weights(engine):
+    """Every parameter, with the experts of all ranks, by its name in a checkpoint."""
+    everyone = from_all_ranks({name: param.detach().clone() for name, param in trainable(engine.module).items()})
+    whole = {}
+    for name, first in everyone[0].items():
+        whole[name] = first
+        if first.dim() == 3:
+            whole[name] = torch.cat([of_rank[name] for of_rank in everyone[:NUM_EXPERTS // first.shape[0]]])
+            own = engine.module.get_parameter(name)
+            assert torch.equal(own_part(own, whole[name]), own), name
+    return whole
+
+
+class TestCheckpoints(DistributedTest):
+    """Any number of ranks and any placement of experts onto any other: a stack is one parameter in a file."""
+
+    world_size = [1, 2, 4]
+    thorough_on = (1, )
+    SAVED = ("1_1", "2_1", "2_2", "4_2", "4_4")
+
+    @pytest.fixture
+    def runs(self, class_tmpdir):
+        """Checkpoints in folders that are called as ranks_placement."""
+        return made_once(class_tmpdir / "runs", type(self).world_size, self.save)
+
+    def save(self, folder):
+        for ep_size in ep_sizes():
+            run = folder / f"{dist.get_world_size()}_{ep_size}"
+            if run.name in self.SAVED:
+                engine = start_net(ep_size, fake=True, layerwise={"save_universal": True, **CUT}, stage=1 + ep_size % 2)
+                train_fake(engine, 0, 3)
+                engine.save_checkpoint(run, tag="saved")
+                states, now = whole_states(engine), all_weights(engine)
+                train_fake(engine, 3, 5)
+                later = all_weights(engine)
+                if dist.get_rank() == 0:
+                    torch.save((states, now, later), run / "expected.pt")
+                engine.destroy()
+                if run.name == "4_2":
+                    on_rank_0(lambda: self.check_from_outside(run, states))
+
+    def check_from_outside(self, folder, states):
+        for saved in ("saved", "saved_universal"):
+            check_exit(["verify", str(folder / saved)])
+        check_exit(["consolidate", str(folder), str(folder / "all.safetensors")])
+        weights = load_file(folder / "all.safetensors")
+        for name, key in states:
+            if key == "fp32":
+                assert torch.equal(weights[name].flatten(), states[name, key]), name
+        check_exit(["to-universal", str(folder), str(folder / "converted")])
+        converted, by_engine = folder / "converted", folder / "saved_universal"
+        assert names_in(converted) == names_in(by_engine)
+        for name in names_in(by_engine):
+            assert_equal_contents(load_safely(converted / name), load_safely(by_engine / name), (name, ))
+
+    def test_resume(self, runs):
+        world = dist.get_world_size()
+        for ep_size in ep_sizes():
+            engine = start_net(ep_size, fake=True, layerwise=CUT)
+            for saved in self.SAVED:
+                states, now, later = torch.load(runs / saved / "expected.pt")
+                for tag in ("saved", "saved_universal"):
+                    train_fake(engine, 9, 10)
+                    engine.load_checkpoint(runs / saved, tag=tag)
+                    where = (saved, tag, "onto", world, ep_size)
+                    assert engine.optimizer.fresh_states == {}, where
+                    assert_equal_states(whole_states(engine), states, where)
+                    assert_equal_states(all_weights(engine), now, where)
+                    if saved == f"{world}_{ep_size}":
+                        train_fake(engine, 3, 5)
+                        assert_equal_states(all_weights(engine), later, where)
+            engine.destroy()
+
+    @pytest.mark.world_size(4)
+    def test_frozen_experts(self, tmpdir):
+        expected = {}
+        for ep_size in (2, 4):
+            module = StackNet()
+            module.layers[0].mlp.experts.w1.requires_grad_(False)
+            engine = start_net(ep_size, module=module, fake=True)
+            frozen = engine.module.get_parameter("inner.layers.0.mlp.experts.w1")
+            if ep_size == 2:
+                train_fake(engine, 0, 2)
+                engine.save_checkpoint(tmpdir, tag="saved")
+                on_rank_0(lambda: check_exit(["verify", str(tmpdir / "saved")]))
+                expected = whole_states(engine)
+            else:
+                frozen.data.zero_()
+                engine.load_checkpoint(tmpdir, tag="saved")
+                assert_equal_states(whole_states(engine), expected)
+                with pytest.raises(LayerWiseError, match="w1 belongs to an expert and is not trained"):
+                    engine.optimizer.sharded_state_dict()
+            assert torch.equal(frozen, own_part(frozen, StackNet().layers[0].mlp.experts.w1))
+
+    @pytest.mark.world_size(4)
+    @needs("deepspeed>=0.19.8", "its ds_to_universal.py converts no AutoEP at these stages")
+    def test_converted(self, runs, tmpdir):
+        convert(runs / "4_2" / "saved", tmpdir / "converted", inject=True)
+        engine = start_net(4, fake=True, layerwise=CUT)
+        engine.load_checkpoint(tmpdir, tag="converted")
+        states, now, _ = torch.load(runs / "4_2" / "expected.pt")
+        assert_equal_states(whole_states(engine), states)
+        assert_equal_states(all_weights(engine), now)
+
+    def test_resume_without(self, runs):
+        engine = start_net(0, fake=True, layerwise={"rename": RENAME, **CUT})
+        for saved in ("2_2", "4_2"):
+            states, now, _ = torch.load(runs / saved / "expected.pt")
+            for tag in ("saved", "saved_universal"):
+                engine.load_checkpoint(runs / saved, tag=tag)
+                renamed = {(f"inner.{saved_name(name)}", key): value for (name, key), value in states.items()}
+                assert_equal_states(whole_states(engine), renamed, (saved, tag))
+                found = all_weights(engine)
+                for name, value in now.items():
+                    assert torch.equal(found[f"inner.{saved_name(name)}"], value), (saved, tag, name)
