@@ -370,8 +370,9 @@ def newton_schulz_workspace(
     ``gram`` it is the direction and the iterate with four squares, or the next iterate with one.
     Sums of rows or columns are four vectors more. All are counted as float32; half precision takes
     two and a half matrices of that shape, or three if it is square. Not counted are the gathered
-    data of tensor-parallel ranks, and what a CPU alone needs: 16 more elements per row of some
-    squares, and a copy of tall matrices where adamuon takes their norms.
+    data of tensor-parallel ranks, with owners also the directions and results that they exchange at
+    a time, and what a CPU alone needs: 16 more elements per row of some squares, and a copy of tall
+    matrices where adamuon takes their norms.
 
     Args:
         beside: the number of further matrices of that shape that are held at the same time.

@@ -94,7 +94,7 @@ WITNESSES = {
 }
 
 
-def test_what_is_told_of_adamuon_has_its_scale_and_what_differs():
+def test_the_summary_of_adamuon_has_its_scale_and_what_differs():
     told = REGISTRY["adamuon"](scale_mode="spectral", moment2_rescale=False, sign_momentum=True).scale_summary()
     assert told == f"{REGISTRY['adamuon'](scale_mode='spectral').scale_summary()}, not rescaled, of signs"
     assert "spectral" in told
