@@ -42,7 +42,7 @@ MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
 ZERO3_MODEL_FILE = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 
 #: The files of DeepSpeed with one expert each.
-EXPERT_FILES = "layer_*_expert_*_mp_rank_00_model_states.pt"
+EXPERT_FILES = "layer_*_expert_*_mp_rank_{mp_rank}_model_states.pt"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -115,7 +115,7 @@ def _find(path: Path) -> Path:
 
 def has_expert_files(folder: Path) -> bool:
     """Tell whether the model in ``folder`` has files of experts."""
-    return any(folder.glob(EXPERT_FILES))
+    return any(folder.glob(EXPERT_FILES.format(mp_rank="*")))
 
 
 def manifest_of(folder: Path) -> Manifest | None:
@@ -316,7 +316,7 @@ def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
     """Read the weights of experts; DeepSpeed writes one file per expert, also of stacks."""
     found = {}
     stacks: dict[str, dict[int, Tensor]] = {}
-    for path in sorted(folder.glob(EXPERT_FILES)):
+    for path in sorted(folder.glob(EXPERT_FILES.format(mp_rank="00"))):
         for name, value in load(path).items():
             stack, _, number = name.rpartition(".")
             if first_expert(name) is None and number.isdecimal():

@@ -105,6 +105,7 @@ def _load_checked(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
         weights_win=custom_load_fn is not None,
+        has_whole_experts=engine.has_moe_layers and not has_expert_files(folder),
     )
     with (
         engine.optimizer.checkpoint_event(),
@@ -113,7 +114,10 @@ def _load_checked(
         as_at_stage_2(engine),
     ):
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
-        with _pipeline_loading(engine.module, load), _alone(load):
+        # Otherwise the engine looks for files of experts.
+        has_experts = engine.has_moe_layers and not load.has_whole_experts
+        one_file = patch(engine, has_moe_layers=has_experts)
+        with _pipeline_loading(engine.module, load), one_file, _alone(load):
             done = original(
                 load_dir,
                 tag,
@@ -136,7 +140,8 @@ def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     trained: the model's file lacks all of it, or experts, and this model has no layers of experts.
     A file that cannot be read says nothing. Every rank must call this at the same point.
     """
-    found = not engine.has_moe_layers and has_expert_files(folder)
+    may_lack = not (engine.has_moe_layers or pipeline.is_pipeline(engine.module))
+    found = may_lack and has_expert_files(folder)
     path = folder / MODEL_FILE.format(mp_rank=0)
     with suppress(LayerWiseError), naming(path):
         content = load_safely(path, with_objects=True)
@@ -457,6 +462,8 @@ def _load_module_state_dict(
             renamed = new_names(module, rename, use_all=not has_no_weights)
             with whole_shapes(engine.module.parameters()):
                 given = {renamed[name]: value for name, value in module.items()}
+                if load.has_whole_experts:
+                    given |= engine.optimizer.checkpointing.own_experts(given)
                 module = given
                 if has_no_weights:
                     module = with_weights(engine, given)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.checkpoint_folder import has_expert_files
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
-from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert
+from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert, place_of
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
 from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
 from ds_layerwise.checkpoint.regular import (
@@ -89,6 +89,8 @@ class Load:
     checkpoint.
     """
 
+    has_whole_experts: bool = False
+    """True if the model's file has the experts that this run has spread over ranks."""
     alone: bool = False
     """True while an error of this rank has not been agreed on by all ranks."""
 
@@ -291,13 +293,14 @@ class Checkpointing:
     def open_regular(self, folder: Path) -> RegularCheckpoint:
         """Open the regular checkpoint in ``folder``, as far as this rank may need it."""
         run = self._run
+        is_stage = pipeline.is_pipeline(run.model)
         return RegularCheckpoint(
             folder,
             rank=run.rank,
             mp_rank=run.settings.mp_rank,
-            parts_of_stages=run.settings.tp_size * pipeline.is_pipeline(run.model),
+            parts_of_stages=run.settings.tp_size * is_stage,
             # The engine reads files of experts only into layers of experts.
-            lacks_weights=not run.settings.expert_groups and has_expert_files(folder),
+            lacks_weights=not (run.settings.expert_groups or is_stage) and has_expert_files(folder),
         )
 
     def prepare_load(
@@ -422,6 +425,16 @@ class Checkpointing:
                 f"(layerwise.on_hyper_change is {run.config.on_hyper_change!r}), "
             ),
         )
+
+    def own_experts(self, module: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return this rank's part of the stacks of experts in ``module``, by name."""
+        run = self._run
+        found = {}
+        for name, names in run.planned.names.items():
+            if name in module and names.count(name) > 1:
+                _, before = place_of(names, run.rank)
+                found[name] = module[name].chunk(len(names))[before]
+        return found
 
     @contextmanager
     def loading(self, load: Load) -> Iterator[None]:

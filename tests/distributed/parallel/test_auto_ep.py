@@ -445,6 +445,25 @@ class TestCheckpoints(DistributedTest):
         assert_equal_states(whole_states(engine), states)
         assert_equal_states(all_weights(engine), now)
 
+    def test_resume_what_was_saved_without(self, runs, tmpdir):
+        engine = start_net(0, fake=True, layerwise={"save_universal": True, **CUT})
+        train_fake(engine, 0, 3)
+        engine.save_checkpoint(tmpdir, tag="saved")
+        states, now = whole_states(engine), all_weights(engine)
+        engine.destroy()
+        for ep_size in ep_sizes():
+            rename = {new: old for old, new in RENAME.items()}
+            engine = start_net(ep_size, fake=True, layerwise={"rename": rename, **CUT})
+            for tag in ("saved", "saved_universal"):
+                train_fake(engine, 9, 10)
+                engine.load_checkpoint(tmpdir, tag=tag)
+                found = {(f"inner.{saved_name(name)}", key): value
+                         for (name, key), value in whole_states(engine).items()}
+                assert_equal_states(found, states, (ep_size, tag))
+                for name, value in all_weights(engine).items():
+                    assert torch.equal(value, now[f"inner.{saved_name(name)}"]), (ep_size, tag, name)
+            engine.destroy()
+
     def test_resume_without(self, runs):
         engine = start_net(0, fake=True, layerwise={"rename": RENAME, **CUT})
         for saved in ("2_2", "4_2"):
