@@ -12,11 +12,12 @@ from ds_layerwise import cli
 from ds_layerwise.checkpoint.manifest import names_in
 from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import ConfigError, LayerWiseError
+from tests.support import internals
 from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, from_all_ranks, reduced_gradients, relative_error, start
+from tests.support.training import BF16, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 from tests.support.versions import needs
 
@@ -413,6 +414,22 @@ class TestCheckpoints(DistributedTest):
                         train_fake(engine, 3, 5)
                         assert_equal_states(all_weights(engine), later, where)
             engine.destroy()
+
+    @pytest.mark.world_size(2)
+    def test_bf16_on_the_host(self, tmpdir):
+        offload = {"stage": 1, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+        plain = start_net(2, fake=True, layerwise=CUT, **BF16)
+        engine = start_net(2, fake=True, layerwise=CUT, **BF16, zero_optimization=offload)
+        for each in (engine, plain):
+            train_fake(each, 0, 3)
+        assert internals.host_tensors(engine)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        engine.save_checkpoint(tmpdir, tag="saved")
+        train_fake(engine, 3, 5)
+        plain.load_checkpoint(tmpdir, tag="saved")
+        train_fake(plain, 3, 5)
+        assert_equal_states(whole_states(engine), whole_states(plain))
+        assert_equal_states(all_weights(engine), all_weights(plain))
 
     @pytest.mark.world_size(4)
     def test_frozen_experts(self, tmpdir):
