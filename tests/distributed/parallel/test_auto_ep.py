@@ -344,14 +344,14 @@ def train_fake(engine, first, last):
 
 def all_weights(engine):
     """Every parameter, with the experts of all ranks, by its name in a checkpoint."""
-    everyone = from_all_ranks({name: param.detach().clone() for name, param in trainable(engine.module).items()})
+    with deepspeed.zero.GatheredParameters(list(engine.module.parameters())):
+        everyone = from_all_ranks({name: p.detach().clone() for name, p in trainable(engine.module).items()})
     whole = {}
     for name, first in everyone[0].items():
         whole[name] = first
         if first.dim() == 3:
             whole[name] = torch.cat([of_rank[name] for of_rank in everyone[:NUM_EXPERTS // first.shape[0]]])
-            own = engine.module.get_parameter(name)
-            assert torch.equal(own_part(own, whole[name]), own), name
+            assert torch.equal(own_part(first, whole[name]), everyone[dist.get_rank()][name]), name
     return whole
 
 
@@ -471,18 +471,21 @@ class TestCheckpoints(DistributedTest):
         for ep_size in ep_sizes():
             rename = {new: old for old, new in RENAME.items()}
             engine = start_net(ep_size, fake=True, layerwise={"rename": rename, **CUT})
-            for tag in ("saved", "saved_universal"):
+            for tag, weights_alone in (("saved", False), ("saved_universal", False), ("saved", True)):
                 train_fake(engine, 9, 10)
-                engine.load_checkpoint(tmpdir, tag=tag)
+                engine.load_checkpoint(tmpdir, tag=tag, load_module_only=weights_alone)
+                for name, value in all_weights(engine).items():
+                    assert torch.equal(value, now[f"inner.{saved_name(name)}"]), (ep_size, tag, name)
+                if weights_alone:
+                    continue
                 found = {(f"inner.{saved_name(name)}", key): value
                          for (name, key), value in whole_states(engine).items()}
                 assert_equal_states(found, states, (ep_size, tag))
-                for name, value in all_weights(engine).items():
-                    assert torch.equal(value, now[f"inner.{saved_name(name)}"]), (ep_size, tag, name)
             engine.destroy()
 
-    def test_resume_without(self, runs):
-        engine = start_net(0, fake=True, layerwise={"rename": RENAME, **CUT})
+    @pytest.mark.parametrize("dense_stage", [1, 3])
+    def test_resume_without(self, runs, dense_stage):
+        engine = start_net(0, fake=True, layerwise={"rename": RENAME, **CUT}, stage=dense_stage)
         for saved in ("2_2", "4_2"):
             states, now, _ = torch.load(runs / saved / "expected.pt")
             for tag in ("saved", "saved_universal"):
@@ -492,3 +495,8 @@ class TestCheckpoints(DistributedTest):
                 found = all_weights(engine)
                 for name, value in now.items():
                     assert torch.equal(found[f"inner.{saved_name(name)}"], value), (saved, tag, name)
+        _, now, _ = torch.load(runs / "2_2" / "expected.pt")
+        engine.load_checkpoint(runs / "2_2", tag="saved", load_module_only=True)
+        found = all_weights(engine)
+        for name, value in now.items():
+            assert torch.equal(found[f"inner.{saved_name(name)}"], value), name
