@@ -263,7 +263,8 @@ def test_the_schema_takes_auto_where_a_trainer_fills_it_in():
         return fits_the_schema(json.dumps({"optimizer": {"type": "LayerWiseMuon", "params": {key: "auto"}}}))
 
     keys = json_schema()["$defs"]["params"]["properties"]
-    assert {key for key in keys if taken(key)} == {"lr", "betas", "eps", "weight_decay", "ns_dtype", "ns_coefficients"}
+    assert {key for key in keys if taken(key)} == {
+        "lr", "betas", "eps", "weight_decay", "ns_dtype", "ns_coefficients", "muon_tp_mode"}
     assert keys["lr"]["anyOf"] == [{"exclusiveMinimum": 0, "type": "number"}, {"const": "auto", "type": "string"}]
     assert keys["muon_lr"]["minimum"] == 0
 
