@@ -114,10 +114,8 @@ def _load_checked(
         as_at_stage_2(engine),
     ):
         _check_first(engine, load_dir, tag, universal=is_universal, strict=load_module_strict)
-        # Otherwise the engine looks for files of experts.
-        has_experts = engine.has_moe_layers and not load.has_whole_experts
-        one_file = patch(engine, has_moe_layers=has_experts)
-        with _pipeline_loading(engine.module, load), one_file, _alone(load):
+        experts = _expert_loading(engine, load)
+        with _pipeline_loading(engine.module, load), experts, _alone(load):
             done = original(
                 load_dir,
                 tag,
@@ -275,6 +273,13 @@ def _agreeing(load: Load) -> Iterator[None]:
     with comm.errors_on_all_ranks():
         yield
     load.alone = is_alone
+
+
+def _expert_loading(engine: DeepSpeedEngine, load: Load) -> ExitStack:
+    """Make the engine look for no files of experts if the model's file has them, until the returned
+    stack is closed.
+    """
+    return patch(engine, has_moe_layers=engine.has_moe_layers and not load.has_whole_experts)
 
 
 def _pipeline_loading(module: Any, load: Load) -> ExitStack:
