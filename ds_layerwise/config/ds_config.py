@@ -107,7 +107,6 @@ _MUST_BE_FALSE = {
 _MORE_THAN_STAGE_3 = {
     "offload_optimizer.super_offload": False,
     "pipeline_loading_checkpoint": False,
-    "zero_hpz_partition_size": 1,
     "zero_quantized_weights": False,
     "zero_quantized_nontrainable_weights": False,
     "zeropp_loco_param": None,
@@ -366,6 +365,12 @@ def refuse_unsupported(ds_config: Mapping[str, Any]) -> None:
                 f"{path} must be {' or '.join(map(repr, allowed))} with this optimizer, got "
                 f"{value!r}: {way_out}"
             )
+    hpz = at(ds_config, "zero_optimization.zero_hpz_partition_size")
+    if hpz not in (None, 1) and at(ds_config, "zero_optimization.stage") != 3:
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {hpz!r}, and only ZeRO stage 3 fetches "
+            "weights; set stage to 3, or remove it"
+        )
     for path in _NEVER_AUTO:
         if at(ds_config, path) == "auto":
             raise ConfigError(

@@ -41,6 +41,7 @@ _DEFAULTS = {
     "max_live_parameters": 1_000_000_000,
     "param_persistence_threshold": 100_000,
     "model_persistence_threshold": sys.maxsize,
+    "zero_hpz_partition_size": 1,
 }
 
 
@@ -50,7 +51,9 @@ class Whole(NamedTuple):
     always: int
     """The bytes of persistent parameters, also between two steps."""
     most: int
-    """The most bytes during a forward or backward pass, with the persistent ones."""
+    """The most bytes during a forward or backward pass, with the persistent ones and second
+    copies.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,8 @@ class Fetching:
     max_live_parameters: int
     param_persistence_threshold: int
     model_persistence_threshold: int
+    zero_hpz_partition_size: int = 1
+    """The number of ranks that share second copies of weights; 1 for none."""
 
     @classmethod
     def of(cls, zero: Mapping[str, Any]) -> Fetching:
@@ -87,7 +92,10 @@ class Fetching:
                 always += its_bytes
         # A parameter larger than the limit is fetched all the same.
         elements = min(numel, max(self.max_live_parameters, largest, stays))
-        return Whole(always, nbytes * elements // numel if numel else 0)
+        most = nbytes * elements // numel if numel else 0
+        if self.zero_hpz_partition_size > 1:
+            most += nbytes // self.zero_hpz_partition_size
+        return Whole(always, most)
 
 
 @dataclass(frozen=True, kw_only=True)

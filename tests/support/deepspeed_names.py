@@ -208,6 +208,8 @@ READ = (
     Used("deepspeed.comm.get_global_rank", "read", ("group", "group_rank")),
     *_used("deepspeed.comm", "read", "init_distributed is_initialized", ()),
     Used("deepspeed.utils.groups._clone_world_group", "read", ()),
+    Used("deepspeed.utils.groups._create_zero_param_parallel_group", "read", ("group_size",)),
+    Used("deepspeed.utils.groups._get_zero_param_intra_parallel_group", "read", ()),
     Used("deepspeed.utils.groups._get_sequence_parallel_group", "read", ()),
     *_used("deepspeed.runtime.lr_schedules", "read", "WarmupLR WarmupDecayLR OneCycle LRRangeTest"),
     Used(_CONFIG, "read"),

@@ -27,6 +27,7 @@ LISTED = {
     "engine._running_engine_step": "the same",
     "engine._unmanaged_backward_count": "the same",
     "engine.mpu": "a mesh of sequences; none while DeepSpeed makes what fetches parameters at stage 3",
+    "param.ds_secondary_tensor": "second copies of old weights are dropped, as its own optimizer drops them",
     "engine.save_non_zero_checkpoint": "the rank that writes the model's file",
     "engine.{*}": "counts, as they were before a load that failed",
     "engine.module.{UNIVERSAL_CHECKPOINT_INFO}": "DeepSpeed's converter asks the model's file for it",

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 from deepspeed.runtime.torch_autocast import get_comm_dtype
 from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+from deepspeed.utils import groups
 from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, StepError, few
@@ -58,6 +59,18 @@ def make_fetcher(
     Raises:
         ConfigError: they are cut over other ranks than those of ``group``, or twice.
     """
+    second = engine.zero_hpz_partition_size()
+    if second > 1:
+        if comm.size_of(group) % second:
+            raise ConfigError(
+                f"zero_optimization.zero_hpz_partition_size is {second}, which does not divide the "
+                f"{comm.size_of(group)} ranks; set it to the number of ranks of a node"
+            )
+        # DeepSpeed's engine makes these groups for its own optimizer alone.
+        if groups._get_zero_param_intra_parallel_group() is None:
+            groups._create_zero_param_parallel_group(second)
+        # Whatever has written weights since the last pass, all ranks fetch the new ones.
+        engine.module.register_forward_pre_hook(_forget_second_copies, prepend=True)
     mpu = engine.mpu
     # The config is read again, for as many sequences as before. Without groups of an mpu, DeepSpeed
     # cuts over all ranks, as ranks of a sequence share cuts.
@@ -75,11 +88,13 @@ def make_fetcher(
                     f"gradients are averaged over {comm.ranks_of(group)}; give zero.Init() the "
                     "same config and the same mpu as initialize()"
                 )
-            if param.ds_zero_param_process_group is not None:
+            inside = param.ds_zero_param_process_group
+            found = 1 if inside is None else comm.size_of(inside)
+            if found != max(second, 1):
                 raise ConfigError(
-                    f"{name} has a second cut, as zero_hpz_partition_size of the config of "
-                    "zero.Init() asks for, which would keep old weights; give zero.Init() the same "
-                    "config as initialize()"
+                    f"{name} has second cuts over {found} rank(s), and zero_hpz_partition_size is "
+                    f"{second}; give zero.Init() the same config as initialize(), and all engines "
+                    "of a process the same size"
                 )
             cut = param.ds_tensor
             # A script may have converted the module, which does nothing to cuts.
@@ -136,6 +151,13 @@ def write_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
     """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
     cut, part = own_part(param, rank, value)
     cut.copy_(part)
+    param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+
+
+def _forget_second_copies(model: nn.Module, *_: Any) -> None:
+    """Let the next fetch be of cuts, and not of copies within a group of ranks."""
+    for param in model.parameters():
+        param.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 class ParamCuts:
@@ -209,6 +231,7 @@ class ParamCuts:
         """
         self._were_whole = self._were_whole or bool(self.persistent())
         self._fetcher.partition_all_parameters()
+        _forget_second_copies(self._fetcher.module)
         self._fetched = None
 
     def fetch_persistent(self) -> None:
