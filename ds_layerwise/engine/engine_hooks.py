@@ -250,7 +250,8 @@ def _configure_optimizer(
     original: Method, engine: DeepSpeedEngine, client_optimizer: Any, model_parameters: Any
 ) -> Any:
     if client_optimizer is None:
-        if engine.has_moe_layers:
+        # Those of deepspeed.moe stay split: checkpoints have as many groups.
+        if at(engine._config._param_dict, "expert_parallel.enabled"):
             model_parameters = _not_split(model_parameters)
         return original(client_optimizer, model_parameters)
     with (

@@ -267,6 +267,8 @@ class TestCheckpoints(DistributedTest):
         for ep_size in self.placements():
             engine = start_experts(ep_size, layerwise={"save_universal": True}, stage=2 if ep_size == 2 else 1)
             train_experts(engine, 0, 3)
+            # As in the checkpoints of earlier versions, and a load wants as many.
+            assert [group.get("moe", False) for group in engine.optimizer.param_groups] == [False, True]
             run = folder / f"{dist.get_world_size()}_{ep_size}"
             engine.save_checkpoint(run, tag="saved")
             states, now = whole_states(engine), all_weights(engine, ep_size)
