@@ -275,7 +275,8 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             for key in sorted(value):
                 add(f"{path}.{key}", value[key])
-        else:
+        elif type(value).__repr__ is not object.__repr__:
+            # Others, such as a process group, are told by their address, which differs.
             lines.append(f"{path} = {value!r}")
 
     for key in _SAME_ON_ALL_RANKS:

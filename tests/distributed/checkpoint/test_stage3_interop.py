@@ -104,7 +104,7 @@ class TestOursIntoStock(DistributedTest):
         for name, param in module.named_parameters():
             param.use_muon = name in MATRICES
         config = ds_config(stage=3, clip=1.0, **BF16, checkpoint={"load_universal": True},
-                           optimizer={"type": "Muon", "params": {"lr": 0.01}})
+                           optimizer={"type": "Muon", "params": {"lr": 0.01, "torch_adam": True}})
         config["zero_optimization"]["reduce_scatter"] = False
         del config["layerwise"]
         stock, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)

@@ -16,7 +16,14 @@ from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.runtime.zero.leaf_module_config import DeepSpeedZeroLeafModuleConfig
 from deepspeed.runtime.zero.offload_config import DeepSpeedZeroOffloadOptimizerConfig, DeepSpeedZeroOffloadParamConfig
 
-from ds_layerwise.config.ds_config import check_autocast, config_of, refuse_unsupported, type_meant, without_effect
+from ds_layerwise.config.ds_config import (
+    check_autocast,
+    config_of,
+    refuse_unsupported,
+    type_meant,
+    what_ranks_share,
+    without_effect,
+)
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.config.sections import OptimizerConfig, params_model
 from ds_layerwise.engine.register import register, unregister
@@ -275,6 +282,11 @@ def test_a_switch_of_deepspeed_may_be_a_number(value, is_one):
     given = {"optimizer": {"type": "LayerWiseMuon"}, "wall_clock_breakdown": value}
     with nullcontext() if is_one else pytest.raises(ConfigError, match="breakdown must be true or false, got"):
         assert config_of(given) is given
+
+
+def test_objects_in_a_config_differ_between_ranks_in_nothing_that_counts():
+    given = [{"tensor_parallel": {"autotp_size": 2, "tp": {"tp_group": object()}}} for _ in range(2)]
+    assert what_ranks_share(given[0]) == what_ranks_share(given[1]) == ["tensor_parallel.autotp_size = 2"]
 
 
 def test_hyper_parameters_reach_the_groups():
