@@ -133,8 +133,7 @@ class TestKilledRanks(OwnDistributedTest):
     exec_timeout = 1200
 
     @pytest.mark.parametrize("name", [
-        pytest.param(name, marks=[] if name in ("a new tag", "the same tag, universal too, at stage 3")
-                     else pytest.mark.thorough) for name in SCENARIOS])
+        pytest.param(name, marks=[] if name == "a new tag" else pytest.mark.thorough) for name in SCENARIOS])
     def test_a_rank_that_is_killed_anywhere_in_a_save_loses_nothing(self, name, tmp_path):
         scenario, rng = SCENARIOS[name], random.Random(name)
         assert fork_ranks(2, save_and_die, scenario, tmp_path / "none", None, None) == [(0, ""), (0, "")]

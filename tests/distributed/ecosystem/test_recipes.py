@@ -20,7 +20,6 @@ NEEDS = {"trainer_ner": None, "accelerate": None, "accelerate_own": None, "train
          "dora": "trl", "lightning": "lightning", "timm": "timm", "diffusers": "diffusers",
          "sentence_transformers": "sentence_transformers", "nanogpt": None, "deepspeed_examples": None,
          "deepspeed_chat": "datasets"}
-ALWAYS = {"trainer_ner"}
 #: Of recipes with a script that a user clones: the variable that says where to, and the files of a small stand-in.
 CLONES = {"nanogpt": ("NANOGPT", {"model.py": """
 import dataclasses, torch
@@ -83,8 +82,9 @@ def environment(name, folder):
     return {}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", [
-    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.thorough) for name, package in NEEDS.items()
+    name for name, package in NEEDS.items()
     if (package is None or importlib.util.find_spec(package)) and (name not in CLONES or CLONES[name][1]
                                                                    or CLONES[name][0] in os.environ)])
 def test_a_recipe_learns_saves_and_resumes(name, tmp_path):

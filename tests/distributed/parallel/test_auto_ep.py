@@ -202,6 +202,7 @@ def train_step(engine, step, gas):
 
 class TestTraining(DistributedTest):
     world_size = [2, 4]
+    thorough_on = (2,)
 
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
