@@ -275,9 +275,9 @@ def what_ranks_share(ds_config: Mapping[str, Any]) -> list[str]:
         if isinstance(value, Mapping):
             for key in sorted(value):
                 add(f"{path}.{key}", value[key])
-        elif type(value).__repr__ is not object.__repr__:
-            # Others, such as a process group, are told by their address, which differs.
-            lines.append(f"{path} = {value!r}")
+        else:
+            # The address of an object, such as a process group, differs.
+            lines.append(f"{path} = {re.sub(' at 0x[0-9a-f]+', '', repr(value))}")
 
     for key in _SAME_ON_ALL_RANKS:
         if key in ds_config:

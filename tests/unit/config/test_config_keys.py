@@ -286,7 +286,8 @@ def test_a_switch_of_deepspeed_may_be_a_number(value, is_one):
 
 def test_objects_in_a_config_differ_between_ranks_in_nothing_that_counts():
     given = [{"tensor_parallel": {"autotp_size": 2, "tp": {"tp_group": object()}}} for _ in range(2)]
-    assert what_ranks_share(given[0]) == what_ranks_share(given[1]) == ["tensor_parallel.autotp_size = 2"]
+    assert what_ranks_share(given[0]) == what_ranks_share(given[1]) == [
+        "tensor_parallel.autotp_size = 2", "tensor_parallel.tp.tp_group = <object object>"]
 
 
 def test_hyper_parameters_reach_the_groups():
