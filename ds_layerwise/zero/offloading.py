@@ -79,13 +79,13 @@ class Offloading:
         gradients = {kinds.contiguous_grad_buffer.value, kinds.lp_grads.value}
         return not gradients.isdisjoint(self.parking.kinds)
 
-    def check_not_offloaded(self) -> None:
-        """Raise an error if anything is on the host.
+    def check_not_offloaded(self, *, gradients_alone: bool = False) -> None:
+        """Raise an error if anything is on the host, or if memory of gradients is.
 
         Raises:
             StepError: something is offloaded.
         """
-        if self.parking.kinds:
+        if self.has_gradients or (self.parking.kinds and not gradients_alone):
             raise StepError(
                 f"{', '.join(self.parking.kinds)} are offloaded; call engine.reload_states() first"
             )

@@ -38,7 +38,18 @@ class BeforeUpdate:
         if isinstance(run.param_sync, CutSync):
             self.weights: WholeWeights | CutSync = run.param_sync
         else:
-            self.weights = WholeWeights(run.params, run.ep_sizes, group=settings.group)
+            parts = {}
+            if settings.tensor_group is not None:
+                part = comm.rank_of(settings.tensor_group)
+                cut = (name for name in run.params if run.planned.routes[name].is_cut)
+                parts = dict.fromkeys(cut, part)
+            self.weights = WholeWeights(
+                run.params,
+                run.ep_sizes,
+                group=settings.group,
+                model_group=settings.model_group,
+                parts=parts,
+            )
         self._has_announced = False
 
     def decide(self, *, clip_grad: float, loss_scale: float) -> Decision:

@@ -86,6 +86,26 @@ class TestOffload(DistributedTest):
         engine.reload_states()
         train_engine(engine, 1, first=1)
 
+    @pytest.mark.parametrize("bucket_numel", [600, 10**9])
+    def test_a_backward_pass_while_gradients_are_away_says_so(self, bucket_numel):
+        for stage in (1, 2, 3):
+            engine, plain = (start(Net(), ds_config(stage=stage, gas=2, bucket_numel=bucket_numel)) for _ in range(2))
+            engine.backward(engine((0, 0, dist.get_rank())))
+            engine.step()
+            engine.offload_states(include=[Kind.lp_grads, Kind.contiguous_grad_buffer])
+            with pytest.raises(StepError, match=r"are offloaded; call engine.reload_states\(\) first"):
+                engine.backward(engine((0, 1, dist.get_rank())))
+            engine.reload_states()
+            # As after any exception in a backward pass, the step begins again.
+            with pytest.raises(StepError, match=r"call engine.zero_grad\(\) on all ranks, and begin the step again"):
+                engine.step()
+            engine.zero_grad()
+            for each in (engine, plain):
+                train_engine(each, 1, gas=2)
+            assert_equal_states(whole_states(engine), whole_states(plain))
+            engine.destroy()
+            plain.destroy()
+
     def test_saving_and_loading_bring_it_back(self, tmp_path):
         engine, plain = (start(Net(), ds_config(bf16={"enabled": True})) for _ in range(2))
         train_engines((engine, plain), 2)
