@@ -7,7 +7,7 @@ step from different weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 
 import torch
@@ -92,14 +92,24 @@ class WholeWeights:
         ep_size: the number of consecutive ranks that hold different experts under a parameter's
             name.
         group: the ranks with the same part of the model.
+        model_group: the ranks with its other parts; None if each rank has the whole model.
+        parts: the number of this rank's tensor shard of each parameter that is cut.
     """
 
     def __init__(
-        self, params: Mapping[str, Tensor], ep_size: Mapping[str, int], *, group: comm.Group
+        self,
+        params: Mapping[str, Tensor],
+        ep_size: Mapping[str, int],
+        *,
+        group: comm.Group,
+        model_group: comm.Group | None,
+        parts: Mapping[str, int],
     ) -> None:
         self._params = params
         self._group = group
+        self._model_group = model_group
         self._ep_size = ep_size
+        self._parts = parts
         self._device = next(iter(params.values())).device
         self._take_note()
 
@@ -125,9 +135,11 @@ class WholeWeights:
         Raises:
             StepError: ranks have different values. Most of them would be lost.
         """
-        everywhere = comm.gather_objects(self._changed(), group=self._group)
+        changed = self._changed()
+        everywhere = comm.gather_objects(changed, group=self._group)
         anywhere = dict.fromkeys(chain(*everywhere))
         check_same({name: self._params[name] for name in anywhere}, self._ep_size, self._group)
+        self._check_other_parts(changed)
         self._take_note()
 
     def search(self) -> None:
@@ -137,6 +149,30 @@ class WholeWeights:
             StepError: on every rank, if ranks have different values.
         """
         check_same(self._params, self._ep_size, self._group)
+
+    def _check_other_parts(self, written: Sequence[str]) -> None:
+        """Compare what any part of the model has seen written, where several parts have a parameter
+        whole or the same tensor shard of it. Every rank must call this at the same point.
+
+        Others are not compared: on some devices their gradients differ in the last bits.
+
+        Raises:
+            StepError: on every rank, if ranks have different values.
+        """
+        if self._model_group is None:
+            return
+        anywhere = set(chain(*comm.gather_objects(written, group=self._model_group)))
+        mine = {}
+        for name in anywhere & self._params.keys():
+            mine[name, self._parts.get(name, 0)] = checksum_of(self._params[name])
+        everyone = comm.gather_objects(mine, group=self._model_group)
+        first: dict[tuple[str, int], tuple[int, int]] = {}
+        with comm.errors_on_all_ranks():
+            for rank, sums in enumerate(everyone):
+                for place, value in sums.items():
+                    holder, expected = first.setdefault(place, (rank, value))
+                    if value != expected:
+                        raise _not_the_same(place[0], holder, rank, of="parts of the model on ")
 
     #: Masters are compared with weights in every update.
     reload = search
@@ -168,11 +204,14 @@ def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: 
             for rank, sums in enumerate(everyone):
                 first = rank % ep_size.get(name, 1)
                 if sums[name] != everyone[first][name]:
-                    raise StepError(
-                        f"{name} was written since the last step, and is not the same on ranks "
-                        f"{first} and {rank}; write the same values on every rank, or broadcast "
-                        "them"
-                    )
+                    raise _not_the_same(name, first, rank)
+
+
+def _not_the_same(name: str, first: int, second: int, *, of: str = "") -> StepError:
+    return StepError(
+        f"{name} was written since the last step, and is not the same on {of}ranks {first} and "
+        f"{second}; write the same values on every rank, or broadcast them"
+    )
 
 
 @torch.no_grad()
