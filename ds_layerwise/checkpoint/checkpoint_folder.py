@@ -31,7 +31,7 @@ from ds_layerwise.checkpoint.manifest import (
 )
 from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.plain_values import UNREADABLE, load_safely
-from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError, few
 
@@ -82,12 +82,28 @@ def find(path: Path) -> Path:
     """
     folder = _find(path)
     if any(folder.glob("layer_*-model_states.pt")):
-        raise LayerWiseError(
-            f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
-            "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py "
-            "write"
-        )
+        raise _of_a_pipeline(folder)
     return folder
+
+
+def refuse_stages(folder: Path) -> None:
+    """Refuse the regular checkpoint of a pipeline with experts, which has no files of layers.
+
+    Raises:
+        LayerWiseError: ``folder`` has one.
+    """
+    pieces = mp_size(folder)
+    if pieces > 1 and pieces != RegularCheckpoint(folder).num_parts:
+        raise _of_a_pipeline(folder)
+
+
+def _of_a_pipeline(folder: Path) -> LayerWiseError:
+    """Return the error for the regular checkpoint of a pipeline."""
+    return LayerWiseError(
+        f"{folder} was saved by a pipeline, which only a pipeline reads; give a universal "
+        "checkpoint of it, which layerwise.save_universal or DeepSpeed's ds_to_universal.py write "
+        "if tensor parallelism has not cut its layers"
+    )
 
 
 def _find(path: Path) -> Path:
@@ -232,27 +248,31 @@ class ModelFile:
             raise LayerWiseError(
                 f"{path} has no module, as DeepSpeed's model files do; load another checkpoint"
             )
-        shapes = {**_shapes_of_others(path, load), **shapes_in(content)}
+        shapes = {}
+        module: dict[str, Any] = {}
+        # The other stages of a pipeline, or parts, whose names are the same.
+        for each in (*_others(path, load), content):
+            shapes.update(shapes_in(each))
+            module.update(each["module"] or {})
+        experts = _experts(folder, load, mp_rank)
+        elsewhere: set[str] = set()
+        frozen: dict[str, Tensor] = {}
         if is_zero3:
             elsewhere = {*shapes, *(content.get(FROZEN_PARAM_SHAPES) or ())}
         else:
-            elsewhere = set()
-        module = {}
-        experts = _experts(folder, load)
-        stacks = _stacks_in(content, shapes)
-        shapes |= stacks
-        for name, value in {**(content["module"] or {}), **experts}.items():
-            if isinstance(value, Tensor) and name not in elsewhere:
-                module[name] = value
-        aliases = _aliases(content, module)
-        frozen: dict[str, Tensor] = {}
-        if not is_zero3:
             frozen = dict(content.get(FROZEN_PARAM_FRAGMENTS) or {})
             for name in experts:
                 # The file has those of the rank that wrote it alone.
                 frozen.pop(name, None)
+        stacks = _stacks_in(content, shapes)
+        shapes |= stacks
+        weights = {}
+        for name, value in {**module, **experts}.items():
+            if isinstance(value, Tensor) and name not in elsewhere:
+                weights[name] = value
+        aliases = _aliases(content, weights)
         world_size = int(content.get("dp_world_size") or 1)
-        return cls(path, module, shapes, frozenset(stacks), frozen, aliases, world_size)
+        return cls(path, weights, shapes, frozenset(stacks), frozen, aliases, world_size)
 
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a trained parameter; None if the file has none of that name."""
@@ -294,13 +314,10 @@ def _stacks_in(
     return stacks
 
 
-def _shapes_of_others(path: Path, load: Callable[[Path], Any]) -> dict[str, tuple[int, ...]]:
-    """Read the shapes in the files of the other pipeline stages."""
-    shapes = {}
-    for stage in sorted(path.parent.glob("mp_rank_*_model_states.pt"), reverse=True):
-        if stage != path:
-            shapes.update(shapes_in(load(stage)))
-    return shapes
+def _others(path: Path, load: Callable[[Path], Any]) -> list[Any]:
+    """Read the model's files beside the one at ``path``, the last one first."""
+    files = sorted(path.parent.glob("mp_rank_*_model_states.pt"), reverse=True)
+    return [load(each) for each in files if each != path]
 
 
 def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[str, str]:
@@ -312,11 +329,11 @@ def _aliases(content: Mapping[str, Any], module: Mapping[str, Tensor]) -> dict[s
     return aliases
 
 
-def _experts(folder: Path, load: Callable[[Path], Any]) -> dict[str, Tensor]:
+def _experts(folder: Path, load: Callable[[Path], Any], mp_rank: int) -> dict[str, Tensor]:
     """Read the weights of experts; DeepSpeed writes one file per expert, also of stacks."""
     found = {}
     stacks: dict[str, dict[int, Tensor]] = {}
-    for path in sorted(folder.glob(EXPERT_FILES.format(mp_rank="00"))):
+    for path in sorted(folder.glob(EXPERT_FILES.format(mp_rank=f"{mp_rank:02d}"))):
         for name, value in load(path).items():
             stack, _, number = name.rpartition(".")
             if first_expert(name) is None and number.isdecimal():

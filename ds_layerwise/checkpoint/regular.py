@@ -250,9 +250,11 @@ class RegularCheckpoint:
                 self.holders[name].append((holder, start, piece.numel))
         self._other_stages: dict[str, RegularCheckpoint] = {}
         """The stages with the parameters that this one does not have."""
+        self.num_parts: int = self._ours["num_parts"]
+        """The number of tensor-parallel parts of the model, or of each stage of a pipeline."""
         if not parts_of_stages:
             return
-        if (parts := self._ours.get("num_parts", 1)) != parts_of_stages:
+        if (parts := self.num_parts) != parts_of_stages:
             raise LayerWiseError(
                 f"{folder} holds stages of a pipeline in {parts} tensor-parallel part(s), and this "
                 f"run has them in {parts_of_stages}; resume with as many"

@@ -25,6 +25,7 @@ from ds_layerwise.checkpoint.checkpoint_folder import (
     check_target,
     find,
     in_parallel,
+    refuse_stages,
 )
 from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
@@ -89,6 +90,7 @@ def to_universal(
     source = find(path)
     if universal.is_universal(source):
         raise LayerWiseError(f"{source} is a universal checkpoint already")
+    refuse_stages(source)
     refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
     check_bytes(source, workers=workers, bars=bars)
@@ -173,6 +175,7 @@ def consolidate(
     """
     source = find(path)
     one_file = out.suffix == SUFFIX
+    refuse_stages(source)
     refuse_parts(source)
     has_weights = any((out / name).exists() for name in WEIGHTS[:2])
     check_target(

@@ -24,6 +24,7 @@ from ds_layerwise.checkpoint.checkpoint_folder import (
     damaged,
     find,
     manifest_of,
+    refuse_stages,
 )
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
 from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
@@ -187,6 +188,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     if report.problems:
         # Mapping a damaged file may crash the process.
         return report
+    refuse_stages(folder)
     try:
         parts = [
             Contents(folder, trust=trust, mp_rank=mp_rank) for mp_rank in range(mp_size(folder))

@@ -6,10 +6,13 @@ import io
 from contextlib import redirect_stderr, redirect_stdout
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
+from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest, names_in
+from ds_layerwise.checkpoint.plain_values import load_safely
+from tests.support.checkpoints import assert_equal_contents
 from tests.support.training import Net, ds_config, start, train_engine
 
 BF16 = {"bf16": {"enabled": True}}
@@ -63,6 +66,24 @@ def assert_refused(message, *args):
     """Check that a command says ``message`` in one line on stderr and ends with 2."""
     code, out, err = run(*args)
     assert code == 2 and not out and message in err and err.count("\n") == 1, (code, out, err)
+
+
+def check_from_outside(folder, states):
+    """Check that the commands take ``folder`` with the checkpoints "saved" and "saved_universal", which hold
+    ``states``, as whole, 1-D tensors by name and key."""
+    for saved in ("saved", "saved_universal"):
+        assert cli.main(["verify", str(folder / saved)]) == 0
+    assert cli.main(["consolidate", str(folder), str(folder / "all.safetensors")]) == 0
+    weights = load_file(folder / "all.safetensors")
+    for name, key in states:
+        if key == "fp32":
+            assert torch.equal(weights[name].flatten(), states[name, key]), name
+    assert cli.main(["to-universal", str(folder), str(folder / "converted")]) == 0
+    assert cli.main(["verify", str(folder / "converted")]) == 0
+    converted, by_engine = folder / "converted", folder / "saved_universal"
+    assert names_in(converted) == names_in(by_engine)
+    for name in names_in(by_engine):
+        assert_equal_contents(load_safely(converted / name), load_safely(by_engine / name), (name, ))
 
 
 def edit(path, change):
