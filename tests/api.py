@@ -22,7 +22,7 @@ _MARK = "<!-- api: python -m tests.outputs --write -->\n"
 ENGINE = {
     "save_checkpoint": saving._save_whole, "load_checkpoint": loading._load_checked,
     "load_module_state_dict": loading._load_module_state_dict, "zero_grad": engine_hooks._zero_grad,
-    "destroy": saving._destroy,
+    "save_16bit_model": saving._save_16bit_model, "destroy": saving._destroy,
 }
 
 _ROLE = re.compile(r":\w+:`(~?)\.?([\w.]+)`")

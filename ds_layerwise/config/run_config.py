@@ -71,9 +71,10 @@ class Fetching:
         """Read them from the section ``zero_optimization``; "auto" stands for the default."""
         found = {}
         for key, default in _DEFAULTS.items():
-            value = zero.get(f"stage3_{key}", zero.get(key, "auto"))
+            alias = key if key.startswith("zero_") else f"stage3_{key}"
+            value = zero.get(alias, zero.get(key, "auto"))
             if value != "auto":
-                default = check(NonNegative, f"zero_optimization.stage3_{key}", value)
+                default = check(NonNegative, f"zero_optimization.{alias}", value)
             found[key] = int(default)
         return cls(**found)
 

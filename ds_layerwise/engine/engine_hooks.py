@@ -189,6 +189,8 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
         if is_stage:
             pipeline.check(engine, model, _run(engine).layerwise)
     if dist.is_initialized():
+        if is_stage:
+            pipeline.check_experts(engine.has_moe_layers)
         what = "the model"
         if engine.mp_world_size > 1 and not is_stage:
             what = "the model, of which parts have to be of equal size,"
@@ -241,7 +243,7 @@ def _not_split(model_parameters: list[Any]) -> list[Any]:
     ``ep_size`` has another number of them.
     """
     groups = model_parameters
-    if not isinstance(groups[0], dict):
+    if groups and not isinstance(groups[0], dict):
         groups = [{"params": model_parameters}]
     return [{"moe": False, **group} for group in groups]
 
@@ -288,7 +290,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if settings.tensor_group is not None and settings.layerwise.save_universal:
         raise ConfigError(
             "layerwise.save_universal is true, but tensor parallelism has cut the model into "
-            f"{engine.mp_world_size} parts, and the universal format needs whole parameters; "
+            f"{settings.tp_size} parts, and the universal format needs whole parameters; "
             "remove it"
         )
     is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1

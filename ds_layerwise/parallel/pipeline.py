@@ -74,6 +74,22 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
         )
 
 
+def check_experts(has_experts: bool) -> None:
+    """Refuse a pipeline of which only some stages have layers of experts: DeepSpeed saves stages
+    with experts in other files than stages without. Every rank must call this at the same point.
+
+    Raises:
+        ConfigError: on every rank; says how to cut the model.
+    """
+    everywhere = comm.gather_objects(has_experts, group=None)
+    if any(everywhere) and not all(everywhere):
+        raise ConfigError(
+            f"the stage of rank {everywhere.index(False)} of the pipeline has no layer of experts, "
+            "and others have, which DeepSpeed cannot save in one checkpoint; cut the model so that "
+            "each stage has one (partition_method), or into fewer stages"
+        )
+
+
 def elsewhere(
     model: nn.Module, group: comm.Group, overrides: Sequence[Override] = ()
 ) -> Elsewhere | None:
@@ -194,6 +210,14 @@ def check_norm_groups(stages: Sequence[Mapping[str, str | None]]) -> None:
             f"layerwise.norm_groups.{stages[first][name] or stages[second][name]} on only one of "
             "them; let a condition hold for it on both"
         )
+
+
+def shares_modules(model: nn.Module) -> bool:
+    """Tell whether layers of the pipeline share a module. DeepSpeed writes it into the file of each
+    layer that has no function of its own, so maybe into none.
+    """
+    specs: Any = model._layer_specs if is_pipeline(model) else ()
+    return any(isinstance(spec, TiedLayerSpec) for spec in specs)
 
 
 def tied_weights(model: nn.Module) -> list[tuple[nn.Parameter, comm.Group]]:

@@ -124,6 +124,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         # Autograd calls it, also in a train step that torch compiles.
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def gradient_is_ready(*_: Any) -> None:
+            # Others may be on the host while gradients come, such as states.
+            self.offloading.check_not_offloaded(gradients_alone=True)
             # Ask before re-entering: re-entering changes the depth that the answer depends on.
             refresh = self.should_refresh_expected_hook_count()
             self.reenter_backward_if_needed()

@@ -29,6 +29,10 @@ class Mpu:
             group = dist.new_group(list(range(index, world, tp_size)))
             self._dp = group if rank % tp_size == index else getattr(self, "_dp", None)
 
+    def __deepcopy__(self, _: Any) -> Mpu:
+        """Return itself: copies of a layer have its groups."""
+        return self
+
     def get_model_parallel_group(self) -> Any:
         return self._tp
 

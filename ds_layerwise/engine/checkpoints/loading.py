@@ -31,6 +31,7 @@ from ds_layerwise.checkpoint.checkpoint_folder import (
     ZERO3_MODEL_FILE,
     has_expert_files,
     manifest_of,
+    refuse_stages,
     shapes_in,
 )
 from ds_layerwise.checkpoint.manifest import FILE_NAME
@@ -436,6 +437,8 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
             "with as many, or put them together with DeepSpeed's ds_to_universal.py and load what "
             "that writes on one part"
         )
+    elif not pipeline.is_pipeline(engine.module):
+        refuse_stages(folder)
 
 
 def _load_zero_checkpoint(

@@ -117,6 +117,16 @@ def _save_whole(
     return done
 
 
+def _save_16bit_model(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
+    """Save the weights in one file, where one rank has the whole model.
+
+    Raises:
+        LayerWiseError: experts, tensor parallelism or a pipeline spread the model over ranks.
+    """
+    engine.optimizer.checkpointing.check_on_one_rank()
+    return original(*args, **options)
+
+
 def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     # The pipeline engine has not committed the save.
     commit_decoupled(engine)
@@ -422,6 +432,7 @@ WRAPS = {
             "_save_moe_checkpoint": _save_model_file,
             "_save_zero_checkpoint": _raised_on_all_ranks,
             "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
+            "save_16bit_model": _save_16bit_model,
         },
     ),
 }

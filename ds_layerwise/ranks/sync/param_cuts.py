@@ -69,8 +69,6 @@ def make_fetcher(
         # DeepSpeed's engine makes these groups for its own optimizer alone.
         if groups._get_zero_param_intra_parallel_group() is None:
             groups._create_zero_param_parallel_group(second)
-        # Whatever has written weights since the last pass, all ranks fetch the new ones.
-        engine.module.register_forward_pre_hook(_forget_second_copies, prepend=True)
     mpu = engine.mpu
     # The config is read again, for as many sequences as before. Without groups of an mpu, DeepSpeed
     # cuts over all ranks, as ranks of a sequence share cuts.
@@ -79,6 +77,10 @@ def make_fetcher(
         fetcher = make(None)
     finally:
         engine.mpu = mpu
+    if second > 1:
+        # Whatever has written weights since the last pass, all ranks fetch the new ones.
+        register = engine.module.register_forward_pre_hook
+        fetcher.forward_hooks.append(register(_forget_second_copies, prepend=True))
     told = []
     with comm.errors_on_all_ranks():
         for name, param in engine.module.named_parameters():

@@ -452,6 +452,21 @@ class Checkpointing:
             self._check_settled()
         self.begin_save()
 
+    def check_on_one_rank(self) -> None:
+        """Refuse a model that no rank has whole. Every rank must call this at the same point.
+
+        Raises:
+            LayerWiseError: on every rank.
+        """
+        run = self._run
+        has_other_experts = max(run.groups) > 1
+        if has_other_experts or run.settings.tensor_group or pipeline.is_pipeline(run.model):
+            raise LayerWiseError(
+                "save_16bit_model() would write what one rank has, and experts, tensor parallelism "
+                "or a pipeline spread this model over ranks; use engine.save_checkpoint(), and "
+                "`ds-layerwise consolidate` on that, or on a universal checkpoint of it"
+            )
+
     def _check_whole(self, *, sharded: bool) -> None:
         """Refuse a model of which no rank trains whole parameters, and frozen experts, of which
         ranks have different ones under the same names.
@@ -570,14 +585,14 @@ class Checkpointing:
         self._report(found)
 
     def _needs_masters(self, found: Found) -> bool:
-        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or, of a
-        pipeline, not those of a shared module whose layers all have a function of their own.
+        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or maybe
+        not those of a module that layers of a pipeline share; the same on all ranks.
         """
         run = self._run
         return (
             found.universal
             or found.header.dtypes != run.planned.layout.dtypes
-            or pipeline.is_pipeline(run.model)
+            or pipeline.shares_modules(run.model)
             or not found.header.has_weights
         )
 

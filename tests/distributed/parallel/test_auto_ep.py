@@ -5,15 +5,14 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.checkpoint.manifest import names_in
-from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import ConfigError, LayerWiseError
+from tests.distributed.parallel.test_experts import train_experts
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.cli import check_from_outside
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
 from tests.support.rooms import rooms
@@ -331,14 +330,8 @@ class TestQwen(DistributedTest):
                 self.losses(2)
 
 
-def check_exit(arguments):
-    assert cli.main(arguments) == 0
-
-
-def train_fake(engine, first, last):
-    for step in range(first, last):
-        engine.backward(engine((step, 0, dist.get_rank())))
-        engine.step()
+def check_verified(folder):
+    assert cli.main(["verify", str(folder)]) == 0
 
 
 def all_weights(engine):
@@ -371,30 +364,16 @@ class TestCheckpoints(DistributedTest):
             run = folder / f"{dist.get_world_size()}_{ep_size}"
             if run.name in self.SAVED:
                 engine = start_net(ep_size, fake=True, layerwise={"save_universal": True, **CUT}, stage=1 + ep_size % 2)
-                train_fake(engine, 0, 3)
+                train_experts(engine, 0, 3)
                 engine.save_checkpoint(run, tag="saved")
                 states, now = whole_states(engine), all_weights(engine)
-                train_fake(engine, 3, 5)
+                train_experts(engine, 3, 5)
                 later = all_weights(engine)
                 if dist.get_rank() == 0:
                     torch.save((states, now, later), run / "expected.pt")
                 engine.destroy()
                 if run.name == "4_2":
-                    on_rank_0(lambda: self.check_from_outside(run, states))
-
-    def check_from_outside(self, folder, states):
-        for saved in ("saved", "saved_universal"):
-            check_exit(["verify", str(folder / saved)])
-        check_exit(["consolidate", str(folder), str(folder / "all.safetensors")])
-        weights = load_file(folder / "all.safetensors")
-        for name, key in states:
-            if key == "fp32":
-                assert torch.equal(weights[name].flatten(), states[name, key]), name
-        check_exit(["to-universal", str(folder), str(folder / "converted")])
-        converted, by_engine = folder / "converted", folder / "saved_universal"
-        assert names_in(converted) == names_in(by_engine)
-        for name in names_in(by_engine):
-            assert_equal_contents(load_safely(converted / name), load_safely(by_engine / name), (name, ))
+                    on_rank_0(lambda: check_from_outside(run, states))
 
     def test_resume(self, runs):
         world = dist.get_world_size()
@@ -403,14 +382,14 @@ class TestCheckpoints(DistributedTest):
             for saved in self.SAVED:
                 states, now, later = torch.load(runs / saved / "expected.pt")
                 for tag in ("saved", "saved_universal"):
-                    train_fake(engine, 9, 10)
+                    train_experts(engine, 9, 10)
                     engine.load_checkpoint(runs / saved, tag=tag)
                     where = (saved, tag, "onto", world, ep_size)
                     assert engine.optimizer.fresh_states == {}, where
                     assert_equal_states(whole_states(engine), states, where)
                     assert_equal_states(all_weights(engine), now, where)
                     if saved == f"{world}_{ep_size}":
-                        train_fake(engine, 3, 5)
+                        train_experts(engine, 3, 5)
                         assert_equal_states(all_weights(engine), later, where)
             engine.destroy()
 
@@ -420,13 +399,13 @@ class TestCheckpoints(DistributedTest):
         plain = start_net(2, fake=True, layerwise=CUT, **BF16)
         engine = start_net(2, fake=True, layerwise=CUT, **BF16, zero_optimization=offload)
         for each in (engine, plain):
-            train_fake(each, 0, 3)
+            train_experts(each, 0, 3)
         assert internals.host_tensors(engine)
         assert_equal_states(whole_states(engine), whole_states(plain))
         engine.save_checkpoint(tmpdir, tag="saved")
-        train_fake(engine, 3, 5)
+        train_experts(engine, 3, 5)
         plain.load_checkpoint(tmpdir, tag="saved")
-        train_fake(plain, 3, 5)
+        train_experts(plain, 3, 5)
         assert_equal_states(whole_states(engine), whole_states(plain))
         assert_equal_states(all_weights(engine), all_weights(plain))
 
@@ -439,9 +418,9 @@ class TestCheckpoints(DistributedTest):
             engine = start_net(ep_size, module=module, fake=True)
             frozen = engine.module.get_parameter("inner.layers.0.mlp.experts.w1")
             if ep_size == 2:
-                train_fake(engine, 0, 2)
+                train_experts(engine, 0, 2)
                 engine.save_checkpoint(tmpdir, tag="saved")
-                on_rank_0(lambda: check_exit(["verify", str(tmpdir / "saved")]))
+                on_rank_0(lambda: check_verified(tmpdir / "saved"))
                 expected = whole_states(engine)
             else:
                 frozen.data.zero_()
@@ -463,7 +442,7 @@ class TestCheckpoints(DistributedTest):
 
     def test_resume_what_was_saved_without(self, runs, tmpdir):
         engine = start_net(0, fake=True, layerwise={"save_universal": True, **CUT})
-        train_fake(engine, 0, 3)
+        train_experts(engine, 0, 3)
         engine.save_checkpoint(tmpdir, tag="saved")
         states, now = whole_states(engine), all_weights(engine)
         engine.destroy()
@@ -471,7 +450,7 @@ class TestCheckpoints(DistributedTest):
             rename = {new: old for old, new in RENAME.items()}
             engine = start_net(ep_size, fake=True, layerwise={"rename": rename, **CUT})
             for tag, weights_alone in (("saved", False), ("saved_universal", False), ("saved", True)):
-                train_fake(engine, 9, 10)
+                train_experts(engine, 9, 10)
                 engine.load_checkpoint(tmpdir, tag=tag, load_module_only=weights_alone)
                 for name, value in all_weights(engine).items():
                     assert torch.equal(value, now[f"inner.{saved_name(name)}"]), (ep_size, tag, name)

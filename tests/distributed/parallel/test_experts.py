@@ -7,15 +7,12 @@ import pytest
 import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
-from safetensors.torch import load_file
 from torch import nn
 
-from ds_layerwise import cli
-from ds_layerwise.checkpoint.manifest import names_in
-from ds_layerwise.checkpoint.plain_values import load_safely
 from ds_layerwise.errors import RoutingError
 from tests.support import internals
-from tests.support.checkpoints import assert_equal_contents, assert_equal_states, on_rank_0, whole_states
+from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.cli import check_from_outside
 from tests.support.costs import memory_bytes
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients
@@ -278,22 +275,7 @@ class TestCheckpoints(DistributedTest):
                 torch.save((states, now, later), run / "expected.pt")
             engine.destroy()
             if ep_size == 2:
-                on_rank_0(lambda: self.check_from_outside(run, states))
-
-    def check_from_outside(self, folder, states):
-        for saved in ("saved", "saved_universal"):
-            assert cli.main(["verify", str(folder / saved)]) == 0
-        assert cli.main(["consolidate", str(folder), str(folder / "all.safetensors")]) == 0
-        weights = load_file(folder / "all.safetensors")
-        for name, key in states:
-            if key == "fp32":
-                assert torch.equal(weights[name].flatten(), states[name, key]), name
-        assert cli.main(["to-universal", str(folder), str(folder / "converted")]) == 0
-        assert cli.main(["verify", str(folder / "converted")]) == 0
-        converted, by_engine = folder / "converted", folder / "saved_universal"
-        assert names_in(converted) == names_in(by_engine)
-        for name in names_in(by_engine):
-            assert_equal_contents(load_safely(converted / name), load_safely(by_engine / name), (name, ))
+                on_rank_0(lambda: check_from_outside(run, states))
 
     def test_resume(self, runs):
         world = dist.get_world_size()

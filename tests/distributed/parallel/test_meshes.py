@@ -11,16 +11,19 @@ import torch.nn.functional as F
 from deepspeed.moe.layer import MoE
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from deepspeed.utils import groups
 from torch import nn
 
 import ds_layerwise
-from ds_layerwise.errors import ConfigError, LayerWiseError
+from ds_layerwise import cli
+from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.distributed.parallel import test_experts as experts
 from tests.distributed.parallel.test_sequence_parallel import sequence_groups
 from tests.support import internals
 from tests.support import tensor_parallel as tensors
-from tests.support.checkpoints import assert_equal_states, whole_states
-from tests.support.harness import DistributedTest
+from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
+from tests.support.cli import assert_refused
+from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import (
@@ -31,7 +34,16 @@ from tests.support.tensor_parallel import (
     leave,
     part,
 )
-from tests.support.training import BF16, ON_HOST, ds_config, from_all_ranks, reduced_gradients, relative_error, start
+from tests.support.training import (
+    BF16,
+    ON_HOST,
+    allow_fp16,
+    ds_config,
+    from_all_ranks,
+    reduced_gradients,
+    relative_error,
+    start,
+)
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
 pytestmark = [*rooms("pipeline", "tensor", "sequence"), pytest.mark.filterwarnings("ignore:c10d")]
@@ -111,10 +123,14 @@ MATRICES = {f"{i}.{name}.weight": (1, *shape) for i in (1, 2)
 CUT = {"rows.weight": 0, "rows.bias": 0, "columns.weight": 1, "table.weight": 0}
 
 
+def axis_of(name):
+    """The axis along which a parameter is cut; None if it is not."""
+    return next((axis for ending, axis in CUT.items() if name.endswith(ending)), None)
+
+
 def part_of(name, whole, mpu):
     """This rank's part of a whole parameter."""
-    dims = [dim for ending, dim in CUT.items() if name.endswith(ending)]
-    return part(whole, dims[0], mpu) if dims else whole
+    return whole if axis_of(name) is None else part(whole, axis_of(name), mpu)
 
 
 def batch(step, micro, pipe):
@@ -309,9 +325,43 @@ def sequences(step, micro, rank):
     return torch.randint(0, 16, (3, 6), generator=generator)
 
 
+def train_on_sequences(engine, mpu, steps):
+    for step in steps:
+        tokens = sequences(step, 0, mpu.get_data_parallel_rank()).chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
+        engine.backward(engine(tokens) / 2)
+        engine.step()
+
+
 class TestTensorsAndSequences(DistributedTest):
     world_size = [4, 8]
     thorough_on = (4,)
+
+    def start(self, mpu, stage):
+        return start(tensors.Net(mpu), ds_config(**BF16, zero_optimization={
+            **ON_HOST["zero_optimization"], "stage": stage}), mpu=mpu)
+
+    @pytest.fixture
+    def saved(self, class_tmpdir):
+        return made_once(class_tmpdir / "saved", [8], self.save)
+
+    def save(self, folder):
+        mpu = TensorsAndSequences()
+        engine = self.start(mpu, 1)
+        train_on_sequences(engine, mpu, [0, 1])
+        engine.save_checkpoint(folder, tag="on_8")
+        found = states_of(engine, mpu), shared(weights_of(engine), mpu)
+        if dist.get_rank() < 2:
+            torch.save(found, folder / f"part {dist.get_rank()}.pt")
+
+    @pytest.mark.world_size(4)
+    def test_resumes_on_fewer_ranks(self, saved):
+        mpu = TensorsAndSequences()
+        engine = self.start(mpu, 2)
+        train_on_sequences(engine, mpu, [9])
+        engine.load_checkpoint(saved, tag="on_8")
+        states, weights = torch.load(saved / f"part {mpu.get_model_parallel_rank()}.pt")
+        assert_equal_states(states_of(engine, mpu), states)
+        assert_equal_states(shared(weights_of(engine), mpu), weights)
 
     def test_against_the_whole_model(self):
         mpu = TensorsAndSequences()
@@ -346,22 +396,14 @@ class TestTensorsAndSequences(DistributedTest):
     def test_resumes(self, tmp_path):
         mpu, found = TensorsAndSequences(), []
         for stage in (1, 2):
-            engine = start(tensors.Net(mpu), ds_config(**BF16, zero_optimization={
-                **ON_HOST["zero_optimization"], "stage": stage}), mpu=mpu)
-
-            def train_on(steps, engine=engine):
-                for step in steps:
-                    tokens = sequences(step, 0, 0).chunk(2, dim=1)[mpu.get_sequence_parallel_rank()]
-                    engine.backward(engine(tokens) / 2)
-                    engine.step()
-
-            train_on([9] if found else [0, 1])
+            engine = self.start(mpu, stage)
+            train_on_sequences(engine, mpu, [9] if found else [0, 1])
             if found:
                 engine.load_checkpoint(tmp_path, tag="saved")
             else:
                 engine.save_checkpoint(tmp_path, tag="saved")
             found.append((states_of(engine, mpu), shared(weights_of(engine), mpu)))
-            train_on([2, 3])
+            train_on_sequences(engine, mpu, [2, 3])
             found[-1] += (states_of(engine, mpu), shared(weights_of(engine), mpu))
         for first, second in zip(*found, strict=True):
             assert_equal_states(second, first)
@@ -455,6 +497,9 @@ class TestExpertsAndTensors(DistributedTest):
                 assert relative_error(p.detach(), mine(name, reference.params[names[name]])) < 1e-5, name
             engine.destroy()
 
+    def check_verified(self, folder):
+        assert cli.main(["verify", str(folder)]) == 0
+
     @pytest.mark.world_size(4)
     def test_resumes_with_another_number_of_experts_a_rank(self, tmp_path):
         mpu = Mpu(2)
@@ -478,6 +523,7 @@ class TestExpertsAndTensors(DistributedTest):
         engine.save_checkpoint(tmp_path, tag="saved")
         wanted = found_in(engine, 2)
         engine.destroy()
+        on_rank_0(lambda: self.check_verified(tmp_path))
         for ep_size in (1, 2):
             engine = begin(ep_size, [9])
             engine.load_checkpoint(tmp_path, tag="saved")
@@ -486,21 +532,33 @@ class TestExpertsAndTensors(DistributedTest):
             engine.destroy()
 
 
+class Expert(nn.Module):
+    """Two layers, of which each tensor-parallel rank has parts."""
+
+    def __init__(self, mpu):
+        super().__init__()
+        self.mpu = mpu
+        self.rows, self.columns = Linear(2 * WIDTH, WIDTH, 0, mpu), Linear(WIDTH, 2 * WIDTH, 1, mpu)
+
+    def forward(self, x):
+        inner = F.relu(F.linear(enter(x, self.mpu), self.rows.weight, self.rows.bias))
+        return leave(F.linear(inner, self.columns.weight), self.mpu) + self.columns.bias
+
+
 class Routed(nn.Module):
     """A layer of experts between layers of a pipeline."""
 
-    def __init__(self, ep_size):
+    def __init__(self, ep_size, mpu):
         super().__init__()
-        inner = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.ReLU(), nn.Linear(2 * WIDTH, WIDTH))
-        self.moe = MoE(WIDTH, inner, num_experts=4, ep_size=ep_size, k=1, capacity_factor=4.0, min_capacity=1,
-                       use_rts=False)
+        self.moe = MoE(WIDTH, Expert(mpu), num_experts=4, ep_size=ep_size, k=1, capacity_factor=4.0, min_capacity=1,
+                       use_rts=False, enable_expert_tensor_parallelism=mpu is not None)
 
     def forward(self, x):
         return x + self.moe(x)[0]
 
 
-def layers_of_experts(ep_size):
-    return [LayerSpec(nn.Linear, 6, WIDTH), LayerSpec(Routed, ep_size), LayerSpec(Routed, ep_size),
+def layers_of_experts(ep_size, mpu=None):
+    return [LayerSpec(nn.Linear, 6, WIDTH), LayerSpec(Routed, ep_size, mpu), LayerSpec(Routed, ep_size, mpu),
             LayerSpec(nn.Linear, WIDTH, 3)]
 
 
@@ -516,17 +574,22 @@ def rows(step, micro, pipe):
 class TestPipelineAndExperts(DistributedTest):
     world_size = 4
 
-    def start(self, stages, ep_size, **changes):
-        whole = self.whole()
-        model = PipelineModule(layers_of_experts(ep_size), num_stages=stages, loss_fn=square_loss,
+    def start(self, stages, ep_size, mpu=None, **changes):
+        whole, parts = self.whole(), 1 if mpu is None else mpu.get_model_parallel_world_size()
+        topology = PipeModelDataParallelTopology(num_pp=stages, num_mp=parts,
+                                                 num_dp=dist.get_world_size() // stages // parts)
+        model = PipelineModule(layers_of_experts(ep_size, mpu), topology=topology, loss_fn=square_loss,
                                partition_method="uniform")
         with torch.no_grad():
-            for name, saved in self.names(model, stages, ep_size).items():
-                model.get_parameter(name).copy_(whole.get_parameter(saved))
+            for name, saved in self.names(model, ep_size).items():
+                model.get_parameter(name).copy_(part_of(name, whole.get_parameter(saved), mpu))
+                # DeepSpeed's layer copies its expert, and copies of parameters have no marks.
+                if mpu is not None and axis_of(name) is not None:
+                    tensors.mark(model.get_parameter(name), axis_of(name))
         return start(model, ds_config(gas=GAS, params={"eps": EPS}, **changes))
 
-    def names(self, model, stages, ep_size):
-        pipe = dist.get_rank() % (dist.get_world_size() // stages)
+    def names(self, model, ep_size):
+        pipe = model._grid.get_data_parallel_id()
         return {name: experts.global_name(name, pipe % ep_size, ep_size) for name in trainable(model)}
 
     def whole(self):
@@ -539,9 +602,18 @@ class TestPipelineAndExperts(DistributedTest):
 
     @pytest.mark.parametrize("stages", [1, 2])
     def test_against_one_piece(self, stages):
+        self.check(stages, None)
+
+    @pytest.mark.world_size(8)
+    def test_with_tensor_parallelism_too(self):
+        self.check(2, Mpu(2))
+
+    def check(self, stages, mpu):
         ep_size = 2
-        engine = self.start(stages, ep_size, clip=0.05)
-        whole, pipes = self.whole(), dist.get_world_size() // stages
+        engine = self.start(stages, ep_size, mpu, clip=0.05)
+        whole, pipes = self.whole(), engine.grid.get_data_parallel_world_size()
+        # DeepSpeed's layers ask the last engine's groups for the parts of theirs.
+        groups.mpu = None
         for module in whole.modules():
             if isinstance(module, MoE):
                 module.set_deepspeed_parallelism()
@@ -567,10 +639,25 @@ class TestPipelineAndExperts(DistributedTest):
             with torch.no_grad():
                 for name, value in reference.params.items():
                     whole.get_parameter(name).copy_(value)
-        names = self.names(engine.module, stages, ep_size)
+        names = self.names(engine.module, ep_size)
         for name, value in weights_of(engine).items():
-            assert relative_error(value, reference.params[names[name]]) < 1e-5, name
+            assert relative_error(value, part_of(name, reference.params[names[name]], mpu)) < 1e-5, name
         engine.destroy()
+
+    def check_from_outside(self, folder):
+        assert cli.main(["verify", str(folder / "2_universal")]) == 0
+        for command in (["verify", folder / "2"], ["consolidate", folder / "2", folder / "all.safetensors"],
+                        ["to-universal", folder / "2", folder / "converted"]):
+            assert_refused("was saved by a pipeline, which only a pipeline reads; give a universal", *command)
+
+    @pytest.mark.parametrize("first", [True, False])
+    def test_experts_on_one_stage_alone_are_refused(self, first):
+        linear, routed = LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Routed, 2, None)
+        model = PipelineModule([routed, linear] if first else [linear, routed], num_stages=2, loss_fn=square_loss,
+                               partition_method="uniform")
+        without = 2 if first else 0
+        with pytest.raises(ConfigError, match=f"the stage of rank {without} of the pipeline has no layer of experts"):
+            start(model, ds_config())
 
     def test_groups_of_an_earlier_engine_are_refused(self):
         self.start(2, 2).destroy()
@@ -590,14 +677,17 @@ class TestPipelineAndExperts(DistributedTest):
                 engine.train_batch(iter([(x.bfloat16(), y) for x, y in batches]))
 
         def found_in(engine, ep_size):
-            names = self.names(engine.module, engine.grid.pipe_parallel_size, ep_size)
+            names = self.names(engine.module, ep_size)
             weights = {names[name]: value for name, value in weights_of(engine).items()}
             return shared(weights, Mpu(1)), states_of(engine, Mpu(1))
 
         engine = begin(2, [0, 1])
         engine.save_checkpoint(tmp_path, tag="2")
         wanted = found_in(engine, 2)
+        with pytest.raises(LayerWiseError, match="save_16bit_model.. would write what one rank has.*ds-layerwise cons"):
+            engine.save_16bit_model(tmp_path)
         engine.destroy()
+        on_rank_0(lambda: self.check_from_outside(tmp_path))
         for ep_size in (1, 2):
             engine = begin(ep_size, [9])
             for tag in ("2_universal", "2"):
@@ -613,6 +703,8 @@ class TestPipelineAndExperts(DistributedTest):
             assert_equal_states(now, then)
         with pytest.raises(LayerWiseError, match=r"holds a model in 2 part\(s\), and this run has it in 1"):
             engine.load_checkpoint(tmp_path, tag="2")
+        with pytest.raises(LayerWiseError, match="was saved by a pipeline, which only a pipeline reads"):
+            start(tensors.Net(Mpu(2)), ds_config(), mpu=Mpu(2)).load_checkpoint(tmp_path, tag="2")
 
 
 class TestAgainstStock(DistributedTest):
@@ -668,3 +760,65 @@ class TestAgainstStock(DistributedTest):
             return step_of
 
         self.check(begin)
+
+
+class TestSkippedSteps(DistributedTest):
+    """A gradient that is not finite, on one rank of the mesh."""
+
+    world_size = 4
+
+    def check(self, engine, mpu, run):
+        run([0])
+        before = states_of(engine, mpu)
+        spoil = next(p for name, p in engine.module.named_parameters() if name.endswith("rows.bias"))
+        hook = spoil.register_hook(lambda grad: grad * (float("inf") if dist.get_rank() == 3 else 1))
+        run([1])
+        assert (engine.skipped_steps, engine.optimizer.loss_scale) == (1, 128)
+        assert_equal_states(states_of(engine, mpu), before)
+        hook.remove()
+        run([2])
+        assert (engine.skipped_steps, engine.optimizer.step_count) == (1, 2)
+
+    @pytest.mark.parametrize("mesh", ["pipeline_and_tensors", "tensors_and_sequences"])
+    def test_all_ranks_skip(self, mesh):
+        allow_fp16()
+        fp16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1}}
+        if mesh == "pipeline_and_tensors":
+            mpu = Mpu(2)
+            engine = start_3d(2, mpu, **fp16)
+            self.check(engine, mpu, lambda steps: train_3d(engine, steps))
+        else:
+            mpu = TensorsAndSequences()
+            engine = start(tensors.Net(mpu), ds_config(**fp16), mpu=mpu)
+            self.check(engine, mpu, lambda steps: train_on_sequences(engine, mpu, steps))
+
+
+class TestWrites(DistributedTest):
+    """A script that writes on one rank alone what other parts of the model have, too."""
+
+    world_size = 4
+
+    @pytest.mark.parametrize("mesh, name", [
+        ("pipeline_and_tensors", "norm.weight"), ("pipeline_and_tensors", "table.weight"),
+        ("tensors_and_sequences", "copied.weight")])
+    def test_all_ranks_raise(self, mesh, name):
+        if mesh == "pipeline_and_tensors":
+            mpu = Mpu(2)
+            engine = start_3d(2, mpu)
+            run = partial(train_3d, engine)
+        else:
+            mpu = TensorsAndSequences()
+            engine = start(tensors.Net(mpu), ds_config(), mpu=mpu)
+            run = partial(train_on_sequences, engine, mpu)
+        run([0])
+        written = [p for n, p in engine.module.named_parameters() if n.endswith(name)]
+        with torch.no_grad():
+            # The same on all ranks is fine.
+            for param in written:
+                param.mul_(0.5)
+        run([1])
+        if dist.get_rank() in (0, 2 if mesh == "tensors_and_sequences" else 0):
+            with torch.no_grad():
+                written[0].mul_(0.5)
+        with pytest.raises(StepError, match=f"{name} was written since the last step, and is not the same on parts of"):
+            run([2])
