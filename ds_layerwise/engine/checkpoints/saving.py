@@ -118,11 +118,7 @@ def _save_whole(
 
 
 def _save_16bit_model(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
-    """Save the weights in one file, where one rank has the whole model.
-
-    Raises:
-        LayerWiseError: experts, tensor parallelism or a pipeline spread the model over ranks.
-    """
+    """Save the weights in one file, or raise where no rank has them all."""
     engine.optimizer.checkpointing.check_on_one_rank()
     return original(*args, **options)
 
