@@ -134,6 +134,12 @@ def has_expert_files(folder: Path) -> bool:
     return any(folder.glob(EXPERT_FILES.format(mp_rank="*")))
 
 
+def expert_layers(folder: Path, mp_rank: int) -> int:
+    """Return the number of layers of experts in the part ``mp_rank`` of the model."""
+    files = folder.glob(EXPERT_FILES.format(mp_rank=f"{mp_rank:02d}"))
+    return len({path.name.partition("_expert_")[0] for path in files})
+
+
 def manifest_of(folder: Path) -> Manifest | None:
     """Return the list of files; None for the output of DeepSpeed's converter, which writes none.
 

@@ -61,7 +61,7 @@ from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline, sequence
-from ds_layerwise.parallel.tensor import check_mpu, tensor_group
+from ds_layerwise.parallel.tensor import check_mpu, refuse_groups_left, tensor_group
 from ds_layerwise.plan.forecast.report import as_text
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import dtype_name
@@ -148,7 +148,9 @@ def _check_config(engine: DeepSpeedEngine) -> None:
         if not callable(client):
             must_be_optimizer(client)
         _refuse_what_clients_lack(run)
-    if not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
+    if mpu is None and engine.autotp_size() <= 1:
+        refuse_groups_left()
+    elif not isinstance(mpu, PipelineParallelGrid | None) and not sequence.is_ulysses(mpu):
         check_mpu(mpu, autotp_size=engine.autotp_size())
     elif mpu is not None and engine.autotp_size() > 1:
         raise tensor_and_other(engine.autotp_size())
@@ -178,6 +180,21 @@ def _configure_expert_parallel(
                     f"({error}); install 'transformers<5.23'"
                 ) from error
             retell(error)
+
+
+def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> Any:
+    with comm.errors_on_all_ranks_if_started():
+        # Before the engine casts or moves it.
+        shared_storage.refuse_shared_memory(model)
+        try:
+            return original(model)
+        except AssertionError as error:
+            if not engine.has_moe_layers:
+                raise
+            raise ConfigError(
+                f"DeepSpeed cannot make the groups of experts ({error}); give them an ep_size that "
+                "divides the data-parallel ranks, which are those of one part of the model"
+            ) from error
 
 
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
@@ -444,7 +461,7 @@ WRAPS: dict[str, Method] = {
         _is_for_us,
         {
             "_configure_with_arguments": _configure_with_arguments,
-            "_configure_distributed_model": shared_storage.configure_distributed_model,
+            "_configure_distributed_model": _configure_distributed_model,
             "_configure_expert_parallel": _configure_expert_parallel,
             "_broadcast_model": _broadcast_model,
             "_configure_optimizer": _configure_optimizer,

@@ -10,16 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from ds_layerwise.engine.contract.patches import Method
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.ranks.comm import comm
 
 
 class _Place(NamedTuple):
@@ -124,13 +121,6 @@ def _overlap(first: Tensor, second: Tensor) -> bool:
     taken = torch.zeros(size, dtype=torch.bool, device="cpu")
     taken.as_strided(first.shape, first.stride(), starts[0]).fill_(True)
     return bool(taken.as_strided(second.shape, second.stride(), starts[1]).any())
-
-
-def configure_distributed_model(original: Method, _: DeepSpeedEngine, model: Any) -> Any:
-    """Refuse shared memory when the engine gets its model, before it casts or moves it."""
-    with comm.errors_on_all_ranks_if_started():
-        refuse_shared_memory(model)
-    return original(model)
 
 
 @contextmanager

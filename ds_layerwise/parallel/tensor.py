@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from deepspeed.utils import groups
 from deepspeed.utils.bwc import (
     bwc_pipeline_parallel_world_size,
     bwc_tensor_model_parallel_group,
@@ -69,6 +70,20 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
                 f"tensor_parallel.autotp_size {autotp_size} makes a group of ranks "
                 f"{list(wanted)}; leave mpu out, or lay it out so"
             )
+
+
+def refuse_groups_left() -> None:
+    """Refuse an engine without an ``mpu`` after one with parts, whose groups DeepSpeed would use.
+
+    Raises:
+        ConfigError: DeepSpeed knows an ``mpu`` that cuts models.
+    """
+    if (size := groups._get_model_parallel_world_size()) > 1:
+        raise ConfigError(
+            f"initialize() has no mpu, and DeepSpeed still has groups of {size} ranks with parts "
+            "of one model, from an earlier engine of this process; pass mpu again, or start a new "
+            "process"
+        )
 
 
 def tensor_group(engine: Any) -> comm.Group | None:

@@ -29,6 +29,7 @@ from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
     MODEL_FILE,
     ZERO3_MODEL_FILE,
+    expert_layers,
     has_expert_files,
     manifest_of,
     refuse_stages,
@@ -439,6 +440,12 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
         )
     elif not pipeline.is_pipeline(engine.module):
         refuse_stages(folder)
+    elif (saved := expert_layers(folder, engine.mpu.get_stage_id())) != len(engine.num_experts):
+        raise LayerWiseError(
+            f"{folder} has {saved} layer(s) of experts in this stage of the pipeline, and this run "
+            f"has {len(engine.num_experts)}; cut the pipeline as it was, or load a universal "
+            "checkpoint of it"
+        )
 
 
 def _load_zero_checkpoint(

@@ -661,8 +661,14 @@ class TestPipelineAndExperts(DistributedTest):
 
     def test_groups_of_an_earlier_engine_are_refused(self):
         self.start(2, 2).destroy()
+        with pytest.raises(ConfigError, match="DeepSpeed still has groups of 2 ranks with parts of one model"):
+            start(nn.Linear(6, 3), ds_config())
         with pytest.raises(ConfigError, match="group ep_size_2, of .*; with a pipeline, start a new process"):
             self.start(1, 2)
+
+    def test_more_parts_of_experts_than_pipelines_are_refused(self):
+        with pytest.raises(ConfigError, match="2 is not divisible by 4.*; give them an ep_size that divides the data"):
+            self.start(2, 4)
 
     def test_resumes_with_another_number_of_experts_a_rank(self, tmp_path):
         def begin(ep_size, steps, stages=2):
@@ -705,6 +711,12 @@ class TestPipelineAndExperts(DistributedTest):
             engine.load_checkpoint(tmp_path, tag="2")
         with pytest.raises(LayerWiseError, match="was saved by a pipeline, which only a pipeline reads"):
             start(tensors.Net(Mpu(2)), ds_config(), mpu=Mpu(2)).load_checkpoint(tmp_path, tag="2")
+        # Cut elsewhere; experts' files have numbers of layers in their stage.
+        linear, *routed, last = layers_of_experts(2)
+        other = PipelineModule([linear, *routed, *routed, last], num_stages=2, loss_fn=square_loss,
+                               partition_method="uniform")
+        with pytest.raises(LayerWiseError, match=r"2 has 1 layer\(s\) of experts in this stage .*, and this run has 2"):
+            start(other, ds_config()).load_checkpoint(tmp_path, tag="2", load_module_only=True)
 
 
 class TestAgainstStock(DistributedTest):

@@ -1,9 +1,11 @@
 """Parameters that ZeRO stage 3 has whole at a time, against a plain walk over them, as DeepSpeed marks them."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ds_layerwise.config.run_config import Fetching, Whole
+from ds_layerwise.errors import ConfigError
 from tests.support.rooms import rooms
 
 pytestmark = rooms("run_config")
@@ -13,6 +15,12 @@ def test_keys_have_either_name_and_auto_is_the_default():
     assert Fetching.of({}) == Fetching.of({"stage3_max_live_parameters": "auto"})
     assert Fetching.of({"stage3_max_live_parameters": 5}).max_live_parameters == 5
     assert Fetching.of({"param_persistence_threshold": 1e3}).param_persistence_threshold == 1000
+
+
+@pytest.mark.parametrize("key", ["zero_hpz_partition_size", "stage3_max_live_parameters"])
+def test_errors_name_the_key(key):
+    with pytest.raises(ConfigError, match=f"^zero_optimization.{key} must be"):
+        Fetching.of({key: -1})
 
 
 def test_small_parameters_stay_whole_and_others_may_be():
