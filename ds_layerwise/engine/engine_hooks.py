@@ -169,7 +169,10 @@ def _refuse_what_clients_lack(run: RunConfig) -> None:
 def _configure_expert_parallel(
     original: Method, engine: DeepSpeedEngine, model: nn.Module, *args: Any, **options: Any
 ) -> Any:
+    mpu = engine.mpu
     with comm.errors_on_all_ranks_if_started():
+        if sequence.is_ulysses(mpu):
+            engine.mpu = sequence.WithoutParts(mpu)
         try:
             return original(model, *args, **options)
         except FOREIGN_ERRORS as error:
@@ -180,6 +183,8 @@ def _configure_expert_parallel(
                     f"({error}); install 'transformers<5.23'"
                 ) from error
             retell(error)
+        finally:
+            engine.mpu = mpu
 
 
 def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, model: Any) -> Any:
@@ -238,11 +243,11 @@ def _check_model(engine: DeepSpeedEngine) -> None:
             "layers, or expert_parallel): a rank reads files of experts that ranks of other nodes "
             "have saved; remove it"
         )
-    is_spread = sequence.cuts_params(engine.mpu) or engine.sequence_parallel_size > 1
-    if is_spread and at(engine._config._param_dict, "expert_parallel.enabled"):
+    is_auto = at(engine._config._param_dict, "expert_parallel.enabled")
+    if is_auto and sequence.cuts_params(engine.mpu):
         raise ConfigError(
-            "expert_parallel.enabled is true, together with model or sequence parallelism, which "
-            "this optimizer supports with deepspeed.moe layers alone; use only one of the two"
+            "expert_parallel.enabled is true, together with tensor parallelism, which this "
+            "optimizer supports with deepspeed.moe layers alone; use only one of the two"
         )
 
 
@@ -260,7 +265,7 @@ def _not_split(model_parameters: list[Any]) -> list[Any]:
     ``ep_size`` has another number of them.
     """
     groups = model_parameters
-    if groups and not isinstance(groups[0], dict):
+    if not groups or not isinstance(groups[0], dict):
         groups = [{"params": model_parameters}]
     return [{"moe": False, **group} for group in groups]
 

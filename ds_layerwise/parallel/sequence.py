@@ -73,6 +73,19 @@ class MeshGroups:
         return 1
 
 
+class WithoutParts:
+    """An mpu of sequences as AutoEP reads it: DeepSpeed's own calls its sequences model
+    parallelism, too, which AutoEP refuses.
+    """
+
+    def __init__(self, mpu: Any) -> None:
+        self.get_sequence_parallel_world_size = mpu.get_sequence_parallel_world_size
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        """Return 1: no parameter is cut."""
+        return 1
+
+
 def is_ulysses(mpu: Any) -> bool:
     """Tell whether ``mpu`` has the groups of DeepSpeed's sequence parallelism, and no others."""
     return hasattr(mpu, "initialize_sequence_parallel") and hasattr(

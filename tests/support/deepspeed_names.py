@@ -210,6 +210,7 @@ READ = (
     Used("deepspeed.utils.groups._clone_world_group", "read", ()),
     Used("deepspeed.utils.groups._create_zero_param_parallel_group", "read", ("group_size",)),
     Used("deepspeed.utils.groups._get_zero_param_intra_parallel_group", "read", ()),
+    Used("deepspeed.utils.groups._get_model_parallel_world_size", "read", ()),
     Used("deepspeed.utils.groups._get_sequence_parallel_group", "read", ()),
     *_used("deepspeed.runtime.lr_schedules", "read", "WarmupLR WarmupDecayLR OneCycle LRRangeTest"),
     Used(_CONFIG, "read"),
@@ -232,8 +233,9 @@ READ = (
         _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
         gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
-        module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu num_experts optimizer save_non_zero_checkpoint
-        save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps timers"""),
+        module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu num_experts optimizer
+        save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps
+        timers"""),
     Used("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
     Used("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
     *_used(_ENGINE, "read", """

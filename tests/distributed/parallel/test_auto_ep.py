@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import nn
 
+import ds_layerwise
 from ds_layerwise import cli
-from ds_layerwise.errors import ConfigError, LayerWiseError
+from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from tests.distributed.parallel.test_experts import train_experts
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
@@ -111,12 +112,13 @@ def section(ep_size, **changes):
             "expert_w3": "w3", "use_grouped_mm": False, **changes}
 
 
-def start_net(ep_size, *, fake=False, module=None, **changes):
-    """An engine that has spread the experts; without the section if ``ep_size`` is 0."""
+def start_net(ep_size, *, fake=False, module=None, groups=None, **changes):
+    """An engine that has spread the experts; without the section if ``ep_size`` is 0. ``groups`` are arguments of
+    ``initialize``."""
     module = module or StackNet()
     if ep_size:
         changes["expert_parallel"] = section(ep_size)
-    return start(FakeLoss(module) if fake else module, ds_config(**changes))
+    return start(FakeLoss(module) if fake else module, ds_config(**changes), **(groups or {}))
 
 
 def saved_name(name):
@@ -149,11 +151,11 @@ def gradients_of_ranks(whole, step, gas, ep_size):
               for n, p in trainable(whole).items()} for micro in range(gas)] for rank in range(dist.get_world_size())]
 
 
-def recipe(module, **kwargs):
+def recipe(module, num_batches=None, **kwargs):
     matrices = {n: (1, *p.shape) if p.dim() == 2 else tuple(p.shape) for n, p in trainable(module).items()
                 if p.dim() > 1 and n.split(".")[0] not in ("embed", "head")}
-    return Recipe(matrices=matrices, world_size=dist.get_world_size(), muon_lr=0.02, adam_lr=0.003, weight_decay=0.1,
-                  **kwargs)
+    return Recipe(matrices=matrices, world_size=num_batches or dist.get_world_size(), muon_lr=0.02, adam_lr=0.003,
+                  weight_decay=0.1, **kwargs)
 
 
 def assert_weights(module, expected, tolerance=1e-5):
@@ -199,52 +201,61 @@ def train_step(engine, step, gas):
     return losses
 
 
+def check_whole_numbers(ep_size, gas, groups=None, *, num_batches=None, **changes):
+    """Compare reduced gradients and norms exactly, and weights; ``num_batches`` is that of ranks with their own."""
+    whole = StackNet()
+    reference = Reference(trainable(whole), recipe(whole, num_batches, gas=gas, clip=5.0))
+    engine = start_net(ep_size, fake=True, gas=gas, clip=5.0, groups=groups, **changes)
+    for step in range(STEPS):
+        wanted = reference.step(gradients_of_ranks(whole, step, gas, ep_size))
+        for micro in range(gas):
+            engine.backward(engine((step, micro, dist.get_rank())))
+            if micro == gas - 1:
+                for name, (first, values) in reduced_gradients(engine).items():
+                    param = engine.module.get_parameter(name)
+                    grad = own_part(param, wanted.grads[saved_name(name)]).flatten()
+                    assert torch.equal(values, grad[first:first + values.numel()]), name
+            engine.step()
+        assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
+    assert_weights(engine.module.inner, reference.params)
+    engine.destroy()
+
+
+def check_forward_pass(ep_size, groups=None, *, silent=False, num_batches=None, **changes):
+    """Compare losses, norms and weights; some experts, and so some ranks, get no token if ``silent``."""
+    whole = StackNet()
+    if silent:
+        with torch.no_grad():
+            for layer in whole.layers:
+                layer.norm.weight.zero_()
+                layer.norm.bias.fill_(1.0)
+                layer.mlp.router.weight.copy_(torch.tensor([[4.0], [3.0], [-8.0], [-9.0]]).expand(-1, WIDTH))
+    engine = start_net(ep_size, gas=2, clip=0.5, params={"eps": 1e-8}, module=with_weights_of(whole), groups=groups,
+                       **changes)
+    reference = Reference(trainable(whole), recipe(whole, num_batches, gas=2, clip=0.5, eps=1e-8))
+    for step in range(STEPS):
+        losses, done = whole_step(whole, reference, step, 2)
+        if silent:
+            assert all(float(done.grads[f"layers.{i}.mlp.experts.w1"][2:].abs().max()) == 0 for i in (0, 1))
+        own = losses[2 * dist.get_rank():2 * dist.get_rank() + 2]
+        assert train_step(engine, step, 2) == pytest.approx(own, rel=1e-5)
+        assert engine.get_global_grad_norm() == pytest.approx(done.norm, rel=1e-5)
+    assert_weights(engine.module, reference.params, tolerance=2e-5)
+    engine.destroy()
+
+
 class TestTraining(DistributedTest):
     world_size = [2, 4]
     thorough_on = (2,)
 
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
-            whole = StackNet()
-            reference = Reference(trainable(whole), recipe(whole, gas=gas, clip=5.0))
-            engine = start_net(ep_size, fake=True, gas=gas, clip=5.0, stage=stage)
-            for step in range(STEPS):
-                wanted = reference.step(gradients_of_ranks(whole, step, gas, ep_size))
-                for micro in range(gas):
-                    engine.backward(engine((step, micro, dist.get_rank())))
-                    if micro == gas - 1:
-                        for name, (first, values) in reduced_gradients(engine).items():
-                            param = engine.module.get_parameter(name)
-                            grad = own_part(param, wanted.grads[saved_name(name)]).flatten()
-                            assert torch.equal(values, grad[first:first + values.numel()]), name
-                    engine.step()
-                assert engine.get_global_grad_norm() == torch.tensor(wanted.norm, dtype=torch.float32)
-            assert_weights(engine.module.inner, reference.params)
-            engine.destroy()
+            check_whole_numbers(ep_size, gas, stage=stage)
 
     @pytest.mark.parametrize("silent", [False, True])
     def test_a_real_forward_pass(self, stage, silent):
-        """Some experts, and so some ranks, get no token if ``silent``."""
         for ep_size in ep_sizes():
-            whole = StackNet()
-            if silent:
-                with torch.no_grad():
-                    for layer in whole.layers:
-                        layer.norm.weight.zero_()
-                        layer.norm.bias.fill_(1.0)
-                        layer.mlp.router.weight.copy_(torch.tensor([[4.0], [3.0], [-8.0], [-9.0]]).expand(-1, WIDTH))
-            engine = start_net(ep_size, gas=2, clip=0.5, stage=stage, params={"eps": 1e-8},
-                               module=with_weights_of(whole))
-            reference = Reference(trainable(whole), recipe(whole, gas=2, clip=0.5, eps=1e-8))
-            for step in range(STEPS):
-                losses, done = whole_step(whole, reference, step, 2)
-                if silent:
-                    assert all(float(done.grads[f"layers.{i}.mlp.experts.w1"][2:].abs().max()) == 0 for i in (0, 1))
-                own = losses[2 * dist.get_rank():2 * dist.get_rank() + 2]
-                assert train_step(engine, step, 2) == pytest.approx(own, rel=1e-5)
-                assert engine.get_global_grad_norm() == pytest.approx(done.norm, rel=1e-5)
-            assert_weights(engine.module, reference.params, tolerance=2e-5)
-            engine.destroy()
+            check_forward_pass(ep_size, silent=silent, stage=stage)
 
     def test_adamw_trains_like_stock(self, stage):
         for ep_size in ep_sizes():
@@ -283,9 +294,8 @@ class TestTraining(DistributedTest):
             start_net(2, stage=3)
         with pytest.raises(ConfigError, match=r"load_balance_coeff=0.001 is not supported in this AutoEP build"):
             start(StackNet(), ds_config(expert_parallel=section(2, load_balance_coeff=1e-3)))
-        with pytest.raises(ConfigError, match="expert_parallel.enabled is true, together with model or sequence"):
-            start(StackNet(), ds_config(expert_parallel=section(1), data_parallel_size=1, sequence_parallel_size=2),
-                  mesh_param=(1, 2))
+        with pytest.raises(RoutingError, match="there is nothing to train"):
+            ds_layerwise.initialize(model=StackNet(), model_parameters=[], config=ds_config(expert_parallel=section(2)))
         with pytest.raises(ConfigError, match=r"no MoE layers detected for moe_layer_pattern='none'"):
             start(StackNet(), ds_config(expert_parallel=section(2, moe_layer_pattern="none")))
 

@@ -17,6 +17,7 @@ from torch import nn
 import ds_layerwise
 from ds_layerwise import cli
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
+from tests.distributed.parallel import test_auto_ep as auto_ep
 from tests.distributed.parallel import test_experts as experts
 from tests.distributed.parallel.test_sequence_parallel import sequence_groups
 from tests.support import internals
@@ -280,6 +281,40 @@ class TestExpertsAndSequences(DistributedTest):
                 other.load_checkpoint(tmp_path, tag=tag)
                 assert_equal_states(whole_states(other), states, (ep_size, tag))
                 assert_equal_states(experts.all_weights(other, ep_size), weights, (ep_size, tag))
+            other.destroy()
+
+
+class TestAutoEpAndSequences(DistributedTest):
+    """The same with the experts that AutoEP spreads."""
+
+    world_size = 4
+
+    @pytest.mark.parametrize("how", ["mpu", "mesh"])
+    def test_against_one_process(self, how):
+        for stage, ep_size in ((1, 2), (2, 4)):
+            auto_ep.check_whole_numbers(ep_size, 2, sequence_groups(how), num_batches=2, stage=stage)
+            auto_ep.check_forward_pass(ep_size, sequence_groups(how), num_batches=2, stage=stage)
+
+    def test_resumes_on_other_sequence_and_expert_groups(self, tmp_path):
+        def begin(ep_size, how):
+            return auto_ep.start_net(ep_size, fake=True, groups=sequence_groups(how),
+                                     layerwise={"save_universal": True}, **HALF_ON_HOST)
+
+        # Groups of sequences stay for the rest of the process.
+        found = {}
+        for tag, how in (("plain", "none"), ("shared", "mesh")):
+            engine = begin(2, how)
+            experts.train_experts(engine, 0, 2)
+            engine.save_checkpoint(tmp_path, tag=tag)
+            found[tag] = found[f"{tag}_universal"] = whole_states(engine), auto_ep.all_weights(engine)
+            engine.destroy()
+        for ep_size in (2, 4):
+            other = begin(ep_size, "mesh")
+            for tag, (states, weights) in found.items():
+                experts.train_experts(other, 9, 10)
+                other.load_checkpoint(tmp_path, tag=tag)
+                assert_equal_states(whole_states(other), states, (ep_size, tag))
+                assert_equal_states(auto_ep.all_weights(other), weights, (ep_size, tag))
             other.destroy()
 
 
