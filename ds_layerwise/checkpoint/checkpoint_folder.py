@@ -339,7 +339,10 @@ def _experts(folder: Path, load: Callable[[Path], Any], mp_rank: int) -> dict[st
     """Read the weights of experts; DeepSpeed writes one file per expert, also of stacks."""
     found = {}
     stacks: dict[str, dict[int, Tensor]] = {}
-    for path in sorted(folder.glob(EXPERT_FILES.format(mp_rank=f"{mp_rank:02d}"))):
+    files = sorted(folder.glob(EXPERT_FILES.format(mp_rank="*")))
+    own = f"_mp_rank_{mp_rank:02d}_"
+    # Other tensor-parallel ranks have other experts, or their parts of the same ones.
+    for path in sorted(files, key=lambda path: own in path.name):
         for name, value in load(path).items():
             stack, _, number = name.rpartition(".")
             if first_expert(name) is None and number.isdecimal():

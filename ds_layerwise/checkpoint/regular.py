@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,8 @@ def to_state_dict(
     *,
     names: Mapping[str, tuple[str, ...]],
     mp_size: int = 1,
+    lanes: int = 1,
+    lane: int = 0,
     save_id: str = "",
 ) -> dict[str, Any]:
     """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
@@ -76,6 +79,8 @@ def to_state_dict(
         record: all that ``rank`` of ``layout`` owns.
         names: the checkpoint names of each parameter; see :func:`.new_names.expert_names`.
         mp_size: the number of parts of the model; the record is one of them.
+        lanes, lane: the number of tensor-parallel ranks among which experts are dealt out, and the
+            number of the record's.
         save_id: the identifier of the save, the same in the files of all ranks.
     """
     pieces = {piece.name: piece for piece in record}
@@ -116,6 +121,7 @@ def to_state_dict(
             "rank": rank,
             "world_size": layout.world_size,
             "num_parts": mp_size,
+            "lanes": [lanes, lane],
             "layout": layout.to_json(),
             "layout_digest": layout.digest(),
             "variants": {name: each for name, each in names.items() if len(each) > 1},
@@ -201,6 +207,7 @@ class RegularCheckpoint:
             parameters of this part of all stages; 0 to have those of ``mp_rank`` alone. The others'
             are in the files of the first stage that holds them; the stage of ``mp_rank``, if there
             are that many, gives the parameter groups and the loss scale.
+        alone: True to have no experts of other tensor-parallel ranks.
 
     Raises:
         LayerWiseError: a file is missing, unreadable, of another save, not ours, or in a newer
@@ -215,6 +222,7 @@ class RegularCheckpoint:
         mp_rank: int = 0,
         parts_of_stages: int = 0,
         lacks_weights: bool = False,
+        alone: bool = False,
     ) -> None:
         count = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
         if parts_of_stages and mp_rank >= count:
@@ -242,16 +250,22 @@ class RegularCheckpoint:
         self.holders: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         """The rank, the first element and the number of elements of every piece, by parameter."""
         expert_names: Mapping[str, Sequence[str]] = self._ours["variants"]
+        lanes, lane = self._ours.get("lanes", (1, 0))
         for holder in range(self.world_size):
             for piece in layout.pieces(holder):
                 names = expert_names.get(piece.name, (piece.name,))
-                name, before = place_of(names, holder)
+                name, before = place_of(names, holder * lanes + lane)
                 start = before * layout.slot(piece.name).numel + piece.param_start
                 self.holders[name].append((holder, start, piece.numel))
         self._other_stages: dict[str, RegularCheckpoint] = {}
         """The stages with the parameters that this one does not have."""
         self.num_parts: int = self._ours["num_parts"]
         """The number of tensor-parallel parts of the model, or of each stage of a pipeline."""
+        self._dealt_out = frozenset(chain.from_iterable(expert_names.values()))
+        self._other_lanes: list[RegularCheckpoint] = []
+        """The files of tensor-parallel ranks with other experts."""
+        if not alone:
+            self._add_lanes(lanes, lane, rank)
         if not parts_of_stages:
             return
         if (parts := self.num_parts) != parts_of_stages:
@@ -262,6 +276,17 @@ class RegularCheckpoint:
         for number in range(mp_rank % parts, count, parts):
             if number != mp_rank:
                 self._add_stage(RegularCheckpoint(folder, rank=rank, mp_rank=number))
+
+    def _add_lanes(self, lanes: int, lane: int, rank: int) -> None:
+        for number in range(lanes):
+            if number == lane:
+                continue
+            other = RegularCheckpoint(self._folder, rank=rank, mp_rank=number, alone=True)
+            if other.identity() != self.identity():
+                raise LayerWiseError(
+                    f"{other.path(rank)} and {self.path(rank)} are not of one save"
+                )
+            self._other_lanes.append(other)
 
     def _add_stage(self, stage: RegularCheckpoint) -> None:
         header = self.header
@@ -314,7 +339,9 @@ class RegularCheckpoint:
         """See :meth:`.record.Saved.pieces`."""
         if name in self._other_stages:
             return self._other_stages[name].pieces(name, start, stop)
-        found = []
+        found: list[PieceRecord] = []
+        for other in self._other_lanes if name in self._dealt_out else ():
+            found += other.pieces(name, start, stop)
         for rank, first, numel in self.holders[name]:
             if first < stop and start < first + numel:
                 state_dict = self.state_dict(rank)

@@ -320,7 +320,10 @@ def find_others(
 
 
 def in_model_file(
-    folder: Path, rename: Mapping[str, str], beside: Iterable[str] | None = None
+    folder: Path,
+    rename: Mapping[str, str],
+    beside: Iterable[str] | None = None,
+    mp_rank: int = 0,
 ) -> dict[str, Tensor]:
     """Read the tensors of the model's file that are whole in it, by new names. A universal
     checkpoint has them also elsewhere, but DeepSpeed's converter rounds buffers to float32, and
@@ -329,6 +332,7 @@ def in_model_file(
     Args:
         beside: the names of the masters in a regular checkpoint that has trained weights as masters
             alone; None for a universal checkpoint.
+        mp_rank: the number of the piece of a model that is cut, in a regular checkpoint.
 
     Raises:
         LayerWiseError: two names become one; or, in a regular checkpoint, the file is missing or
@@ -336,7 +340,7 @@ def in_model_file(
     """
     module: Mapping[str, Tensor] = {}
     if beside is not None:
-        path = folder / MODEL_FILE.format(mp_rank=0)
+        path = folder / MODEL_FILE.format(mp_rank=mp_rank)
         module = load_safely(path, with_objects=True)["module"]
     else:
         # A client may have stored anything in it. The engine loads it next, at the user's risk.

@@ -160,6 +160,7 @@ class RunState:
         peers = None if settings.tensor_group is None else comm.Peers(settings.tensor_group)
         owned = OwnedSettings(
             names=planned.names,
+            expert_rank=settings.expert_rank,
             batch_matrices=self.config.batch_matrices,
             on_host=pieces_on_host(
                 planned.layout,

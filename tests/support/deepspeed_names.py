@@ -296,6 +296,7 @@ READ = (
         get_model_parallel_group get_model_parallel_rank get_pipe_parallel_group get_slice_parallel_rank
         get_slice_parallel_world_size get_stage_id""", ("self",)),
     Used("deepspeed.moe.experts.Experts.group_name", "read"),
+    Used("deepspeed.utils.groups._get_expert_model_parallel_world_size", "read", ()),
     Used("deepspeed.utils.groups._get_expert_parallel_world_size", "read", ("group_name",)),
     Used("deepspeed.moe.ep_experts.GroupedExperts.is_expert_group", "read"),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),

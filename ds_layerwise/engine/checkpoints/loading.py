@@ -107,7 +107,7 @@ def _load_checked(
         found,
         wants_scheduler=load_lr_scheduler_states and not load_module_only,
         weights_win=custom_load_fn is not None,
-        has_whole_experts=engine.has_moe_layers and not has_expert_files(folder),
+        has_whole_experts=engine.has_moe_layers and not _reads_experts(engine, folder),
     )
     with (
         engine.optimizer.checkpoint_event(),
@@ -135,12 +135,17 @@ def _load_checked(
         return done
 
 
+def _reads_experts(engine: DeepSpeedEngine, folder: Path) -> bool:
+    """Tell whether the engine reads experts from files of their own in ``folder``."""
+    return engine.optimizer.settings.reads_experts and has_expert_files(folder)
+
+
 def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     """Return True if the engine reads only from the optimizer's files in ``folder`` what was
     trained: the model's file lacks all of it, or experts, and this model has no layers of experts.
     A file that cannot be read says nothing. Every rank must call this at the same point.
     """
-    may_lack = not (engine.has_moe_layers or pipeline.is_pipeline(engine.module))
+    may_lack = not (engine.optimizer.settings.reads_experts or pipeline.is_pipeline(engine.module))
     found = may_lack and has_expert_files(folder)
     path = folder / MODEL_FILE.format(mp_rank=0)
     with suppress(LayerWiseError), naming(path):

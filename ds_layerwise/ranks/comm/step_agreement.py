@@ -17,8 +17,9 @@ class Agreement:
     the parameters to leave out of an update.
 
     Args:
-        ep_size: the number of consecutive ranks that hold different experts under a parameter's
-            name; in model order.
+        names: a name for each of the consecutive ranks that hold different experts under a
+            parameter's; in model order.
+        rank: the number of this rank among those.
         group: the ranks with the same part of the model.
         model_group: the ranks with its other parts; None if each rank has the whole model.
         tensor_group: the ranks with parts of the same parameters, which are updated together.
@@ -27,7 +28,8 @@ class Agreement:
 
     def __init__(
         self,
-        ep_size: Mapping[str, int],
+        names: Mapping[str, Sequence[str]],
+        rank: int,
         *,
         group: comm.Group,
         model_group: comm.Group,
@@ -37,12 +39,11 @@ class Agreement:
         self._groups = [group] if model_group is None else [group, model_group]
         self._tensor_group = tensor_group
         self._tied = tied
-        rank = comm.rank_of(group)
         self._place: dict[str, int] = {}
         self._numel = 0
-        for name, count in ep_size.items():
-            self._place[name] = self._numel + rank % count
-            self._numel += count
+        for name, others in names.items():
+            self._place[name] = self._numel + rank % len(others)
+            self._numel += len(others)
 
     def reach(
         self, values: Tensor, error: Exception | None, idle: Collection[str]

@@ -56,6 +56,8 @@ class OwnedSettings:
     """The ranks with the other tensor shards; None if there are none."""
     fast_dtypes: frozenset[torch.dtype] = frozenset()
     """See :attr:`.Site.fast_dtypes`."""
+    expert_rank: int = 0
+    """The number of this rank among those that experts are dealt out to."""
 
     def site(self, route: Route) -> Site:
         """Return the place where the parameter of ``route`` is updated."""
@@ -117,7 +119,7 @@ class Owned:
         self._parts_before: dict[str, int] = {}
         """The parts before this rank's under that name; see :func:`.new_names.place_of`."""
         for name, names in settings.names.items():
-            self.saved_as[name], self._parts_before[name] = place_of(names, rank)
+            self.saved_as[name], self._parts_before[name] = place_of(names, settings.expert_rank)
         self._known_as = {saved: name for name, saved in self.saved_as.items()}
         self._values = values
         self.pieces = values.pieces

@@ -278,6 +278,8 @@ class Checkpointing:
                 run.rank,
                 names=run.planned.names,
                 mp_size=run.settings.tp_size,
+                lanes=run.settings.lanes,
+                lane=run.settings.expert_rank % run.settings.lanes,
                 save_id=self.save_id,
             ),
         }
@@ -300,7 +302,7 @@ class Checkpointing:
             mp_rank=run.settings.mp_rank,
             parts_of_stages=run.settings.tp_size * is_stage,
             # The engine reads files of experts only into layers of experts.
-            lacks_weights=not (run.settings.expert_groups or is_stage) and has_expert_files(folder),
+            lacks_weights=not (run.settings.reads_experts or is_stage) and has_expert_files(folder),
         )
 
     def prepare_load(
@@ -353,7 +355,7 @@ class Checkpointing:
             if universal or not saved.header.has_weights:
                 here = planned.saved_shapes.keys()
                 beside = None if universal else opened.header.shapes
-                in_file = in_model_file(folder, config.rename, beside)
+                in_file = in_model_file(folder, config.rename, beside, run.settings.mp_rank)
                 others, lacking = find_others(
                     saved, run.model, trained=run.params.values(), in_file=in_file
                 )
@@ -432,7 +434,7 @@ class Checkpointing:
         found = {}
         for name, names in run.planned.names.items():
             if name in module and names.count(name) > 1:
-                _, before = place_of(names, run.rank)
+                _, before = place_of(names, run.settings.expert_rank)
                 found[name] = module[name].chunk(len(names))[before]
         return found
 

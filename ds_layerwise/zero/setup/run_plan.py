@@ -63,6 +63,8 @@ class Planned(Routed):
     """The method by which sums over ranks are made."""
     where: tuple[int, ...]
     """The number of each rank's node, by rank of the world."""
+    copied: frozenset[str]
+    """The parameters that are the same on all tensor-parallel ranks."""
     routes_elsewhere: dict[str, Route]
     """The routes of parameters on other pipeline stages. DeepSpeed's converter keeps one stage's
     information about all parameters.
@@ -107,6 +109,7 @@ def route(
     ep_size: Callable[[str, str], int],
     *,
     tp_size: int = 1,
+    lanes: int = 1,
     elsewhere: Elsewhere | None = None,
 ) -> Routed:
     """Route the parameters of ``model``, for training and for plans.
@@ -116,6 +119,7 @@ def route(
         ep_size: a function that returns the number of ranks that hold different experts under one
             name, from this name and DeepSpeed's name of their group.
         tp_size: the number of tensor-parallel parts of the model.
+        lanes: the number of them among which experts are dealt out.
         elsewhere: the facts about other pipeline stages; None without a pipeline.
 
     Raises:
@@ -137,18 +141,20 @@ def route(
         elsewhere=elsewhere,
     )
     routes = route_parameters(model, optimizer.param_groups, settings)
-    _check_experts(model, routes, names, config)
+    _check_experts(model, routes, names, config, lanes)
     optimizer.require_chosen_rates(routes)
     trained = {name: param for name, param in model.named_parameters() if name in routes}
     params = []
     wires = {}
+    apart = {}
     for name, param in trained.items():
         dtype = dtype_name(param.dtype)
         wires[name] = run.sent_as(dtype)
+        apart[name] = max(1, ep_sizes[name] // lanes)
         if run.autocast:
             wires[name] = dtype_name(get_comm_dtype(param))
         params.append((name, tuple(param.shape), dtype))
-    specs = specs_of(params, routes, tp_size=tp_size, ep_size=ep_sizes, wires=wires)
+    specs = specs_of(params, routes, tp_size=tp_size, ep_size=apart, wires=wires)
     check_kept(routes, specs, optimizer.groups_now(), config, host_ratio=run.host_ratio)
     return Routed(routes=routes, specs=specs, trained=trained, names=names)
 
@@ -158,6 +164,7 @@ def _check_experts(
     routes: Mapping[str, Route],
     names: Mapping[str, Sequence[str]],
     config: LayerWiseConfig,
+    lanes: int,
 ) -> None:
     """Refuse experts that differ by rank and that a checkpoint could not hold.
 
@@ -184,6 +191,11 @@ def _check_experts(
                 f"layerwise.save_universal is true, and {name} belongs to an expert and is not "
                 "trained, so that no rank knows all of them; train it, or remove save_universal, "
                 "and convert with `ds-layerwise to-universal`"
+            )
+        elif is_moe_param(param) and lanes > 1:
+            raise ConfigError(
+                f"{name} belongs to an expert and is not trained, and tensor-parallel ranks have "
+                "different ones, which a checkpoint could not bring back; train it"
             )
 
 
@@ -225,6 +237,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
             settings,
             settings.ep_size,
             tp_size=settings.tp_size,
+            lanes=settings.lanes,
             elsewhere=elsewhere,
         )
         routes = routed.routes
@@ -247,13 +260,16 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     _compare(routed, layout, optimizer, settings)
     if reduction == "ordered":
         _tell_of_nodes(where)
-    not_cut = {name: param for name, param in trained.items() if not routes[name].is_cut}
+    copied = {}
+    for name, param in trained.items():
+        if not (routes[name].is_cut or settings.lanes > 1 and len(routed.names[name]) > 1):
+            copied[name] = param
     counted_elsewhere = set[str]()
     if settings.tensor_group is not None:
         with comm.errors_on_all_ranks():
-            check_copies(not_cut, group=settings.tensor_group)
+            check_copies(copied, group=settings.tensor_group)
         if comm.rank_of(settings.tensor_group) > 0:
-            counted_elsewhere.update(not_cut)
+            counted_elsewhere.update(copied)
     norm_groups = _norm_groups(model, routed, settings)
     saved_elsewhere = []
     for name, param in trained.items():
@@ -264,6 +280,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         layout=layout,
         reduction=reduction,
         where=tuple(where),
+        copied=frozenset(copied),
         routes_elsewhere=routes_elsewhere,
         counted_elsewhere=frozenset(counted_elsewhere.union(saved_elsewhere)),
         saved_elsewhere=frozenset(saved_elsewhere),

@@ -59,6 +59,32 @@ class Settings(RunConfig):
         """The number of tensor-parallel parts of the model."""
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
+    @property
+    def lanes(self) -> int:
+        """The number of tensor-parallel ranks of a model among which experts are dealt out; 1 if
+        each has all of those, or its parts.
+        """
+        if not self.expert_groups:
+            return 1
+        parts: int = groups._get_expert_model_parallel_world_size()
+        return max(1, self.tp_size // parts)
+
+    @property
+    def expert_rank(self) -> int:
+        """The number of this rank among those that experts are dealt out to."""
+        lanes = self.lanes
+        rank = comm.rank_of(self.group)
+        if lanes > 1:
+            rank = rank * lanes + comm.rank_of(self.tensor_group)
+        return rank
+
+    @property
+    def reads_experts(self) -> bool:
+        """True if the engine loads experts from files of their own, by names with the number of
+        this rank's part of the model.
+        """
+        return bool(self.expert_groups) and self.lanes == 1
+
     def ep_size(self, expert: str, group_name: str) -> int:
         """Return the number of consecutive ranks that hold different experts under the name
         ``expert``.
@@ -67,26 +93,26 @@ class Settings(RunConfig):
             group_name: DeepSpeed's name of the group of these experts.
 
         Raises:
-            ConfigError: the ranks of that group are in another order.
+            ConfigError: the ranks of that group are others, or in another order.
         """
         group = self.expert_groups[group_name]
-        rank = comm.rank_of(self.group)
-        ep_size = comm.size_of(self.group) // comm.size_of(group)
-        ranks, ours = comm.ranks_of(group), comm.ranks_of(self.group)
-        if not set(ranks) <= set(ours) or ep_size != groups._get_expert_parallel_world_size(
-            group_name
-        ):
+        ep_size: int = groups._get_expert_parallel_world_size(group_name)
+        ours = comm.ranks_of(self.group)
+        ranks = comm.ranks_of(group)
+        if self.lanes > 1 and (ep_size % self.lanes or self.stage_group is not None):
+            raise ConfigError(
+                f"{expert} is an expert of group {group_name}, whole on each of {self.lanes} "
+                "tensor-parallel ranks, which is supported without a pipeline, and with an "
+                f"ep_size that is a multiple of {self.lanes}: DeepSpeed saves no others; make it "
+                "one, or set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE"
+            )
+        apart = ep_size // self.lanes
+        if ranks != ours[comm.rank_of(self.group) % apart :: apart]:
             raise ConfigError(
                 f"{expert} is an expert of group {group_name}, of which ranks {ranks} have the "
-                f"same, and other gradients are averaged over ranks {ours}; with tensor "
-                "parallelism, set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE; "
-                "with a pipeline, start a new process: DeepSpeed keeps groups of earlier engines"
-            )
-        if comm.rank_of(group) != rank // ep_size:
-            raise ConfigError(
-                f"{expert} is an expert of group {group_name}, in which rank {rank} is number "
-                f"{comm.rank_of(group)} instead of {rank // ep_size}: every {ep_size} "
+                f"same, and other gradients are averaged over ranks {ours}: every {ep_size} "
                 "consecutive ranks must hold all experts; use DeepSpeed's own groups (ep_size of "
-                "deepspeed.moe.layer.MoE)"
+                "deepspeed.moe.layer.MoE); after another engine, start a new process: DeepSpeed "
+                "keeps its groups"
             )
         return ep_size

@@ -29,7 +29,8 @@ class BeforeUpdate:
         self._offloading = offloading
         self.guard = Guard(run)
         self.agreement = Agreement(
-            run.ep_sizes,
+            run.planned.names,
+            settings.expert_rank,
             group=settings.group,
             model_group=settings.model_group,
             tensor_group=settings.tensor_group,
@@ -41,8 +42,7 @@ class BeforeUpdate:
             parts = {}
             if settings.tensor_group is not None:
                 part = comm.rank_of(settings.tensor_group)
-                cut = (name for name in run.params if run.planned.routes[name].is_cut)
-                parts = dict.fromkeys(cut, part)
+                parts = dict.fromkeys(run.params.keys() - run.planned.copied, part)
             self.weights = WholeWeights(
                 run.params,
                 run.ep_sizes,

@@ -698,7 +698,7 @@ class TestPipelineAndExperts(DistributedTest):
         self.start(2, 2).destroy()
         with pytest.raises(ConfigError, match="DeepSpeed still has groups of 2 ranks with parts of one model"):
             start(nn.Linear(6, 3), ds_config())
-        with pytest.raises(ConfigError, match="group ep_size_2, of .*; with a pipeline, start a new process"):
+        with pytest.raises(ConfigError, match="group ep_size_2, of .*; after another engine, start a new process"):
             self.start(1, 2)
 
     def test_more_parts_of_experts_than_pipelines_are_refused(self):
