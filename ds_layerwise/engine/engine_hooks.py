@@ -249,6 +249,11 @@ def _check_model(engine: DeepSpeedEngine) -> None:
             "expert_parallel.enabled is true, together with tensor parallelism, which this "
             "optimizer supports with deepspeed.moe layers alone; use only one of the two"
         )
+    if is_auto and engine.global_rank == 0:
+        announce(
+            "expert_parallel: what save_pretrained() and a Trainer's save_model() write has the "
+            "experts of one rank alone; `ds-layerwise consolidate` makes the model of a checkpoint"
+        )
 
 
 def _configure_basic_optimizer(_: Method, engine: DeepSpeedEngine, model_parameters: Any) -> Any:

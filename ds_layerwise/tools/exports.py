@@ -31,6 +31,7 @@ from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.checkpoint.user_files import others_in
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.tools.hf_names import NamedWeights
 from ds_layerwise.tools.verify import Contents
 
 #: The values of ``dtype``.
@@ -189,29 +190,30 @@ def consolidate(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
     check_bytes(source, workers=workers, bars=bars)
-    contents = Contents(source, trust=trust)
-    sizes = _sizes(contents, DTYPES[dtype])
+    own_config = beside.get(CONFIG, out / CONFIG)
+    weights = NamedWeights(Contents(source, trust=trust), own_config)
+    sizes = weights.sizes(DTYPES[dtype])
     total = sum(sizes.values())
     of_peft = next(filter(_PEFT.search, sizes), None)
-    if of_peft and (CONFIG in beside or (out / CONFIG).exists()):
+    if of_peft and own_config.exists():
         raise LayerWiseError(
             f"{source} has a PEFT model's names, such as {of_peft}, which from_pretrained does not "
-            f"find in the model of {beside.get(CONFIG, out / CONFIG)}: load the adapter that the "
+            f"find in the model of {own_config}: load the adapter that the "
             f"run saved with peft and merge it there, or write all tensors to a file *{SUFFIX}"
         )
     with bars("write", total) as done:
         if one_file:
             out.parent.mkdir(parents=True, exist_ok=True)
-            atomic.write_whole(out, partial(_write, contents, list(sizes), DTYPES[dtype]))
+            atomic.write_whole(out, partial(_write, weights, list(sizes), DTYPES[dtype]))
             done(total)
         else:
-            _write_folder(contents, sizes, DTYPES[dtype], out, beside, max_shard_bytes, done)
+            _write_folder(weights, sizes, DTYPES[dtype], out, beside, max_shard_bytes, done)
     lines = [f"{out}: {len(sizes)} tensors, {total} bytes in {dtype}, from {source}"]
     if beside:
         first, *_ = beside.values()
         files = ", ".join(path.name for path in beside.values())
         lines.append(f"beside them, from {first.parent}: {files}")
-    elif not (one_file or of_peft or (out / CONFIG).exists()):
+    elif not (one_file or of_peft or own_config.exists()):
         lines.append(
             f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
             "--config"
@@ -225,7 +227,7 @@ def consolidate(
 
 
 def _write_folder(
-    contents: Contents,
+    weights: NamedWeights,
     sizes: dict[str, int],
     dtype: torch.dtype,
     out: Path,
@@ -240,7 +242,7 @@ def _write_folder(
         places: dict[str, str] = {}
         for number, names in enumerate(shards, 1):
             file = f"model-{number:05d}-of-{len(shards):05d}{SUFFIX}"
-            _write(contents, names, dtype, incomplete / file)
+            _write(weights, names, dtype, incomplete / file)
             places |= dict.fromkeys(names, file)
             done(sum(sizes[name] for name in names))
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
@@ -287,17 +289,6 @@ def _beside(source: Path, out: Path, asked: Path | None) -> dict[str, Path]:
     return {name: path for name, path in found.items() if name not in kept}
 
 
-def _sizes(contents: Contents, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of each name in the result, in model order if it is known."""
-    sizes = {name: math.prod(shape) * dtype.itemsize for name, shape in contents.trained.items()}
-    for name, value in contents.others.items():
-        kept_as = dtype if value.is_floating_point() else value.dtype
-        sizes[name] = value.numel() * kept_as.itemsize
-    if contents.model is None:
-        return sizes
-    return {name: sizes[name] for name in contents.model.module if name in sizes} | sizes
-
-
 def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
@@ -311,18 +302,18 @@ def _shards(sizes: dict[str, int], max_bytes: int) -> Iterator[list[str]]:
     yield names
 
 
-def _write(contents: Contents, names: Sequence[str], dtype: torch.dtype, path: Path) -> None:
+def _write(weights: NamedWeights, names: Sequence[str], dtype: torch.dtype, path: Path) -> None:
     tensors = {}
     storages = set()
     for name in names:
-        value = _cast(name, contents.weight(name), dtype).contiguous()
+        value = _cast(name, weights.weight(name), dtype).contiguous()
         # Copy it: it shares a buffer with another name, and safetensors refuses shared memory.
         if value.untyped_storage().data_ptr() in storages:
             value = value.clone()
         tensors[name] = value
         storages.add(value.untyped_storage().data_ptr())
     metadata = {"format": "pt"}
-    for alias, name in contents.aliases.items():
+    for alias, name in weights.aliases.items():
         if name in tensors:
             metadata[alias] = name
     # safetensors makes its files readable only for their owner, whatever the umask.
