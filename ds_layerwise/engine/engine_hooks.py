@@ -244,10 +244,10 @@ def _check_model(engine: DeepSpeedEngine) -> None:
             "have saved; remove it"
         )
     is_auto = at(engine._config._param_dict, "expert_parallel.enabled")
-    if is_auto and sequence.cuts_params(engine.mpu):
+    if is_auto and pipeline.is_pipeline(engine.module):
         raise ConfigError(
-            "expert_parallel.enabled is true, together with tensor parallelism, which this "
-            "optimizer supports with deepspeed.moe layers alone; use only one of the two"
+            "expert_parallel.enabled is true, together with a pipeline, which this optimizer "
+            "supports with deepspeed.moe layers alone; use only one of the two"
         )
     if is_auto and engine.global_rank == 0:
         announce(
@@ -314,6 +314,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         return original(optimizer)
     optimizer.restore_groups()
     settings = _settings(engine)
+    # With it, the engine would reduce gradients itself, and refuse checkpoints of other sizes.
+    engine._autoep_folding_spec = None
     if settings.tensor_group is not None and settings.layerwise.save_universal:
         raise ConfigError(
             "layerwise.save_universal is true, but tensor parallelism has cut the model into "
@@ -330,8 +332,7 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if settings.stage == 3:
         _refuse_at_stage_3(engine)
         with viewable_as_bytes(engine.module.parameters()):
-            fetcher = make_fetcher(original, engine, settings.group, settings.expert_groups)
-        settings = replace(settings, fetcher=fetcher)
+            settings = replace(settings, fetcher=make_fetcher(original, engine, settings.group))
     else:
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
@@ -368,17 +369,10 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     """
     refuse_unfetchable(engine.module)
     is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
-    by_auto_ep = at(engine._config._param_dict, "expert_parallel.enabled")
-    if is_cut or engine.has_moe_layers and not by_auto_ep:
+    if engine.has_moe_layers or is_cut:
         raise ConfigError(
-            "zero_optimization.stage is 3, and experts of deepspeed.moe, pipelines or tensor "
-            "parallelism spread the model over ranks as well, which this backend supports only at "
-            "stages 1 and 2; set zero_optimization.stage to 2"
-        )
-    if by_auto_ep and engine.sequence_parallel_size > 1:
-        raise ConfigError(
-            "zero_optimization.stage is 3, and expert_parallel.enabled is true, together with "
-            "sequence parallelism, which DeepSpeed supports only at stages 1 and 2; set "
+            "zero_optimization.stage is 3, and experts, pipelines or tensor parallelism spread the "
+            "model over ranks as well, which this backend supports only at stages 1 and 2; set "
             "zero_optimization.stage to 2"
         )
 

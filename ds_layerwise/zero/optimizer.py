@@ -18,7 +18,7 @@ from deepspeed.utils.torch import register_grad_hook
 from torch import nn
 
 from ds_layerwise.errors import StepError
-from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel import folding, pipeline
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.sync.param_sync import ParamSync
@@ -76,7 +76,6 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self.routes = planned.routes
         self.specs = planned.specs
         self.saved_shapes = planned.saved_shapes
-        self.expert_names = planned.names
         self.layout = planned.layout
         run = RunState(model, optimizer, settings, planned, self._engine)
         self._run = run
@@ -110,6 +109,8 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self._hooks: list[Any] = [*divide_once(engine, run.params.values())]
         for name, param in run.params.items():
             self._hooks.append(register_grad_hook(param, self._make_hook(name, param)))
+        if settings.lanes > 1:
+            self._hooks += folding.divide_experts(run.params.values(), settings.lanes)
         param_owner.take(run.params.values(), self)
         self._access = StateAccess(run, self.offloading)
         self._access.attach()

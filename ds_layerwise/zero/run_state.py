@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
-from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel import folding, pipeline
 from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
 from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.ranks.comm import comm, group_pool
@@ -57,6 +57,10 @@ class RunState:
     """The memory of the gradients; None from ZeRO stage 2 on, where only owners have them."""
     owned: Owned
     """The masters, the states and the averaged gradients of this rank."""
+    groups: comm.Groups
+    """The groups of ranks that hold the same experts, by the number of consecutive ranks that hold
+    different ones.
+    """
     grad_sync: GradSync
     progress: Progress
     param_sync: ParamSync | CutSync
@@ -78,12 +82,6 @@ class RunState:
         self.scaling = settings.scaling
         self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
-        self.groups: dict[int, comm.Group] = {}
-        """The groups of ranks that hold the same experts, by the number of consecutive ranks that
-        hold different ones.
-        """
-        for group in (*settings.expert_groups.values(), settings.group):
-            self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
         self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
         """The pieces of parameters that this rank owns, by name, in memory order."""
         self.ep_sizes = {spec.name: spec.ep_size for spec in planned.specs}
@@ -131,6 +129,7 @@ class RunState:
         owns into its shards.
         """
         layout = self.planned.layout
+        group = self.settings.group
         if self.settings.stage < 3:
             with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
                 views = ParamViews(self.params, layout, self.device)
@@ -140,11 +139,11 @@ class RunState:
             return
         with comm.errors_on_all_ranks():
             shards = new_shards(layout, self.rank, self.device)
-            cuts = ParamCuts(self.params, shards, self.settings.fetcher)
+            cuts = ParamCuts(self.params, shards, self.settings.fetcher, group)
         self.places = cuts
         self.values = None
         self.shards = shards
-        self.param_sync = CutSync(shards, cuts, groups=self.groups, ep_size=self.ep_sizes)
+        self.param_sync = CutSync(shards, cuts, group=group)
         self.param_sync.fetch()
 
     def follow_cuts(self, name: str | None = None) -> None:
@@ -183,17 +182,19 @@ class RunState:
         """
         settings = self.settings
         planned = self.planned
-        fetching = {}
-        if settings.fetcher is not None:
-            for param in self.params.values():
-                fetching[param.ds_process_group] = settings.fetcher  # type: ignore[attr-defined]
+        self.groups = {}
+        for group in (*settings.expert_groups.values(), settings.group):
+            self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
         wires = make_wires(
-            group_pool.take(self.groups, self, self.device, fetching),
+            group_pool.take(self.groups, self, self.device),
             planned.where,
             device=self.device,
             native=planned.reduction == "native",
         )
         dtypes = {spec.name: DTYPES[spec.wire] for spec in planned.specs}
+        if settings.lanes > 1:
+            routers = filter(lambda name: folding.is_router(self.params[name]), self.pieces)
+            self.owned.reduced.add_lanes(settings.tensor_group, routers)
 
         def wire_dtype(bucket: Bucket) -> torch.dtype:
             return dtypes[bucket.slots[0].name]

@@ -158,6 +158,7 @@ class StateAccess:
         if own is not None:
             return own.view(self._run.shapes[name]).clone()
         divisor = self._run.grad_sync.divisor()
+        self._owned.reduced.average_over_lanes(name)
         # After a refused step, some ranks may have averages already, and others not.
         return self._whole(name, lambda name: self._owned.reduced.piece(name) / divisor)
 

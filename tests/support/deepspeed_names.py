@@ -299,6 +299,7 @@ READ = (
     Used("deepspeed.utils.groups._get_expert_model_parallel_world_size", "read", ()),
     Used("deepspeed.utils.groups._get_expert_parallel_world_size", "read", ("group_name",)),
     Used("deepspeed.moe.ep_experts.GroupedExperts.is_expert_group", "read"),
+    Used("deepspeed.runtime.engine.DeepSpeedEngine._autoep_folding_spec", "read", since="0.19.8"),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
     Used(f"{_ACCELERATOR}.Stream", "read"),
     *_used(_ACCELERATOR, "read", "current_stream empty_cache is_synchronized_device "

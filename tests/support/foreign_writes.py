@@ -22,6 +22,7 @@ LISTED = {
     "config.offload_optimizer.ratio": "the part of states on the host, which DeepSpeed's own stages do not know",
     "config.optimizer_name": "an engine without an optimizer",
     "config.optimizer_params": "the same",
+    "engine._autoep_folding_spec": "None: gradients of AutoEP beside AutoTP are ours to correct",
     "engine.basic_optimizer": "as its own hook sets it",
     "engine.micro_steps": "counted again after an interrupted step",
     "engine._running_engine_step": "the same",

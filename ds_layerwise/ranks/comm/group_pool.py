@@ -4,16 +4,13 @@ Note: why none is shared on a host
     Collectives of a group must begin in the same order on every rank. On a host, timing decides
     when a bucket begins inside a backward pass, and one pass may go through the models of two
     engines, such as those of a generator and its critic. On a device with streams, a bucket begins
-    as soon as its gradients are complete, so groups may be shared. DeepSpeed's fetches of stage 3
-    begin in another order everywhere, where some rank has no gradient of a parameter.
+    as soon as its gradients are complete, so groups may be shared.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,37 +21,34 @@ from ds_layerwise.ranks.comm import comm
 
 @dataclass
 class _Seat:
-    """A group and its users. torch owns the group."""
+    """A group and its user. torch owns the group."""
 
     group: weakref.ref[Any]
-    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    user: weakref.ref[Any] | None = None
 
     @property
     def is_taken(self) -> bool:
-        return self.group() is None or len(self.users) > 0
+        return self.group() is None or (self.user is not None and self.user() is not None)
 
 
 #: By group, the group and its copies, in the same order on all of its ranks.
 _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
 
 
-def take(
-    groups: comm.Groups,
-    user: object,
-    device: torch.device,
-    others: Mapping[Any, object] = MappingProxyType({}),
-) -> comm.Groups:
+def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
     """Reserve ``groups``, or copies if they are in use, for the reductions of ``user`` until
     :func:`release`. Return them.
 
     Every rank of the world must call this at the same point.
-
-    Args:
-        others: users of a group in another way, by group, as long as they exist.
     """
-    if device.type != "cpu" and not others:
+    if device.type != "cpu":
         return groups
-    mine = _known(groups, others)
+    mine = {}
+    for group in groups.values():
+        if comm.size_of(group) > 1:
+            original = group or distributed.group.WORLD
+            first = [_Seat(weakref.ref(original))]
+            mine[tuple(comm.ranks_of(group))] = _seats.setdefault(original, first)
     taken = {}
     for ranks, seats in mine.items():
         taken[ranks] = [seat.is_taken for seat in seats]
@@ -76,26 +70,14 @@ def take(
         ranks = tuple(comm.ranks_of(group))
         if ranks in mine:
             seat = mine[ranks][taken[ranks].index(False)]
-            seat.users.add(user)
+            seat.user = weakref.ref(user)
             found[key] = seat.group()
     return found
-
-
-def _known(groups: comm.Groups, others: Mapping[Any, object]) -> dict[tuple[int, ...], list[_Seat]]:
-    """Return those of ``groups`` that need a seat, with their copies, by ranks."""
-    mine = {}
-    for group in groups.values():
-        if comm.size_of(group) > 1:
-            original = group or distributed.group.WORLD
-            seats = _seats.setdefault(original, [_Seat(weakref.ref(original))])
-            if original in others:
-                seats[0].users.add(others[original])
-            mine[tuple(comm.ranks_of(group))] = seats
-    return mine
 
 
 def release(user: object) -> None:
     """Free the groups of ``user``."""
     for seats in _seats.values():
         for seat in seats:
-            seat.users.discard(user)
+            if seat.user is not None and seat.user() is user:
+                seat.user = None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ds_layerwise.optimizers.devices import widest_float
 from ds_layerwise.plan.layout.layout import Layout
+from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, ShardBuffer
 
 #: The number of elements per norm operation.
@@ -60,6 +61,7 @@ class ReducedGradients(ShardBuffer):
         self, layout: Layout, rank: int, grads: FlatBuffer | None, device: torch.device
     ) -> None:
         self._apart: dict[int, torch.UntypedStorage] = {}
+        self.add_lanes(None, ())
         super().__init__(layout, rank, self._make(layout, rank, grads, device))
 
     def _make(
@@ -93,6 +95,20 @@ class ReducedGradients(ShardBuffer):
             # Memory that numpy has seen cannot be freed.
             if storage.nbytes() and storage.resizable():
                 storage.resize_(0)
+
+    def add_lanes(self, lanes: comm.Group, names: Iterable[str]) -> None:
+        """Let the gradients of ``names`` be averages over the ranks of ``lanes``, too."""
+        self._lanes = lanes
+        self._partial = dict.fromkeys(names)
+
+    def average_over_lanes(self, name: str | None = None) -> None:
+        """Average those gradients, or that of ``name`` if it is one. Every rank of the lanes must
+        call this, and may do so again when more has been added.
+        """
+        for each in self._partial:
+            view = self._views[each]
+            if name in (None, each) and view.untyped_storage().nbytes():
+                comm.sum_over_ranks(view, group=self._lanes).div_(comm.size_of(self._lanes))
 
     def average_(self, index: int) -> None:
         """Divide bucket ``index`` in place, to the averages over ranks."""

@@ -303,6 +303,7 @@ class GradSync:
                 self._exchange_sums()
             if self.state.gradients is Gradients.SUMS and not aside:
                 self.state.move(Gradients.AVERAGES)
+        self.reduced.average_over_lanes()
         if self._late is not None:
             raise self._late
         if not (self.state.gradients is Gradients.AVERAGES or aside):

@@ -15,6 +15,7 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
+from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
@@ -140,7 +141,7 @@ def route(
         elsewhere=elsewhere,
     )
     routes = route_parameters(model, optimizer.param_groups, settings)
-    _check_experts(model, routes, names, run, lanes)
+    _check_experts(model, routes, names, config, lanes)
     optimizer.require_chosen_rates(routes)
     trained = {name: param for name, param in model.named_parameters() if name in routes}
     params = []
@@ -162,18 +163,24 @@ def _check_experts(
     model: nn.Module,
     routes: Mapping[str, Route],
     names: Mapping[str, Sequence[str]],
-    run: RunConfig,
+    config: LayerWiseConfig,
     lanes: int,
 ) -> None:
     """Refuse experts that differ by rank and that a checkpoint could not hold.
 
     Raises:
-        ConfigError: a stack has states that are not one number an element; or experts are frozen
-            at ZeRO stage 3, or where universal checkpoints are saved.
+        ConfigError: a stack has states that are not one number an element; or experts are frozen,
+            and universal checkpoints are saved.
     """
     for name, param in model.named_parameters():
         if name in routes:
             route = routes[name]
+            if lanes > 1 and route.is_cut and is_moe_param(param):
+                raise ConfigError(
+                    f"{name} belongs to an expert, and is marked as cut by tensor parallelism, but "
+                    "experts are whole; set enable_expert_tensor_parallelism of "
+                    "deepspeed.moe.layer.MoE, or do not mark or cut it"
+                )
             if len(names[name]) == len(set(names[name])):
                 continue
             for key, spec in route.states(1).items():
@@ -185,15 +192,11 @@ def _check_experts(
                         "send it to the scalar optimizer with layerwise.overrides, or set "
                         "expert_parallel.autoep_size to 1"
                     )
-        elif is_moe_param(param) and (run.stage == 3 or run.layerwise.save_universal):
-            setting = "zero_optimization.stage is 3"
-            way_out = "set stage to 2"
-            if run.stage < 3:
-                setting = "layerwise.save_universal is true"
-                way_out = "remove save_universal, and convert with `ds-layerwise to-universal`"
+        elif is_moe_param(param) and config.save_universal:
             raise ConfigError(
-                f"{setting}, and {name} belongs to an expert and is not trained, so that no rank "
-                f"knows all of them; train it, or {way_out}"
+                f"layerwise.save_universal is true, and {name} belongs to an expert and is not "
+                "trained, so that no rank knows all of them; train it, or remove save_universal, "
+                "and convert with `ds-layerwise to-universal`"
             )
         elif is_moe_param(param) and lanes > 1:
             raise ConfigError(
