@@ -93,7 +93,7 @@ def refuse_stages(folder: Path) -> None:
         LayerWiseError: ``folder`` has one.
     """
     pieces = mp_size(folder)
-    if pieces > 1 and pieces != RegularCheckpoint(folder).num_parts:
+    if pieces > 1 and pieces != RegularCheckpoint(folder).header.num_parts:
         raise _of_a_pipeline(folder)
 
 

@@ -201,7 +201,8 @@ class Renamed:
 
     def __init__(self, saved: Saved, rename: Mapping[str, str], *, use_all: bool = False) -> None:
         header = saved.header
-        renamed = new_names(header.shapes, rename, use_all=use_all)
+        known = {**header.shapes, **(header.cuts or {})}
+        renamed = new_names(known, rename, use_all=use_all)
         self._saved = saved
         self._old = {new: old for old, new in renamed.items()}
         self.header: Header = self.of(header, renamed.__getitem__)
@@ -210,8 +211,9 @@ class Renamed:
     def of(header: Header, called: Callable[[str], str]) -> Header:
         """Return ``header`` with its names replaced by ``called``."""
         renamed: dict[str, Any] = {}
-        for key in ("shapes", "rules", "kept"):
-            renamed[key] = {called(name): of for name, of in getattr(header, key).items()}
+        for key in ("shapes", "rules", "kept", "cuts"):
+            if (values := getattr(header, key)) is not None:
+                renamed[key] = {called(name): of for name, of in values.items()}
         return replace(header, **renamed)
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:

@@ -154,6 +154,12 @@ class RuleRecord:
 ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
 
 
+#: The cuts of tensor parallelism through parameters, trained or not, by name: the axis, and the
+#: number of runs of equal length along it, of each of which every part has an equal piece; None if
+#: parts are something else.
+Cuts = Mapping[str, tuple[int, int] | None]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Header:
     """The part of a checkpoint that is not tensors, equal in the files of all ranks."""
@@ -180,6 +186,10 @@ class Header:
     """The dtypes of states stored in fewer bits than float32, by parameter and state."""
     loss_scaler: Any = None
     overflow: bool = False
+    num_parts: int = 1
+    """The number of tensor-parallel parts of the model."""
+    cuts: Cuts | None = None
+    """None if they are unknown, as in checkpoints of earlier versions."""
     has_weights: bool = True
     """False if only the masters have the trained weights, as at ZeRO stage 3."""
     repeats: str = ""

@@ -67,7 +67,6 @@ def to_state_dict(
     rank: int,
     *,
     names: Mapping[str, tuple[str, ...]],
-    mp_size: int = 1,
     lanes: int = 1,
     lane: int = 0,
     save_id: str = "",
@@ -78,7 +77,6 @@ def to_state_dict(
     Args:
         record: all that ``rank`` of ``layout`` owns.
         names: the checkpoint names of each parameter; see :func:`.new_names.expert_names`.
-        mp_size: the number of parts of the model; the record is one of them.
         lanes, lane: the number of tensor-parallel ranks among which experts are dealt out, and the
             number of the record's.
         save_id: the identifier of the save, the same in the files of all ranks.
@@ -120,7 +118,6 @@ def to_state_dict(
             "save_id": save_id,
             "rank": rank,
             "world_size": layout.world_size,
-            "num_parts": mp_size,
             "lanes": [lanes, lane],
             "layout": layout.to_json(),
             "layout_digest": layout.digest(),
@@ -259,8 +256,6 @@ class RegularCheckpoint:
                 self.holders[name].append((holder, start, piece.numel))
         self._other_stages: dict[str, RegularCheckpoint] = {}
         """The stages with the parameters that this one does not have."""
-        self.num_parts: int = self._ours["num_parts"]
-        """The number of tensor-parallel parts of the model, or of each stage of a pipeline."""
         self._dealt_out = frozenset(chain.from_iterable(expert_names.values()))
         self._other_lanes: list[RegularCheckpoint] = []
         """The files of tensor-parallel ranks with other experts."""
@@ -268,12 +263,7 @@ class RegularCheckpoint:
             self._add_lanes(lanes, lane, rank)
         if not parts_of_stages:
             return
-        if (parts := self.num_parts) != parts_of_stages:
-            raise LayerWiseError(
-                f"{folder} holds stages of a pipeline in {parts} tensor-parallel part(s), and this "
-                f"run has them in {parts_of_stages}; resume with as many"
-            )
-        for number in range(mp_rank % parts, count, parts):
+        for number in range(mp_rank % parts_of_stages, count, parts_of_stages):
             if number != mp_rank:
                 self._add_stage(RegularCheckpoint(folder, rank=rank, mp_rank=number))
 
@@ -296,11 +286,15 @@ class RegularCheckpoint:
                 "are not of one save"
             )
         self._other_stages |= dict.fromkeys(stage.header.shapes, stage)
+        cuts = None
+        if header.cuts is not None:
+            cuts = {**header.cuts, **(stage.header.cuts or {})}
         self.header = replace(
             header,
             shapes={**header.shapes, **stage.header.shapes},
             rules={**header.rules, **stage.header.rules},
             kept={**header.kept, **stage.header.kept},
+            cuts=cuts,
         )
 
     def identity(self) -> list[str]:
@@ -388,6 +382,19 @@ def mp_size(folder: Path) -> int:
         return 1
     files = folder.glob("*mp_rank_*_model_states.pt")
     return len({path.name.rpartition("mp_rank_")[2] for path in files}) or 1
+
+
+def parts_in(folder: Path) -> int:
+    """Return the number of tensor-parallel parts of the model, or of each stage of a pipeline, in
+    the regular checkpoint ``folder``.
+
+    Raises:
+        LayerWiseError: a file is unreadable, or not ours.
+    """
+    for path in folder.glob("*zero_pp_rank_*_optim_states.pt"):
+        parts: int = ours_of(read(path), path)["num_parts"]
+        return parts
+    return mp_size(folder)
 
 
 def refuse_parts(folder: Path) -> None:

@@ -7,16 +7,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ds_layerwise.checkpoint.checkpoint_folder import MODEL_FILE, ModelFile
-from ds_layerwise.checkpoint.new_names import Renamed, new_names
+from ds_layerwise.checkpoint.new_names import new_names
 from ds_layerwise.checkpoint.plain_values import load_safely
-from ds_layerwise.checkpoint.record import PieceRecord, RuleRecord, Saved, fits, weights_in
+from ds_layerwise.checkpoint.record import (
+    Cuts,
+    PieceRecord,
+    RuleRecord,
+    Saved,
+    fits,
+    joined,
+    weights_in,
+)
 from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import LONG_LOAD, progress
@@ -53,6 +63,103 @@ class LoadPlan:
             for into, out_of in self.copies:
                 into.copy_(out_of)
                 done(into.nbytes)
+
+
+class Recut:
+    """The tensor-parallel parts of a model as one of another number of parts; see
+    :class:`.record.Saved`.
+
+    Args:
+        parts: the checkpoints of all parts; or of the whole model.
+        cuts: those of this run.
+        number, count: the number of this run's part, and of parts.
+
+    Raises:
+        LayerWiseError: a parameter cannot be cut so; names it.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Saved],
+        cuts: Cuts = MappingProxyType({}),
+        number: int = 0,
+        count: int = 1,
+    ) -> None:
+        self.header = parts[0].header
+        was = self.header.cuts if len(parts) > 1 else {}
+        if was is None:
+            raise LayerWiseError(
+                f"the model is in {len(parts)} tensor-parallel parts, and was saved by an earlier "
+                f"version, which did not write how it is cut; resume with {len(parts)}, and save"
+            )
+        self._parts = parts
+        self._number = number
+        self._cuts = {**cuts, **was}
+        self._counts: dict[str, tuple[int, int]] = {}
+        shapes = dict(self.header.shapes)
+        for name, cut in self._cuts.items():
+            if cut is None or cuts.get(name, cut) != cut:
+                raise LayerWiseError(
+                    f"{name} was or is not cut into equal pieces along one axis, the same then and "
+                    f"now, and cannot be cut anew; resume with {len(parts)} tensor-parallel part(s)"
+                )
+            self._counts[name] = len(parts) if name in was else 1, count if name in cuts else 1
+            if name in shapes:
+                nothing = torch.empty(shapes[name], dtype=torch.float32, device="meta")
+                shapes[name] = tuple(self.tensor(name, [nothing] * len(parts)).shape)
+        self.header = replace(self.header, shapes=shapes, num_parts=count)
+
+    def tensor(self, name: str, values: Sequence[Tensor], what: str = "its value") -> Tensor:
+        """Return this run's part of a parameter, or of a state of it.
+
+        Args:
+            values: what the saved parts have.
+
+        Raises:
+            LayerWiseError: it is not cut like the parameter, and parts have different ones; or the
+                new parts would differ in size.
+        """
+        cut = self._cuts.get(name)
+        shape = values[0].shape
+        of_part = self._parts[0].header.shapes.get(name, shape)
+        if cut is None or len(shape) != len(of_part) or shape[cut[0]] != of_part[cut[0]]:
+            if not all(torch.equal(values[0], value) for value in values):
+                raise LayerWiseError(
+                    f"{name}: {what} differs between the {len(values)} tensor-parallel parts, and "
+                    f"is no piece of a whole one; resume with {len(values)}"
+                )
+            return values[0]
+        axis, runs = cut
+        before, now = self._counts[name]
+        pieces = [torch.unflatten(value, axis, (runs, -1)) for value in values[:before]]
+        whole = torch.cat(pieces, axis + 1)
+        if whole.shape[axis + 1] % now:
+            raise LayerWiseError(
+                f"{name} has {whole.shape[axis + 1]} elements in each of {runs} run(s) along axis "
+                f"{axis}, which {now} tensor-parallel parts do not divide; resume with a number "
+                "that does"
+            )
+        return whole.chunk(now, axis + 1)[self._number % now].flatten(axis, axis + 1)
+
+    def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
+        """Return one piece, if ``name`` is cut; see :meth:`.record.Saved.pieces`."""
+        if name not in self._cuts:
+            return self._parts[0].pieces(name, start, stop)
+        found: dict[str, list[Tensor]] = {}
+        for part in self._parts:
+            shape = part.header.shapes[name]
+            pieces = part.pieces(name, 0, math.prod(shape))
+            for key, value in pieces[0].tensors.items():
+                if pieces[0].is_elementwise(key):
+                    value = joined(name, [piece.values_of(key) for piece in pieces], shape)
+                found.setdefault(key, []).append(value)
+        tensors = {}
+        for key, values in found.items():
+            tensors[key] = self.tensor(name, values, key)
+            if values[0].shape == shape:
+                # A copy, so that memory for one whole state suffices.
+                tensors[key] = tensors[key].reshape(-1)[start:stop].clone()
+        return [PieceRecord(name, start, tensors.pop(""), tensors)]
 
 
 def plan_load(
@@ -277,7 +384,7 @@ def untrained(
 
 
 def find_others(
-    saved: Renamed,
+    saved: Saved,
     model: nn.Module,
     *,
     trained: Iterable[Tensor],
@@ -341,7 +448,8 @@ def in_model_file(
     module: Mapping[str, Tensor] = {}
     if beside is not None:
         path = folder / MODEL_FILE.format(mp_rank=mp_rank)
-        module = load_safely(path, with_objects=True)["module"]
+        # A pipeline has its layers in files of their own.
+        module = load_safely(path, with_objects=True)["module"] or {}
     else:
         # A client may have stored anything in it. The engine loads it next, at the user's risk.
         with suppress(LayerWiseError):

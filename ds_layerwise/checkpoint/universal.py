@@ -27,6 +27,7 @@ from deepspeed.checkpoint.constants import (
     OPTIMIZER_STATE_DICT,
     PARAM,
     PARAM_GROUPS,
+    PARAM_N_SUB_PARAMS,
     PARAM_SLICE_MAPPINGS,
     SINGLE_PARTITION_OF_FP32_GROUPS,
     TP_REPLICATED_PARAMETER_PATTERNS,
@@ -138,7 +139,7 @@ class UniversalCheckpoint:
             # The converter merges the parts of a model that was cut, but keeps the header of one
             # rank.
             shapes = {**shapes, **header.shapes}
-        return replace(header, shapes=shapes)
+        return replace(header, shapes=shapes, num_parts=1)
 
     def _foreign_header(
         self, state_dict: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
@@ -227,6 +228,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     written = []
     for name in names:
         shape = tuple(saved.header.shapes[name])
+        cut = (saved.header.cuts or {}).get(name) or (0, 1)
         rule = saved.header.rules[name]
         numel = math.prod(shape)
         pieces = saved.pieces(name, 0, numel)
@@ -243,12 +245,12 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
             values = [piece.values_of(key) for piece in pieces]
             content: Any = values[0].clone()
             if pieces[0].is_elementwise(key) and key != "step":
-                content = _param(name, values, shape)
+                content = _param(name, values, shape, cut)
             elif key != "step":
                 content = {PARAM: content}
             write(in_place.get(key, f"{OWN_STATES}/{key}"), content)
         zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
-        unused = {key: _param(name, [zeros], shape) for key in ("exp_avg", "exp_avg_sq")}
+        unused = {key: _param(name, [zeros], shape, cut) for key in ("exp_avg", "exp_avg_sq")}
         for key, content in {**unused, "step": step_tensor(saved.header.step)}.items():
             if key not in in_place.values():
                 write(key, content)
@@ -274,16 +276,24 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
             )
 
 
-def _param(name: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> dict[str, Any]:
-    return {PARAM: joined(name, values, shape), CAT_DIM: 0}
+def _param(
+    name: str, values: Sequence[Tensor], shape: tuple[int, ...], cut: tuple[int, int]
+) -> dict[str, Any]:
+    """Return a whole parameter, and how DeepSpeed's optimizers are to cut it."""
+    axis, runs = cut
+    return {PARAM: joined(name, values, shape), CAT_DIM: axis, PARAM_N_SUB_PARAMS: runs}
 
 
-def write_common(saved: RegularCheckpoint, folder: Path) -> list[str]:
+def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list[str]:
     """Write the values that belong to no parameter. Return the paths of the files within
     ``folder``.
+
+    Args:
+        saved: a checkpoint that has them.
+        header: the header of the whole model.
     """
     state_dict = saved.state_dict(0)
-    ours = {**state_dict[KEY], **describe(saved.header)[KEY]}
+    ours = {**state_dict[KEY], **describe(header)[KEY]}
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {}
     for key, value in state_dict.items():
@@ -293,7 +303,7 @@ def write_common(saved: RegularCheckpoint, folder: Path) -> list[str]:
     common[KEY] = {**ours, "extra_states": {}, "param_starts": {}, "listed": True}
     # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
     # first one; without any, its groups keep those of its config.
-    step = {"step": step_tensor(saved.header.step)}
+    step = {"step": step_tensor(header.step)}
     common[OPTIMIZER_STATE_DICT] = {"state": {0: step}, PARAM_GROUPS: [{}]}
     torch.save(common, folder / "zero" / "optimizer_state.pt")
     return ["zero/optimizer_state.pt"]

@@ -316,12 +316,6 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     settings = _settings(engine)
     # With it, the engine would reduce gradients itself, and refuse checkpoints of other sizes.
     engine._autoep_folding_spec = None
-    if settings.tensor_group is not None and settings.layerwise.save_universal:
-        raise ConfigError(
-            "layerwise.save_universal is true, but tensor parallelism has cut the model into "
-            f"{settings.tp_size} parts, and the universal format needs whole parameters; "
-            "remove it"
-        )
     is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1
     if settings.layerwise.verify_first_step and is_cut:
         raise ConfigError(

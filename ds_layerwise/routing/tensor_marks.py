@@ -8,7 +8,8 @@ cut.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -62,6 +63,27 @@ def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
     """
     dim = _dim_of(name, param, tp_size)
     return tuple(size * tp_size if axis == dim else size for axis, size in enumerate(param.shape))
+
+
+def cuts_of(
+    params: Iterable[tuple[str, Tensor]], names: Mapping[str, Iterable[str]], tp_size: int
+) -> dict[str, tuple[int, int] | None]:
+    """Return how parameters are cut, by checkpoint name; see :data:`.record.Cuts`.
+
+    Args:
+        names: the checkpoint names of those that have others.
+    """
+    found: dict[str, tuple[int, int] | None] = {}
+    for name, param in params:
+        if tp_size > 1 and is_cut(param):
+            cut = None
+            with suppress(RoutingError):
+                dim = _dim_of(name, param, tp_size)
+                runs = runs_of(param, param.shape[dim] * tp_size)
+                if runs and len(set(runs)) == 1:
+                    cut = dim, len(runs)
+            found.update(dict.fromkeys(names.get(name, (name,)), cut))
+    return found
 
 
 def _dim_of(name: str, param: Tensor, tp_size: int) -> int:

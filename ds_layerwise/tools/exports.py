@@ -135,7 +135,7 @@ def _write_universal(
         for name, shape in header.shapes.items()
     ]
     parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
-    rest = universal.write_common(saved, folder)
+    rest = universal.write_common(saved, header, folder)
     rest += universal.write_model(model.path, model.others(header.shapes), folder)
     return [*parts, Manifest.of(folder, rest)]
 

@@ -167,7 +167,7 @@ IMPORTED = (
     Used("deepspeed.accelerator.get_accelerator", "imported", ()),
     *_used("deepspeed.checkpoint.constants", "imported", """
         AUTOEP_LAYERS_KEY BASE_OPTIMIZER_STATE CAT_DIM CLIP_GRAD DS_VERSION FROZEN_PARAM_FRAGMENTS FROZEN_PARAM_SHAPES
-        GROUP_PADDINGS
+        GROUP_PADDINGS PARAM_N_SUB_PARAMS
         LOSS_SCALER OPTIMIZER_STATE_DICT PARAM PARAM_GROUPS PARAM_SHAPES PARAM_SLICE_MAPPINGS PARTITION_COUNT
         SINGLE_PARTITION_OF_FP32_GROUPS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
         UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_STAGE"""),
@@ -230,7 +230,8 @@ READ = (
     Used("deepspeed.runtime.tensor_parallel.config.TPTrainingConfig.tensor_parallel", "read"),
     Used("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
     *_used(_ENGINE, "read", """
-        _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
+        _config _running_engine_backward basic_optimizer checkpoint_engine checkpoint_mp_rank client_lr_scheduler
+        client_optimizer
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
         gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
         module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu num_experts optimizer
@@ -289,6 +290,7 @@ READ = (
         _layer_specs _local_start _num_layers forward_funcs tied_modules tied_weight_attrs"""),
     Used(f"{_PIPE}.module.PipelineModule._recursive_getattr", "read", ("module", "attr_name")),
     Used(f"{_PIPE}.module.PipelineModule.ckpt_layer_path_list", "read", ("self", "ckpt_dir", "local_layer_idx")),
+    Used(f"{_PIPE}.module.PipelineModule.load_state_dir", "read", ("self", "load_dir", "checkpoint_engine", "strict")),
     Used(f"{_PIPE}.module.PipelineModule._synchronize_tied_weights", "read", ("self",)),
     Used(f"{_PIPE}.module.PipelineModule.get_tied_weights_and_groups", "read", ("self",)),
     Used(f"{_PIPE}.module.PipelineModule.ds_pipe_replicated", "read"),

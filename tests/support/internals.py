@@ -178,6 +178,11 @@ def before_update(engine: Any) -> Any:
     return engine.optimizer._before_update
 
 
+def forget_cuts(engine: Any) -> None:
+    """Save as versions did that wrote nothing of the cuts of tensor parallelism."""
+    engine.optimizer.checkpointing._cuts = None
+
+
 def access(engine: Any) -> Any:
     """Return the access of DeepSpeed's functions to the values of parameters."""
     return engine.optimizer._access

@@ -39,7 +39,7 @@ from ds_layerwise.checkpoint.manifest import FILE_NAME
 from ds_layerwise.checkpoint.new_names import bare, check_names, new_names
 from ds_layerwise.checkpoint.plain_values import check_kind, load_safely, naming
 from ds_layerwise.checkpoint.record import fits
-from ds_layerwise.checkpoint.regular import mp_size
+from ds_layerwise.checkpoint.regular import mp_size, parts_in
 from ds_layerwise.engine.checkpoints.stage3_files import (
     as_at_stage_2,
     is_cut,
@@ -142,8 +142,9 @@ def _reads_experts(engine: DeepSpeedEngine, folder: Path) -> bool:
 
 def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     """Return True if the engine reads only from the optimizer's files in ``folder`` what was
-    trained: the model's file lacks all of it, or experts, and this model has no layers of experts.
-    A file that cannot be read says nothing. Every rank must call this at the same point.
+    trained: the model's file lacks all of it, or experts, and this model has no layers of experts;
+    or it has another number of tensor-parallel parts. A file that cannot be read says nothing.
+    Every rank must call this at the same point.
     """
     may_lack = not (engine.optimizer.settings.reads_experts or pipeline.is_pipeline(engine.module))
     found = may_lack and has_expert_files(folder)
@@ -155,6 +156,9 @@ def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
         # A pipeline has its layers in files of their own.
         if trained and module is not None and trained.isdisjoint(map(bare, module)):
             found = True
+    with suppress(LayerWiseError):
+        parts = parts_in(folder) if pipeline.is_pipeline(engine.module) else mp_size(folder)
+        found = found or parts != engine.optimizer.settings.tp_size
     return any(comm.gather_objects(found, group=None))
 
 
@@ -171,7 +175,9 @@ def _check_first(
     with comm.errors_on_all_ranks():
         # A pipeline with experts has no files of layers.
         has_layers = pipeline.is_pipeline(engine.module) and not engine.has_moe_layers
-        if has_layers and not universal:
+        # Nothing is read of the layers of another number of parts.
+        is_recut = engine.optimizer.checkpointing.load.rest is not None
+        if has_layers and not universal and not is_recut:
             _check_layers(engine, folder, strict=strict)
         names = engine._get_all_ckpt_names(load_dir, tag)
         if not names:
@@ -283,9 +289,13 @@ def _agreeing(load: Load) -> Iterator[None]:
 
 
 def _expert_loading(engine: DeepSpeedEngine, load: Load) -> ExitStack:
-    """Make the engine look for no files of experts if the model's file has them, until the returned
-    stack is closed.
+    """Make the engine look for no files of experts if the model's file has them, or only the
+    masters are loaded, until the returned stack is closed.
     """
+    if load.rest is not None and load.found is not None:
+        # Each rank reads the first of the files, for what is the same in all.
+        count = mp_size(load.found.folder)
+        return patch(engine, has_moe_layers=False, mp_world_size=count, checkpoint_mp_rank=0)
     return patch(engine, has_moe_layers=engine.has_moe_layers and not load.has_whole_experts)
 
 
@@ -296,6 +306,8 @@ def _pipeline_loading(module: Any, load: Load) -> ExitStack:
     """
     if not pipeline.is_pipeline(module):
         return ExitStack()
+    if load.rest is not None:
+        return patch(module, load_state_dir=lambda *args, **options: None)
     path_list = module.ckpt_layer_path_list
     synchronize = module._synchronize_tied_weights
 
@@ -420,32 +432,26 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
 
 
 def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
-    """Refuse a model that is cut differently from this one.
+    """Refuse a model that is cut differently from this one, and cannot be cut anew.
 
     Raises:
-        LayerWiseError: it has another number of parts, or a universal checkpoint would have to be
-            cut.
+        LayerWiseError: it has experts on other stages of a pipeline.
     """
-    if pipeline.is_pipeline(engine.module) and (is_universal or not engine.has_moe_layers):
-        # Pipeline stages are found by name, but files of experts go by stages.
-        return
-    here = engine.mp_world_size
     if is_universal:
-        if here > 1:
-            raise LayerWiseError(
-                f"{folder} is a universal checkpoint, which cannot be cut for a model on {here} "
-                "tensor-parallel ranks; resume from a regular one"
-            )
-    # A node-local disk has only the parts of its own ranks.
-    elif not engine.use_node_local_storage() and (parts := mp_size(folder)) != here:
-        raise LayerWiseError(
-            f"{folder} holds a model in {parts} part(s), and this run has it in {here}; resume "
-            "with as many, or put them together with DeepSpeed's ds_to_universal.py and load what "
-            "that writes on one part"
-        )
-    elif not pipeline.is_pipeline(engine.module):
+        return
+    if not pipeline.is_pipeline(engine.module):
         refuse_stages(folder)
-    elif (saved := expert_layers(folder, engine.mpu.get_stage_id())) != len(engine.num_experts):
+        return
+    here = engine.mp_world_size, engine.optimizer.settings.tp_size
+    # Pipeline stages are found by name, but files of experts go by stages.
+    if engine.has_moe_layers and (there := (mp_size(folder), parts_in(folder))) != here:
+        raise LayerWiseError(
+            f"{folder} holds a model in {there[0]} part(s), {there[1]} of each stage, and this run "
+            f"has it in {here[0]}, {here[1]}; resume with as many, or from a universal checkpoint "
+            "of layerwise.save_universal"
+        )
+    saved = expert_layers(folder, engine.mpu.get_stage_id())
+    if engine.has_moe_layers and saved != len(engine.num_experts):
         raise LayerWiseError(
             f"{folder} has {saved} layer(s) of experts in this stage of the pipeline, and this run "
             f"has {len(engine.num_experts)}; cut the pipeline as it was, or load a universal "
@@ -485,6 +491,8 @@ def _load_module_state_dict(
                 if load.has_whole_experts:
                     given |= engine.optimizer.checkpointing.own_experts(given)
                 module = given
+                if load.rest is not None:
+                    given = dict(load.rest)
                 if has_no_weights:
                     module = with_weights(engine, given)
                 # Frozen parameters appear again in this key, under their checkpoint names.

@@ -30,7 +30,7 @@ from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import check_tag
 from ds_layerwise.checkpoint.manifest import Manifest, names_in
 from ds_layerwise.checkpoint.plain_values import load_safely
-from ds_layerwise.checkpoint.reshard import untrained
+from ds_layerwise.checkpoint.reshard import Recut, untrained
 from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
 from ds_layerwise.engine.checkpoints.stage3_files import (
     as_at_stage_2,
@@ -304,28 +304,31 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if rank == 0:
             atomic.begin(folder)
     with comm.errors_on_all_ranks(), _saying_where(save.save_dir):
-        saved = optimizer.checkpointing.open_regular(regular)
+        parts = optimizer.checkpointing.open_regular(regular, whole=True)
+        saved = Recut(parts)
         share = universal.by_size(saved)[rank :: dist.get_world_size()]
         names = universal.write_parameters(saved, incomplete, share)
         if rank == 0:
-            names += universal.write_common(saved, incomplete)
+            names += universal.write_common(parts[0], saved.header, incomplete)
         if optimizer.rank == 0:
-            # Every pipeline stage has a model file of its own.
+            # Every pipeline stage, and every part, has a model file of its own.
             model_file = regular / _model_file(engine)
+            others: dict[str, Any] = {}
             if is_cut(engine):
                 others = load_safely(model_file, with_objects=True)["module"]
-            else:
-                others = {}
+            elif optimizer.settings.tp_rank == 0:
                 rest = untrained(engine.module, optimizer._params.values())
                 for name, (value, _) in rest.items():
                     others[name] = value
+                if len(parts) > 1:
+                    others |= optimizer.checkpointing.rest_of(regular, saved, parts, {})
             names += universal.write_model(model_file, others, incomplete)
         written = _listed(engine, incomplete, names)
-    parts = comm.gather_objects(written, group=None)
+    everyone = comm.gather_objects(written, group=None)
     with comm.errors_on_all_ranks():
         if rank == 0:
-            disks.check_seen(incomplete, dict(enumerate(parts)))
-            atomic.seal(folder, Manifest(Manifest.merged(parts).files, save.save_id))
+            disks.check_seen(incomplete, dict(enumerate(everyone)))
+            atomic.seal(folder, Manifest(Manifest.merged(everyone).files, save.save_id))
 
 
 @contextmanager

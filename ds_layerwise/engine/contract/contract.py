@@ -173,6 +173,7 @@ ON_INSTANCES = (
     Name(f"{_WRITER}.save", "self state_dict path"),
     Name(f"{_PIPELINE}._synchronize_tied_weights", "self"),
     Name(f"{_PIPELINE}.ckpt_layer_path_list", "self ckpt_dir local_layer_idx"),
+    Name(f"{_PIPELINE}.load_state_dir", "self load_dir checkpoint_engine strict"),
 )
 
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,23 @@ from ds_layerwise.checkpoint.checkpoint_folder import has_expert_files
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert, place_of
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
-from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, PieceRecord, RuleRecord, weights_in
+from ds_layerwise.checkpoint.record import (
+    WITHIN_STEP,
+    Header,
+    PieceRecord,
+    RuleRecord,
+    Saved,
+    weights_in,
+)
 from ds_layerwise.checkpoint.regular import (
     RegularCheckpoint,
+    parts_in,
     to_state_dict,
 )
 from ds_layerwise.checkpoint.reshard import (
     Copy,
     LoadPlan,
+    Recut,
     check_shapes,
     find_others,
     in_model_file,
@@ -45,6 +53,7 @@ from ds_layerwise.ranks.owned.buffers import DTYPES
 from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.param_cuts import whole_shapes, write_cut
 from ds_layerwise.routing.routes import Routes
+from ds_layerwise.routing.tensor_marks import cuts_of
 from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
 from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.checkpoint.whole_states import tied
@@ -68,6 +77,10 @@ class Found:
     universal: bool
     others: list[Copy]
     """The copies of frozen parameters and buffers that the engine does not load."""
+    rest: Mapping[str, Tensor] | None = None
+    """This run's frozen parameters and buffers in the model's files, if these have another number
+    of tensor-parallel parts; else None.
+    """
 
 
 @dataclass
@@ -93,6 +106,11 @@ class Load:
     """True if the model's file has the experts that this run has spread over ranks."""
     alone: bool = False
     """True while an error of this rank has not been agreed on by all ranks."""
+
+    @property
+    def rest(self) -> Mapping[str, Tensor] | None:
+        """The frozen parameters and buffers of ``found``; see there."""
+        return None if self.found is None else self.found.rest
 
     def agree(self, error: Exception | None = None) -> None:
         """Raise ``error`` of any rank on all ranks, which communicate from here on."""
@@ -145,7 +163,7 @@ def converted(
     ]
 
 
-def check_tied(saved: Renamed, folder: Path, here: Container[str], model: nn.Module) -> None:
+def check_tied(saved: Saved, folder: Path, here: Container[str], model: nn.Module) -> None:
     """Refuse two values for a parameter that ``model`` ties.
 
     Args:
@@ -165,7 +183,7 @@ def check_tied(saved: Renamed, folder: Path, here: Container[str], model: nn.Mod
             )
 
 
-def _are_equal(saved: Renamed, first: str, second: str) -> bool:
+def _are_equal(saved: Saved, first: str, second: str) -> bool:
     shapes = saved.header.shapes
     if shapes[first] != shapes[second]:
         return False
@@ -193,7 +211,10 @@ class Checkpointing:
         restart_step: Callable[[], None],
     ) -> None:
         self._run = run
-        self._rules, self._kept = recorded(run.planned.saved_routes)
+        planned = run.planned
+        self._rules, self._kept = recorded(planned.saved_routes)
+        params = run.model.named_parameters(remove_duplicate=False)
+        self._cuts = cuts_of(params, planned.names, run.settings.tp_size)
         self._offloading = offloading
         self._guard = guard
         self.restart_step = restart_step
@@ -248,6 +269,8 @@ class Checkpointing:
             )
         return Header(
             step=run.progress.state.updates,
+            num_parts=run.settings.tp_size,
+            cuts=self._cuts,
             has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
@@ -277,7 +300,6 @@ class Checkpointing:
                 run.planned.layout,
                 run.rank,
                 names=run.planned.names,
-                mp_size=run.settings.tp_size,
                 lanes=run.settings.lanes,
                 lane=run.settings.expert_rank % run.settings.lanes,
                 save_id=self.save_id,
@@ -292,23 +314,36 @@ class Checkpointing:
 
     # --- loads
 
-    def open_regular(self, folder: Path) -> RegularCheckpoint:
-        """Open the regular checkpoint in ``folder``, as far as this rank may need it."""
+    def open_regular(self, folder: Path, *, whole: bool = False) -> list[RegularCheckpoint]:
+        """Open the regular checkpoint in ``folder``, as far as this rank may need it: its part of
+        the model, or all parts if there are not as many, or ``whole`` is set.
+        """
         run = self._run
         is_stage = pipeline.is_pipeline(run.model)
-        return RegularCheckpoint(
-            folder,
-            rank=run.rank,
-            mp_rank=run.settings.mp_rank,
-            parts_of_stages=run.settings.tp_size * is_stage,
-            # The engine reads files of experts only into layers of experts.
-            lacks_weights=not (run.settings.reads_experts or is_stage) and has_expert_files(folder),
-        )
+        count = parts_in(folder)
+        numbers = [run.settings.mp_rank]
+        # The engine reads files of experts only into layers of experts.
+        lacks_weights = not (run.settings.reads_experts or is_stage) and has_expert_files(folder)
+        if count != run.settings.tp_size:
+            lacks_weights = whole = True
+        if whole:
+            numbers = list(range(count))
+        opened = []
+        for number in numbers:
+            part = RegularCheckpoint(
+                folder,
+                rank=run.rank,
+                mp_rank=number,
+                parts_of_stages=count * is_stage,
+                lacks_weights=lacks_weights,
+            )
+            opened.append(part)
+        return opened
 
     def prepare_load(
         self,
         folder: Path,
-        open_it: Callable[[], Any] | None = None,
+        open_it: Callable[[], Sequence[Any]] | None = None,
         *,
         universal: bool = True,
         states: bool,
@@ -322,7 +357,7 @@ class Checkpointing:
         changed yet.
 
         Args:
-            open_it: opens a checkpoint that is not one of the engine's own.
+            open_it: opens a checkpoint that is not one of the engine's own; returns a list of it.
             universal: True if the engine loads no weights from it.
             states, masters: True to load optimizer states, and float32 weights. Float32 weights are
                 loaded anyway if the checkpoint has no others.
@@ -334,19 +369,18 @@ class Checkpointing:
         self._offloading.reload()
         run = self._run
         config, planned = run.config, run.planned
-        if open_it is None:
-            open_it = partial(UniversalCheckpoint if universal else self.open_regular, folder)
         of_all_stages = pipeline.names_of_all_stages(
             run.model, planned.saved_shapes, run.settings.stage_group
         )
         shapes = whole_shapes(run.model.parameters())
         with comm.errors_on_all_ranks(), naming(folder), shapes:
-            opened = open_it()
-            # The names of frozen parameters of a regular checkpoint are in the model's file, which
-            # the engine reads later.
-            saved = Renamed(opened, config.rename, use_all=universal)
-            if isinstance(opened, ShardedCheckpoint):
-                saved = Renamed(saved, opened.wrapped)
+            if open_it is not None:
+                parts = open_it()
+            elif universal:
+                parts = [UniversalCheckpoint(folder)]
+            else:
+                parts = self.open_regular(folder)
+            saved = self._as_here(parts, universal=universal)
             check_shapes(planned.saved_shapes, saved.header.shapes)
             masters = masters or not saved.header.has_weights
             if states:
@@ -354,12 +388,11 @@ class Checkpointing:
             others: list[Copy] = []
             if universal or not saved.header.has_weights:
                 here = planned.saved_shapes.keys()
-                beside = None if universal else opened.header.shapes
-                in_file = in_model_file(folder, config.rename, beside, run.settings.mp_rank)
+                in_file = self._in_file(folder, saved, parts, universal=universal)
                 others, lacking = find_others(
                     saved, run.model, trained=run.params.values(), in_file=in_file
                 )
-                if isinstance(opened, OneFile):
+                if isinstance(parts[0], OneFile):
                     # It has what was trained at its save, which may be frozen now, and nothing
                     # else.
                     lacking = set()
@@ -377,7 +410,7 @@ class Checkpointing:
                     quiet=run.rank != 0,
                 )
                 # A sharded checkpoint has one value under both names.
-                if strict and not isinstance(opened, ShardedCheckpoint):
+                if strict and not isinstance(parts[0], ShardedCheckpoint):
                     check_tied(saved, folder, here, run.model)
             mine = run.owned.record()
             plan = plan_load(
@@ -389,11 +422,14 @@ class Checkpointing:
                 states=states,
             )
             found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
+            if isinstance(saved, Recut) and not universal:
+                found = replace(found, rest=in_file)
         # Each rank may have read its own file or disk, so compare: all ranks must have the same
         # save.
         which = [f"step {saved.header.step}"]
-        if not isinstance(opened, UniversalCheckpoint):
-            which += opened.identity()
+        for part in parts:
+            if not isinstance(part, UniversalCheckpoint):
+                which += part.identity()
         with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(
                 f"the checkpoint in {folder}",
@@ -402,6 +438,62 @@ class Checkpointing:
                 group=run.settings.group,
             )
         return found
+
+    def _as_here(self, parts: Sequence[Any], *, universal: bool) -> Saved:
+        """Return an opened checkpoint by this run's names, in this run's part of the model.
+
+        Args:
+            parts: the checkpoints of all parts of the model, or one.
+            universal: True if all names of the checkpoint are in it.
+        """
+        run = self._run
+        # The names of frozen parameters of a regular checkpoint are in the model's file, which the
+        # engine reads later.
+        renamed = [Renamed(part, run.config.rename, use_all=universal) for part in parts]
+        if isinstance(parts[0], ShardedCheckpoint):
+            return Renamed(renamed[0], parts[0].wrapped)
+        if renamed[0].header.num_parts == run.settings.tp_size:
+            return renamed[0]
+        return Recut(renamed, self._cuts, run.settings.tp_rank, run.settings.tp_size)
+
+    def _in_file(
+        self, folder: Path, saved: Saved, parts: Sequence[Any], *, universal: bool
+    ) -> dict[str, Tensor]:
+        """Return the frozen parameters and buffers in the model's file, by new names; in this run's
+        part of the model, if that is known."""
+        run = self._run
+        rename = run.config.rename
+        if universal:
+            found = in_model_file(folder, rename)
+            for name in self._cuts:
+                # It is whole elsewhere.
+                found.pop(name, None)
+            return found
+        if isinstance(saved, Recut):
+            return self.rest_of(folder, saved, parts, rename)
+        return in_model_file(folder, rename, parts[0].header.shapes, run.settings.mp_rank)
+
+    def rest_of(
+        self,
+        folder: Path,
+        saved: Recut,
+        parts: Sequence[RegularCheckpoint],
+        rename: Mapping[str, str],
+    ) -> dict[str, Tensor]:
+        """Return the frozen parameters and buffers in the model's files of ``parts``, in the part
+        of the model that ``saved`` is, by new names.
+
+        Raises:
+            LayerWiseError: parts have different ones, and are no pieces of a whole one.
+        """
+        files = []
+        for number, part in enumerate(parts):
+            files.append(in_model_file(folder, rename, part.header.shapes, number))
+        trained = saved.header.shapes
+        rest = {}
+        for name in files[0].keys() - trained.keys() - tied(self._run.model, trained).keys():
+            rest[name] = saved.tensor(name, [file[name] for file in files])
+        return rest
 
     def _check_groups(self, folder: Path, header: Header) -> None:
         """Check that the parameter groups and the loss scale of this run can continue from the
@@ -503,7 +595,7 @@ class Checkpointing:
 
     def load_file(self, path: Path, **options: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        self._load_whole(path, partial(OneFile, path), sharded=False, **options)
+        self._load_whole(path, lambda: OneFile(path), sharded=False, **options)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
@@ -536,7 +628,7 @@ class Checkpointing:
         """Load whole parameters from a file of which the engine loads nothing."""
         with comm.errors_on_all_ranks():
             self._check_whole(sharded=sharded)
-        found = self.prepare_load(path, open_it, **options)
+        found = self.prepare_load(path, lambda: [open_it()], **options)
         with self.loading(Load(found)):
             self.finish_load()
         self.weights_from_masters()

@@ -60,6 +60,11 @@ class Settings(RunConfig):
         return 1 if self.tensor_group is None else comm.size_of(self.tensor_group)
 
     @property
+    def tp_rank(self) -> int:
+        """The number of this rank's tensor-parallel part."""
+        return 0 if self.tensor_group is None else comm.rank_of(self.tensor_group)
+
+    @property
     def lanes(self) -> int:
         """The number of tensor-parallel ranks of a model among which experts are dealt out; 1 if
         each has all of those, or its parts.
@@ -75,7 +80,7 @@ class Settings(RunConfig):
         lanes = self.lanes
         rank = comm.rank_of(self.group)
         if lanes > 1:
-            rank = rank * lanes + comm.rank_of(self.tensor_group)
+            rank = rank * lanes + self.tp_rank
         return rank
 
     @property

@@ -333,5 +333,3 @@ class TestRefusedParallelism(DistributedTest):
             module[0].weight.tensor_model_parallel, module[0].weight.partition_dim = True, 0
         with pytest.raises(LayoutError, match=r"the layout of tensor-parallel parts differs .* rank 1 has .*axis -2"):
             initialize(module, mpu=mpu)
-        with pytest.raises(ConfigError, match="layerwise.save_universal is true, but tensor parallelism has cut"):
-            initialize(ds_config=config(layerwise={"save_universal": True}), mpu=mpu)

@@ -258,6 +258,16 @@ def assert_holds(engine, expected):
         assert torch.equal(value, expected[key]), key
 
 
+def joined(parts):
+    """The masters and states of the whole model from those of its parts."""
+    parts = list(parts)
+    whole = {}
+    for name, key in parts[0]:
+        values, dim = [each[name, key] for each in parts], dim_of(name)
+        whole[name, key] = values[0] if dim is None or not values[0].dim() else torch.cat(values, dim)
+    return whole
+
+
 class TestCheckpoints(DistributedTest):
     """Four ranks save, two and four go on."""
 
@@ -310,25 +320,26 @@ class TestCheckpoints(DistributedTest):
             self.go_on(run_of_4, ds_config(clip=1.0, **changes)).destroy()
 
     @pytest.mark.world_size(2)
-    def test_another_number_of_parts_is_refused_everywhere(self, run_of_4, run_of_1):
+    def test_weights_alone_with_another_number_of_parts(self, run_of_4, run_of_1):
         engine = start(Net(), ds_config())
-        before = {name: p.clone() for name, p in engine.module.named_parameters()}
+        whole = joined(torch.load(run_of_4 / f"expected_{rank}.pt")["saved"] for rank in range(2))
         for options in ({}, {"load_module_only": True}, {"load_optimizer_states": False}):
-            with pytest.raises(LayerWiseError, match="first holds a model in 2 part.s., and this run has it in 1; "
-                                                     "resume with as many, or put them together with DeepSpeed's"):
-                engine.load_checkpoint(run_of_4, tag="first", **options)
-        assert all(torch.equal(p, before[name]) for name, p in engine.module.named_parameters())
+            with torch.no_grad():
+                for p in engine.module.parameters():
+                    p.fill_(7.0)
+            engine.load_checkpoint(run_of_4, tag="first", **options)
+            for (name, key), value in everything(engine).items():
+                if key is None or not options:
+                    assert torch.equal(value, whole[name, key]), (name, key)
+            assert all(torch.equal(p, whole[name, None]) for name, p in engine.module.named_parameters())
         engine.destroy()
         mpu = Mpu(2)
-        engine = start(Net(mpu), ds_config(), mpu=mpu)
-        with pytest.raises(LayerWiseError, match="whole holds a model in 1 part.s., and this run has it in 2; "
-                                                 "resume with as many, or"):
-            engine.load_checkpoint(run_of_1, tag="whole")
-        with torch.no_grad():
-            engine.module.tall_rows.weight.fill_(7.0)
-        engine.load_checkpoint(run_of_4, tag="first", load_optimizer_states=False)
-        saved = torch.load(run_of_4 / f"expected_{mpu.get_model_parallel_rank()}.pt")["saved"]
-        assert torch.equal(engine.module.tall_rows.weight, saved["tall_rows.weight", None])
+        engine = start(OnWholeNumbers(mpu), ds_config(), mpu=mpu)
+        train_on_whole_numbers(engine, mpu, [0])
+        engine.load_checkpoint(run_of_1, tag="whole", load_optimizer_states=False)
+        first = {name: p.detach() for name, p in Net().named_parameters()}
+        assert all(torch.equal(p, part_of(first[name], name, mpu)) for name, p in engine.module.named_parameters())
+        assert engine.optimizer.step_count == 1
 
     @pytest.mark.world_size(1)
     def test_the_command_line(self, run_of_4, tmp_path, capsys):
@@ -339,6 +350,116 @@ class TestCheckpoints(DistributedTest):
             assert main([command, first, str(tmp_path / command), "--quiet"]) == 2
             assert "cut into 2 parts; put them together with DeepSpeed's ds_to_uni" in capsys.readouterr().err
             assert not (tmp_path / command).exists()
+
+
+class Few(nn.Module):
+    """Parameters in parts, as a test says; whole without an ``mpu``.
+
+    Args:
+        cuts: the shape of a whole parameter by name, and its marks.
+    """
+
+    def __init__(self, mpu, cuts, **buffers):
+        super().__init__()
+        generator = torch.Generator().manual_seed(5)
+        for name, (shape, marks) in cuts.items():
+            whole = torch.randn(shape, generator=generator)
+            own = whole
+            if mpu is not None and marks:
+                runs = whole.chunk(marks.get("partition_stride", 1), marks["partition_dim"])
+                own = torch.cat([part(run, marks["partition_dim"], mpu) for run in runs], marks["partition_dim"])
+            param = nn.Parameter(own.clone())
+            if mpu is not None and marks:
+                mark(param, marks["partition_dim"], **marks)
+            setattr(self, name, param)
+        for name, value in buffers.items():
+            self.register_buffer(name, value)
+
+    def forward(self, step):
+        return sum((p * p).sum() for p in self.parameters()) * (step + 1)
+
+
+class TestOtherCuts(DistributedTest):
+    """Cuts unlike those of Megatron's layers."""
+
+    world_size = 4
+
+    def train(self, cuts, mpu, **changes):
+        engine = start(Few(mpu, cuts), ds_config(**changes), mpu=mpu or Mpu(1))
+        for step in range(2):
+            engine.backward(engine(step))
+            engine.step()
+        return engine
+
+    def test_pieces_of_runs(self, tmp_path):
+        """Gate and up, one after the other on each rank, and in the whole."""
+        cuts = {"gate_up": ((16, 8), {"partition_dim": 0, "partition_stride": 2}), "bias": ((16, ), {
+            "partition_dim": 0, "partition_stride": 2}), "down": ((8, 16), {"partition_dim": 1})}
+        layerwise = {"save_universal": True, "overrides": [{"name": "gate_up", "optimizer": "normuon"}]}
+        for parts in (2, None):
+            mpu = None if parts is None else Mpu(parts)
+            self.train(cuts, mpu, layerwise=layerwise).save_checkpoint(tmp_path, tag=str(parts))
+        whole = start(Few(None, cuts), ds_config(layerwise=layerwise), mpu=Mpu(1))
+        mpu = Mpu(4)
+        found = []
+        for tag in ("2", "2_universal"):
+            whole.load_checkpoint(tmp_path, tag=tag)
+            found.append(everything(whole))
+            assert_holds(whole, found[0])
+            engine = start(Few(mpu, cuts), ds_config(layerwise=layerwise), mpu=mpu)
+            engine.load_checkpoint(tmp_path, tag=tag)
+            for (name, key), value in everything(engine).items():
+                expected = found[0][name, key]
+                if value.dim():
+                    runs = expected.chunk(cuts[name][1].get("partition_stride", 1), cuts[name][1]["partition_dim"])
+                    expected = torch.cat([part(run, cuts[name][1]["partition_dim"], mpu) for run in runs],
+                                         cuts[name][1]["partition_dim"])
+                assert torch.equal(value, expected), (name, key, tag)
+            engine.destroy()
+        # The weights of the whole run, after the same steps of the same gradients.
+        whole.load_checkpoint(tmp_path, tag="None")
+        for key, value in everything(whole).items():
+            torch.testing.assert_close(found[0][key], value)
+
+    def test_refusals(self, tmp_path):
+        """Errors have the name and the way out, on every rank, and nothing has changed."""
+        rows, cols = {"partition_dim": 0}, {"partition_dim": 1}
+        mpus = {count: Mpu(count) for count in (2, 4)}
+
+        def refused(saved, loaded, match, cuts, others=None, **options):
+            self.train(cuts, mpus[saved], **options).save_checkpoint(tmp_path, tag="saved")
+            engine = self.train(others or cuts, mpus[loaded])
+            before = everything(engine)
+            with pytest.raises(LayerWiseError, match=match):
+                engine.load_checkpoint(tmp_path, tag="saved")
+            assert_holds(engine, before)
+
+        refused(2, 4, "matrix was or is not cut into equal pieces along one axis, the same then and now, and cannot be "
+                "cut anew; resume with 2 tensor-parallel part", {"matrix": ((8, 8), rows)}, {"matrix": ((8, 8), cols)})
+        refused(2, 4, r"matrix has 6 elements in each of 1 run\(s\) along axis 0, which 4 tensor-parallel parts do "
+                "not divide; resume with a number that does", {"matrix": ((6, 8), rows)}, {"matrix": ((8, 8), rows)})
+
+    def test_a_buffer_that_differs_between_parts(self, tmp_path):
+        mpu, cuts = Mpu(2), {"matrix": ((8, 8), {"partition_dim": 0})}
+        first = torch.tensor(mpu.get_model_parallel_rank())
+        start(Few(mpu, cuts, first=first), ds_config(), mpu=mpu).save_checkpoint(tmp_path, tag="saved")
+        engine = start(Few(None, cuts, first=first), ds_config(), mpu=Mpu(1))
+        with pytest.raises(LayerWiseError, match="first: its value differs between the 2 tensor-parallel parts, and is "
+                                                 "no piece of a whole one; resume with 2"):
+            engine.load_checkpoint(tmp_path, tag="saved")
+
+    def test_earlier_versions_did_not_say_how(self, tmp_path):
+        """They load with as many parts."""
+        mpu, cuts = Mpu(2), {"matrix": ((8, 8), {"partition_dim": 0})}
+        engine = self.train(cuts, mpu)
+        internals.forget_cuts(engine)
+        engine.save_checkpoint(tmp_path, tag="saved")
+        saved = everything(engine)
+        self.train(cuts, mpu).load_checkpoint(tmp_path, tag="saved")
+        assert_holds(loaded(self.train(cuts, mpu), tmp_path, tag="saved"), saved)
+        with pytest.raises(LayerWiseError, match="the model is in 2 tensor-parallel parts, and was saved by an earlier "
+                                                 "version, which did not write how it is cut; resume with 2, and save"):
+            self.train(cuts, None).load_checkpoint(tmp_path, tag="saved")
 
 
 def llama():
