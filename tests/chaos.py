@@ -1,6 +1,7 @@
 """Random events from a seed: saves, loads, kills, faults of disks, damage; a plain twin is compared after each.
 
     python tests/chaos.py --seed 1 --events 500
+    python tests/chaos.py --seed 1 --events 300 --meshes
     python tests/chaos.py --seed 1000 --events 1000 --campaign 5     # 200 models of five events each
     python tests/chaos.py --seed 1 --first 51 --until 73 --keep FOLDER
 
@@ -46,6 +47,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
+from tests.distributed.parallel.test_auto_ep import section
 from tests.support import chaos_ranks
 from tests.support.chaos_ranks import UNUSED, Chaotic
 from tests.support.harness import _import_what_engines_import, free_port
@@ -84,12 +86,13 @@ class Twin:
 
     def __init__(self, variant: dict[str, bool], precision: str, clip: float) -> None:
         module, dtype = Chaotic(**variant), torch.bfloat16 if precision == "bf16" else torch.float32
-        params = trainable(module)
-        recipe = Recipe(matrices={name: view for name, view in MATRICES.items() if name in params}, muon_lr=0.02,
+        params = {_as_spread(name): p for name, p in trainable(module).items()}
+        views = {**MATRICES, **{name: (1, *p.shape)[-3:] for name, p in params.items() if name.startswith("moe.")}}
+        recipe = Recipe(matrices={name: view for name, view in views.items() if name in params}, muon_lr=0.02,
                         adam_lr=0.003, weight_decay=0.1, param_dtype=dtype, accum_dtype=dtype, clip=clip, skip=True)
         self.bound = BOUND[precision]
         self.frozen = {name: p.detach().to(dtype).float().numpy().copy() for name, p in module.named_parameters()
-                       if name not in params}
+                       if _as_spread(name) not in params}
         self._reference = Reference(params, recipe)
         self._steps: list[dict[str, Any]] = []
         self._note()
@@ -147,6 +150,11 @@ class Twin:
         far = float(np.linalg.norm((value - expected).astype(np.float64))) / max(
             1e-30, float(np.linalg.norm(expected.astype(np.float64))))
         return [f"{what} is {far:.1e} away"] if not far <= self.bound + more else []
+
+
+def _as_spread(name: str) -> str:
+    """Return the name of a parameter after AutoEP has replaced the layer of experts."""
+    return name.replace("moe.router.", "moe.router.gate.")
 
 
 def _is_rounded(value: Any) -> bool:
@@ -304,11 +312,14 @@ class Options:
     late_weights: bool
     universal: bool
     writer: str
+    mesh: int
+    """The number of ranks that share a sequence, or over which experts are spread; 1 without."""
     offload: float
     """The share of masters and states in host memory; if it is 1 at stage 3, the weights' cuts are there, too."""
 
     def __str__(self) -> str:
         more = [name for name, value in (("overlap", self.overlap), ("late weights", self.late_weights),
+                                         (f"mesh {self.mesh}", self.mesh > 1),
                                          ("universal", self.universal), (f"offload {self.offload:g}", self.offload))
                 if value]
         return ", ".join([f"{self.ranks} ranks, stage {self.stage}, gas {self.gas}",
@@ -332,10 +343,11 @@ class Disk:
 class Campaign:
     """A model and its events, from its first step to the end of the campaign."""
 
-    def __init__(self, rng: random.Random, root: Path, limit: float) -> None:
+    def __init__(self, rng: random.Random, root: Path, limit: float, *, meshes: bool = False) -> None:
         self.rng, self.root, self.limit = rng, root, limit
         root.mkdir(parents=True)
-        self.on_nodes = rng.random() < 0.5
+        self.kind = rng.choice(["sequences", "experts", "experts"]) if meshes else ""
+        self.on_nodes = rng.random() < 0.5 and self.kind != "experts"
         self.local_size = 1 if rng.random() < 0.75 else 2
         self.name_variant = rng.choice(sorted(VARIANTS))
         self.precision = rng.choice(["fp32", "fp32", "bf16"])
@@ -348,7 +360,10 @@ class Campaign:
         if self.name_variant == "odd":
             self.stages = [1, 2]
         self.with_objects = rng.random() < 0.3
-        self.twin = Twin(VARIANTS[self.name_variant], self.precision, self.clip)
+        self.variant = VARIANTS[self.name_variant]
+        if self.kind == "experts":
+            self.variant, self.stages = self.variant | {"has_experts": True}, [1, 2]
+        self.twin = Twin(self.variant, self.precision, self.clip)
         self.disk, self.saves = Disk(), dict[int, Save]()
         self.outside: dict[str, set[int]] = {}
         self.bits: dict[str, str] = {}
@@ -360,7 +375,8 @@ class Campaign:
 
     def __str__(self) -> str:
         where = f"{2 if self.on_nodes else 1} disk{'s' * self.on_nodes}"
-        return f"{where}, {self.name_variant}, {self.precision}, clip {self.clip:g}; {self.options}"
+        kind = self.kind or "no mesh"
+        return f"{where}, {kind}, {self.name_variant}, {self.precision}, clip {self.clip:g}; {self.options}"
 
     # Actions of the script
 
@@ -369,8 +385,9 @@ class Campaign:
         writer = "" if self.with_objects else rng.choice(["", "", "python", "decoupled", "decoupled", "decoupled"])
         ranks = 2 * self.local_size if self.on_nodes else rng.choice([2, 2, 2, 2, 1, 3, 4])
         stage = rng.choice(self.stages)
+        mesh = rng.choice([size for size in (1, 2, 4) if ranks % size == 0]) if self.kind else 1
         return Options(
-            ranks=ranks, stage=stage, gas=rng.choice([1, 2, 4]), overlap=rng.random() < 0.5,
+            mesh=mesh, ranks=ranks, stage=stage, gas=rng.choice([1, 2, 4]), overlap=rng.random() < 0.5,
             bucket_numel=self.bucket_numel if self.on_nodes else rng.choice([600, 600, 10**9]),
             late_weights=stage < 3 and rng.random() < 0.3,
             universal=stage < 3 and not self.on_nodes and rng.random() < 0.25, writer=writer,
@@ -379,6 +396,11 @@ class Campaign:
     @property
     def num_ranks(self) -> int:
         return self.options.ranks
+
+    @property
+    def num_batches(self) -> int:
+        """The number of ranks, or groups of ranks, with batches of their own."""
+        return self.num_ranks // (self.options.mesh if self.kind == "sequences" else 1)
 
     def start(self) -> None:
         """Start the script afresh: at step 0, with any content on disks."""
@@ -398,12 +420,17 @@ class Campaign:
             config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": options.offload}
             if options.stage == 3 and options.offload == 1:
                 config["zero_optimization"]["offload_param"] = {"device": "cpu"}
+        groups = {}
+        if self.kind == "experts":
+            config["expert_parallel"] = section(options.mesh, moe_layer_pattern="moe")
+        elif options.mesh > 1:
+            groups["mesh_param"] = (self.num_ranks // options.mesh, options.mesh)
         local_size = self.local_size if self.on_nodes else self.num_ranks
         self.ranks = Ranks(self.num_ranks, local_size, self.limit)
         self.pending = None
         self.step, self.micro, self.done, self.path = 0, 0, [[]], ""
-        self.all_well(self.ranks.ask("start", {"variant": VARIANTS[self.name_variant], "config": config,
-                                               "local_rank": 0}))
+        self.all_well(self.ranks.ask("start", {"variant": self.variant, "config": config, "local_rank": 0,
+                                               "groups": groups}))
 
     def folders(self) -> list[str]:
         """Return by rank the folder where it saves."""
@@ -452,7 +479,7 @@ class Campaign:
             for units in self.deal(done, micro):
                 dealt.append({"step": step, "units": units, "sick": sick(step),
                               "way": self.rng.choice(["engine", "engine", "loss", "scale"]),
-                              "factor": float(self.options.gas * self.num_ranks)})
+                              "factor": float(self.options.gas * self.num_batches)})
             step, micro, done = step + 1, 0, []
         return dealt[:number]
 
@@ -849,7 +876,8 @@ class Campaign:
 
     def event_beside(self) -> None:
         """Run an evaluation, or copy the model, at any moment."""
-        if self.rng.random() < 0.5:
+        # A copy would have the groups of AutoEP's layers.
+        if self.rng.random() < 0.5 or self.kind == "experts":
             self.all_well(self.ask("evaluate"))
         elif self.options.stage < 3 and not all(answer["value"] for answer in self.all_well(self.ask("spoil_a_copy"))):
             raise Difference("a copy of the module has other weights")
@@ -987,7 +1015,8 @@ class Run:
             if self.campaign is None:
                 folder = self.root / f"from {number + 1}"
                 print(f"{number + 1:4} a campaign begins", flush=True)
-                self.campaign, self.first = Campaign(rng, folder, self.options.limit), number
+                self.campaign, self.first = Campaign(
+                    rng, folder, self.options.limit, meshes=self.options.meshes), number
                 print(f"     {self.campaign}", flush=True)
                 self.campaign.start()
             campaign = self.campaign
@@ -1039,6 +1068,7 @@ def main() -> NoReturn:
     parser.add_argument("--first", type=int, default=1, help="begin a campaign at this event, as a failure names it")
     parser.add_argument("--until", type=int, help="the last event, as a failure names it")
     parser.add_argument("--campaign", type=int, default=25, help="events after which the next campaign begins")
+    parser.add_argument("--meshes", action="store_true", help="share sequences between ranks, or spread experts")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no event after so long")
     parser.add_argument("--limit", type=float, default=120.0, help="seconds after which a command hangs")
     parser.add_argument("--folder", help="where to save; a temporary folder by default")

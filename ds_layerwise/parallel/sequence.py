@@ -72,6 +72,14 @@ class MeshGroups:
         """Return 1: no parameter is cut."""
         return 1
 
+    # Background writers of checkpoints ask for these.
+    get_tensor_model_parallel_rank = get_pipeline_model_parallel_rank = get_model_parallel_rank
+    get_pipeline_model_parallel_world_size = get_tensor_model_parallel_world_size
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        """Return the ranks of :meth:`get_data_parallel_group`."""
+        return list(comm.ranks_of(self.get_data_parallel_group()))
+
 
 class WithoutParts:
     """An mpu of sequences as AutoEP reads it: DeepSpeed's own calls its sequences model

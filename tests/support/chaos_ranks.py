@@ -22,14 +22,18 @@ import torch.distributed.checkpoint as dcp
 
 from ds_layerwise.process_exit import leave
 from ds_layerwise.zero.checkpoint import disks
+from tests.distributed.parallel import test_auto_ep as auto_ep
 from tests.support import internals
 from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
 from tests.support.harness import OwnDistributedTest, _join_group
-from tests.support.reference import trainable, whole_number_loss
-from tests.support.training import Net, start, whole
+from tests.support.reference import trainable, whole_number_gradients, whole_number_loss
+from tests.support.training import Net, from_all_ranks, start, whole
 
 #: Parameters that no loss reaches, in the models that have them.
 UNUSED = ("unused.weight", "unused.bias")
+
+#: The beginning of the names of experts that ranks have parts of.
+EXPERTS = "moe.experts."
 
 #: No collective gives up before the process that watches the ranks does.
 COLLECTIVE_SECONDS = 3600
@@ -50,18 +54,36 @@ class _Breaks(torch.autograd.Function):
 
 
 class Chaotic(Net):
-    """Sums up the losses of any units of a step, so that a step is the same however many ranks share it."""
+    """Sums up the losses of any units of a step, so that a step is the same however many ranks share it.
+
+    Args:
+        has_experts: True for a layer of experts, which AutoEP spreads over ranks.
+    """
+
+    def __init__(self, *, has_experts: bool = False, **options: bool) -> None:
+        super().__init__(**options)
+        if has_experts:
+            self.moe = auto_ep.Routed()
+            with torch.no_grad():
+                for param in self.moe.parameters():
+                    param.copy_(torch.randn(param.shape))
 
     breaks_at: str | None = None
     """The parameter whose part of the next backward pass raises :class:`Broken`."""
 
     def forward(self, place):
         """Return the loss of the units of a micro-batch, which may be none; ``sick``, infinite or NaN, makes a gradient
-        so."""
-        step, units, factor, sick = place
+        so. A rank's experts get the units of all ranks that have the experts with it."""
+        step, units, factor, sick, *of_experts = place
+        experts = {name for name in trainable(self) if name.startswith(EXPERTS)}
         loss = sum((self.get_parameter(name).float() * 0).sum() for name in trainable(self) if name not in UNUSED)
         for unit in units:
-            loss = loss + whole_number_loss(self, (step, unit, 0), UNUSED)
+            loss = loss + whole_number_loss(self, (step, unit, 0), {*UNUSED, *experts})
+        for unit in of_experts:
+            for name in experts:
+                p = self.get_parameter(name)
+                grad = whole_number_gradients(name, auto_ep.whole_shape(p), step, unit, 0)
+                loss = loss + (p * auto_ep.own_part(p, grad).to(p)).float().sum()
         loss = loss * factor
         if self.breaks_at is not None:
             loss = loss + _Breaks.apply(self.get_parameter(self.breaks_at).flatten()[0].float())
@@ -89,17 +111,26 @@ class Rank:
         self.rank = rank
         self.engine: Any = None
 
-    def start(self, variant: dict[str, bool], config: dict[str, Any], local_rank: int) -> None:
-        """Make the engine."""
-        self.engine = start(Chaotic(**variant), config)
+    def start(self, variant: dict[str, bool], config: dict[str, Any], local_rank: int, groups: dict[str, Any]) -> None:
+        """Make the engine; ``groups`` are arguments of ``initialize``."""
+        self.engine = start(Chaotic(**variant), config, **groups)
         self.engine.local_rank = local_rank
+        size = config.get("expert_parallel", {}).get("autoep_size", 1)
+        first = self.rank - self.rank % size
+        self.sharing = range(first, first + size)
+
+    def place(self, micro_batch: dict[str, Any]) -> tuple[Any, ...]:
+        """Return the place of this rank in a micro-batch."""
+        units = micro_batch["units"]
+        own = units[self.rank]
+        of_experts = [unit for rank in self.sharing for unit in units[rank]]
+        return micro_batch["step"], own, micro_batch["factor"], micro_batch["sick"] if 0 in own else 0.0, *of_experts
 
     def train(self, micro_batches: list[dict[str, Any]]) -> dict[str, Any]:
         """Train on micro-batches, and save in one of them if it says so; return the error of the save."""
         saved: dict[str, Any] = {}
         for micro_batch in micro_batches:
-            loss = self.engine((micro_batch["step"], micro_batch["units"][self.rank], micro_batch["factor"],
-                                micro_batch["sick"] if 0 in micro_batch["units"][self.rank] else 0.0))
+            loss = self.engine(self.place(micro_batch))
             save = micro_batch.get("save", {"at": ""})
             if save["at"] == "after forward":
                 saved = self.try_to_save(save["how"])
@@ -130,7 +161,7 @@ class Rank:
 
     def train_half(self, micro_batch: dict[str, Any]) -> None:
         """Train on a micro-batch whose backward pass ends early, and go on as a script does that catches the error."""
-        loss = self.engine((micro_batch["step"], micro_batch["units"][self.rank], micro_batch["factor"], 0.0))
+        loss = self.engine(self.place({**micro_batch, "sick": 0.0}))
         try:
             self.backward(loss, micro_batch["way"])
         except Broken:
@@ -219,7 +250,8 @@ class Rank:
         return {
             "step": engine.global_steps, "micro": engine.micro_steps % engine.gradient_accumulation_steps(),
             "skipped": engine.skipped_steps, "updates": engine.optimizer.step_count,
-            "weights": {name: whole(p).float().numpy().copy() for name, p in engine.module.named_parameters()},
+            "weights": {name: whole_stack(name, whole(p)).float().numpy().copy()
+                        for name, p in engine.module.named_parameters()},
             "pieces": [(piece.name, piece.param_start, piece.master.float().numpy().copy(),
                         {key: value.float().numpy().copy() for key, value in piece.state.items()})
                        for piece in internals.records(engine)]}
@@ -264,6 +296,14 @@ class Rank:
                 Mine.is_lacking = False
                 if kind == "disk":
                     said["fired"] = disk.fired
+
+
+def whole_stack(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return a weight, with the experts of all ranks."""
+    if not name.startswith(EXPERTS):
+        return value
+    ranks = auto_ep.NUM_EXPERTS // value.shape[0]
+    return torch.cat(from_all_ranks(value)[:ranks])
 
 
 def told(error: Exception) -> dict[str, Any]:

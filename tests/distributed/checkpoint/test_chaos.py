@@ -17,12 +17,14 @@ pytestmark = rooms("atomic", "disks", "loading", "saving", "step_progress")
 ROOT = Path(__file__).parents[3]
 
 
-@pytest.mark.parametrize("seed, events, seconds", [
-    (1, 24, 480), pytest.param(2, 100_000, 600, marks=pytest.mark.thorough)])
-def test_random_events(seed, events, seconds, tmp_path):
+@pytest.mark.parametrize("seed, events, seconds, more", [
+    (1, 24, 480, []), (5, 16, 480, ["--meshes", "--campaign=4"]),
+    pytest.param(2, 100_000, 600, [], marks=pytest.mark.thorough),
+    pytest.param(7, 320, 1200, ["--meshes"], marks=pytest.mark.thorough)])
+def test_random_events(seed, events, seconds, more, tmp_path):
     done = subprocess.run(
         [sys.executable, ROOT / "tests" / "chaos.py", f"--seed={seed}", f"--events={events}", f"--seconds={seconds}",
-         f"--folder={tmp_path}"],
+         f"--folder={tmp_path}", *more],
         env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=seconds + 600)
     assert done.returncode == 0, done.stdout[-20000:] + done.stderr[-4000:]
     assert re.search(r"^\d\d+ events, 0 differences, 0 hangs", done.stdout.splitlines()[-1]), done.stdout[-2000:]
