@@ -362,7 +362,7 @@ class Campaign:
         self.with_objects = rng.random() < 0.3
         self.variant = VARIANTS[self.name_variant]
         if self.kind == "experts":
-            self.variant, self.stages = self.variant | {"has_experts": True}, [1, 2]
+            self.variant = self.variant | {"has_experts": True}
         self.twin = Twin(self.variant, self.precision, self.clip)
         self.disk, self.saves = Disk(), dict[int, Save]()
         self.outside: dict[str, set[int]] = {}

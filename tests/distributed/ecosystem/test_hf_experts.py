@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from ds_layerwise import cli
 from ds_layerwise.errors import ConfigError
@@ -29,11 +30,12 @@ class Positioned(Tokens):
         return {**items, "position_ids": torch.arange(LENGTH)}
 
 
-def train(folder, ep_size, *, resume=None, **arguments):
+def train(folder, ep_size, *, stage, resume=None, **arguments):
     """Return what the Trainer reports of each step."""
     section = {"expert_parallel": {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False}}
+    ds_config = config(stage=stage, **section if ep_size else {})
     trainer = make_trainer(
-        folder, config(stage=2, **section if ep_size else {}), model=qwen(), dataset=Positioned(64), max_steps=STEPS,
+        folder, ds_config, model=qwen(), dataset=Positioned(64), max_steps=STEPS,
         save_strategy="steps", save_steps=2, train_sampling_strategy="sequential", ignore_data_skip=True, **arguments)
     trainer.train(resume_from_checkpoint=resume)
     return steps_of(trainer)
@@ -41,27 +43,30 @@ def train(folder, ep_size, *, resume=None, **arguments):
 
 def check_exported(spread, plain, out):
     """Compare the model of the run with experts on several ranks with that of the other."""
-    assert cli.main(["consolidate", str(spread), str(out)]) == 0
-    found, info = Qwen3MoeForCausalLM.from_pretrained(out, output_loading_info=True)
-    assert not any(info.values()), info
-    wanted = Qwen3MoeForCausalLM.from_pretrained(plain).state_dict()
-    for name, value in found.state_dict().items():
-        torch.testing.assert_close(value, wanted[name], rtol=0, atol=1e-5, msg=name)
+    unset_hf_deepspeed_config()  # else ranks would have to read them together
+    models = []
+    for name, checkpoint in (("spread", spread), ("plain", plain)):
+        assert cli.main(["consolidate", str(checkpoint), str(out / name)]) == 0
+        model, info = Qwen3MoeForCausalLM.from_pretrained(out / name, output_loading_info=True)
+        assert not any(info.values()), info
+        models.append(model.state_dict())
+    for name, value in models[0].items():
+        torch.testing.assert_close(value, models[1][name], rtol=0, atol=1e-5, msg=name)
 
 
 class TestExperts(DistributedTest):
     world_size = 4
 
-    @pytest.mark.parametrize("sp_size", [1, 2])
-    def test_it_trains_resumes_and_exports_as_without(self, sp_size, tmp_path):
+    @pytest.mark.parametrize("stage, sp_size", [(2, 1), (2, 2), (3, 1)])
+    def test_it_trains_resumes_and_exports_as_without(self, stage, sp_size, tmp_path):
         if unmet("transformers<5.23", "AutoEP of DeepSpeed 0.19.8 fails with newer ones"):
             with pytest.raises(ConfigError, match="AutoEP of DeepSpeed .* install 'transformers<5.23'"):
-                train(tmp_path, 2)
+                train(tmp_path, 2, stage=stage)
             return
 
         def run(name, ep_size, **options):
             groups = sharing_sequences(sp_size) if sp_size > 1 else {}
-            return train(tmp_path / name, ep_size, **options, **groups)
+            return train(tmp_path / name, ep_size, stage=stage, **options, **groups)
 
         def assert_same(found, wanted):
             assert len(found) == STEPS
