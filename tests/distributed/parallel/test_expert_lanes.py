@@ -33,7 +33,7 @@ from tests.support.training import (
     start,
 )
 
-pytestmark = rooms("tensor", "regular", "run_settings", "step_agreement")
+pytestmark = rooms("folding", "tensor", "regular", "run_settings", "step_agreement")
 
 GAS, STEPS, TP = 2, 4, 2
 CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
