@@ -449,7 +449,8 @@ def tensor_and_other(autotp_size: int) -> ConfigError:
     """Return the error for AutoTP together with a pipeline or sequence parallelism."""
     return ConfigError(
         f"tensor_parallel.autotp_size is {autotp_size}, together with a pipeline or sequence "
-        "parallelism, which this optimizer does not support; remove one of the two"
+        "parallelism, beside which DeepSpeed lays out no ranks for AutoTP; remove one of the two "
+        "(an attention that cuts sequences itself needs no mpu or mesh: parts train as data does)"
     )
 
 

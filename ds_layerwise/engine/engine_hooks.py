@@ -215,7 +215,7 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
             pipeline.check_experts(engine.has_moe_layers)
         what = "the model"
         if engine.mp_world_size > 1 and not is_stage:
-            what = "the model, of which parts have to be of equal size,"
+            what = "the model (parts must be of equal size: let their number divide each cut axis)"
         described = []
         for name, param in model.named_parameters():
             notes = " (frozen)" * (not param.requires_grad)

@@ -54,8 +54,8 @@ def check_mpu(mpu: Any, *, autotp_size: int) -> None:
         if hasattr(mpu, f"initialize_{what}_parallel") or (size > 1 and not is_known):
             raise ConfigError(
                 f"{what} parallelism (mpu) is not supported by this optimizer, but for sequences "
-                "of an mpu with get_sequence_data_parallel_group(), without AutoTP; pass an mpu "
-                "without it"
+                "of an mpu with get_sequence_data_parallel_group(), without AutoTP (beside which "
+                "DeepSpeed does not ask it); pass an mpu without it"
             )
     if autotp_size <= 1:
         return

@@ -320,7 +320,7 @@ class TestRefusedParallelism(DistributedTest):
     def test_parts_that_do_not_fit(self):
         mpu, module = Mpu(2), model()
         module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
-        with pytest.raises(LayoutError, match=r"the model, of which parts have to be of equal size, differs between "
+        with pytest.raises(LayoutError, match=r"the model \(parts must be of equal size: let .* axis\) differs between "
                                               r"ranks: rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
             initialize(module, mpu=mpu)
         torch.manual_seed(dist.get_rank())

@@ -16,11 +16,11 @@ from ds_layerwise import cli
 from ds_layerwise.errors import ConfigError
 from tests.distributed.parallel import test_auto_ep as auto_ep
 from tests.distributed.parallel import test_experts as experts
-from tests.distributed.parallel.test_meshes import shared, states_of
+from tests.distributed.parallel.test_meshes import sequences, shared, states_of
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0
 from tests.support.harness import DistributedTest, made_once
-from tests.support.reference import Reference, trainable, whole_number_gradients
+from tests.support.reference import Recipe, Reference, train, trainable, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import Linear, Mpu, enter, leave, mark, part
 from tests.support.training import (
@@ -408,6 +408,44 @@ def own_part(name, param, whole):
         return auto_ep.own_part(param, whole)
     axis = CUTS.get(".".join(name.split(".")[-2:]))
     return whole if axis is None else whole.chunk(TP, axis)[place()[1]]
+
+
+class Halves(nn.Module):
+    """Layers that AutoTP cuts, on this rank's part of a sequence."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.layer = nn.Embedding(16, auto_ep.WIDTH), FoldedLayer()
+        del self.layer.mlp, self.layer.norm
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        return (x + self.layer.down(torch.tanh(self.layer.up(x)))).square().mean()
+
+
+class TestPartsOfSequences(DistributedTest):
+    world_size = 4
+
+    def test_they_train_as_data_beside_autotp(self, stage):
+        def half(step, micro, copy):
+            return sequences(step, micro, 0).chunk(2, dim=1)[copy]
+
+        # The last layer is an output head, which AdamW trains.
+        matrices = {"layer.up.weight": (1, 16, 8)}
+        recipe = Recipe(matrices=matrices, world_size=2, gas=GAS, clip=0.05, muon_lr=0.02, adam_lr=0.003,
+                        weight_decay=0.1, eps=1e-8)
+        expected = train(Halves, half, lambda module, data: module(data), recipe, STEPS)
+        assert expected.steps[0].clip_factor > 1.5
+        engine = start(Halves(), ds_config(gas=GAS, clip=0.05, stage=stage, params={"eps": 1e-8},
+                                           tensor_parallel=AUTO_TP))
+        for step in range(STEPS):
+            for micro in range(GAS):
+                engine.backward(engine(half(step, micro, place()[0])))
+                engine.step()
+            assert engine.get_global_grad_norm() == pytest.approx(expected.steps[step].norm, rel=1e-5)
+        for name, p in engine.module.named_parameters():
+            assert relative_error(p.detach(), own_part(name, p, expected.params[name])) < 1e-5, name
 
 
 class FoldedNumbers(nn.Module):
