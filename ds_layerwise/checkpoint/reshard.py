@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -78,13 +77,7 @@ class Recut:
         LayerWiseError: a parameter cannot be cut so; names it.
     """
 
-    def __init__(
-        self,
-        parts: Sequence[Saved],
-        cuts: Cuts = MappingProxyType({}),
-        number: int = 0,
-        count: int = 1,
-    ) -> None:
+    def __init__(self, parts: Sequence[Saved], cuts: Cuts, number: int = 0, count: int = 1) -> None:
         self.header = parts[0].header
         was = self.header.cuts if len(parts) > 1 else {}
         if was is None:
@@ -93,20 +86,14 @@ class Recut:
                 f"version, which did not write how it is cut; resume with {len(parts)}, and save"
             )
         self._parts = parts
+        self._was = was
+        self._now = cuts
         self._number = number
-        self._cuts = {**cuts, **was}
-        self._counts: dict[str, tuple[int, int]] = {}
+        self._count = count
         shapes = dict(self.header.shapes)
-        for name, cut in self._cuts.items():
-            if cut is None or cuts.get(name, cut) != cut:
-                raise LayerWiseError(
-                    f"{name} was or is not cut into equal pieces along one axis, the same then and "
-                    f"now, and cannot be cut anew; resume with {len(parts)} tensor-parallel part(s)"
-                )
-            self._counts[name] = len(parts) if name in was else 1, count if name in cuts else 1
-            if name in shapes:
-                nothing = torch.empty(shapes[name], dtype=torch.float32, device="meta")
-                shapes[name] = tuple(self.tensor(name, [nothing] * len(parts)).shape)
+        for name in shapes.keys() & {*was, *cuts}:
+            nothing = torch.empty(shapes[name], dtype=torch.float32, device="meta")
+            shapes[name] = tuple(self.tensor(name, [nothing] * len(parts)).shape)
         self.header = replace(self.header, shapes=shapes, num_parts=count)
 
     def tensor(self, name: str, values: Sequence[Tensor], what: str = "its value") -> Tensor:
@@ -116,23 +103,31 @@ class Recut:
             values: what the saved parts have.
 
         Raises:
-            LayerWiseError: it is not cut like the parameter, and parts have different ones; or the
-                new parts would differ in size.
+            LayerWiseError: parts are not equal pieces of a whole one, or the new ones would not be;
+                names it.
         """
-        cut = self._cuts.get(name)
+        cut = {**self._now, **self._was}.get(name, (0, 1))
+        if cut is None or self._now.get(name, cut) != cut:
+            raise LayerWiseError(
+                f"{name} was or is not cut into equal pieces along one axis, the same then and "
+                f"now, and cannot be cut anew; resume with {len(values)} tensor-parallel part(s)"
+            )
+        axis, runs = cut
+        before = values[:1]
+        if name in self._was:
+            before = values
+        now = self._count if name in self._now else 1
         shape = values[0].shape
         of_part = self._parts[0].header.shapes.get(name, shape)
-        if cut is None or len(shape) != len(of_part) or shape[cut[0]] != of_part[cut[0]]:
+        is_other = len(shape) != len(of_part) or shape[axis : axis + 1] != of_part[axis : axis + 1]
+        if is_other or len(before) == now == 1:
             if not all(torch.equal(values[0], value) for value in values):
                 raise LayerWiseError(
                     f"{name}: {what} differs between the {len(values)} tensor-parallel parts, and "
                     f"is no piece of a whole one; resume with {len(values)}"
                 )
             return values[0]
-        axis, runs = cut
-        before, now = self._counts[name]
-        pieces = [torch.unflatten(value, axis, (runs, -1)) for value in values[:before]]
-        whole = torch.cat(pieces, axis + 1)
+        whole = torch.cat([torch.unflatten(value, axis, (runs, -1)) for value in before], axis + 1)
         if whole.shape[axis + 1] % now:
             raise LayerWiseError(
                 f"{name} has {whole.shape[axis + 1]} elements in each of {runs} run(s) along axis "
@@ -143,7 +138,7 @@ class Recut:
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece, if ``name`` is cut; see :meth:`.record.Saved.pieces`."""
-        if name not in self._cuts:
+        if name not in {*self._was, *self._now}:
             return self._parts[0].pieces(name, start, stop)
         found: dict[str, list[Tensor]] = {}
         for part in self._parts:

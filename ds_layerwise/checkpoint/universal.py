@@ -228,7 +228,9 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     written = []
     for name in names:
         shape = tuple(saved.header.shapes[name])
-        cut = (saved.header.cuts or {}).get(name) or (0, 1)
+        axis, runs = (saved.header.cuts or {}).get(name) or (0, 1)
+        # DeepSpeed's optimizers cut it so.
+        cut = {CAT_DIM: axis, PARAM_N_SUB_PARAMS: runs}
         rule = saved.header.rules[name]
         numel = math.prod(shape)
         pieces = saved.pieces(name, 0, numel)
@@ -245,12 +247,14 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
             values = [piece.values_of(key) for piece in pieces]
             content: Any = values[0].clone()
             if pieces[0].is_elementwise(key) and key != "step":
-                content = _param(name, values, shape, cut)
+                content = {PARAM: joined(name, values, shape), **cut}
             elif key != "step":
                 content = {PARAM: content}
             write(in_place.get(key, f"{OWN_STATES}/{key}"), content)
         zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
-        unused = {key: _param(name, [zeros], shape, cut) for key in ("exp_avg", "exp_avg_sq")}
+        unused = dict.fromkeys(
+            ("exp_avg", "exp_avg_sq"), {PARAM: joined(name, [zeros], shape), **cut}
+        )
         for key, content in {**unused, "step": step_tensor(saved.header.step)}.items():
             if key not in in_place.values():
                 write(key, content)
@@ -274,14 +278,6 @@ def _check_paths(name: str, keys: Iterable[str] = ()) -> None:
             raise LayerWiseError(
                 f"the state {key!r} of {name} is not a file name; rename it in the optimizer"
             )
-
-
-def _param(
-    name: str, values: Sequence[Tensor], shape: tuple[int, ...], cut: tuple[int, int]
-) -> dict[str, Any]:
-    """Return a whole parameter, and how DeepSpeed's optimizers are to cut it."""
-    axis, runs = cut
-    return {PARAM: joined(name, values, shape), CAT_DIM: axis, PARAM_N_SUB_PARAMS: runs}
 
 
 def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list[str]:

@@ -67,22 +67,23 @@ def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
 
 def cuts_of(
     params: Iterable[tuple[str, Tensor]], names: Mapping[str, Iterable[str]], tp_size: int
-) -> dict[str, tuple[int, int] | None]:
+) -> dict[str, Any]:
     """Return how parameters are cut, by checkpoint name; see :data:`.record.Cuts`.
 
     Args:
         names: the checkpoint names of those that have others.
     """
-    found: dict[str, tuple[int, int] | None] = {}
+    found: dict[str, Any] = {}
     for name, param in params:
-        if tp_size > 1 and is_cut(param):
-            cut = None
-            with suppress(RoutingError):
-                dim = _dim_of(name, param, tp_size)
-                runs = runs_of(param, param.shape[dim] * tp_size)
-                if runs and len(set(runs)) == 1:
-                    cut = dim, len(runs)
-            found.update(dict.fromkeys(names.get(name, (name,)), cut))
+        if tp_size == 1 or not is_cut(param):
+            continue
+        cut = None
+        with suppress(RoutingError):
+            dim = _dim_of(name, param, tp_size)
+            runs = runs_of(param, param.shape[dim] * tp_size) or (0, 1)
+            if len(set(runs)) == 1:
+                cut = dim, len(runs)
+        found.update(dict.fromkeys(names.get(name, (name,)), cut))
     return found
 
 

@@ -442,20 +442,17 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
     if not pipeline.is_pipeline(engine.module):
         refuse_stages(folder)
         return
-    here = engine.mp_world_size, engine.optimizer.settings.tp_size
-    # Pipeline stages are found by name, but files of experts go by stages.
-    if engine.has_moe_layers and (there := (mp_size(folder), parts_in(folder))) != here:
-        raise LayerWiseError(
-            f"{folder} holds a model in {there[0]} part(s), {there[1]} of each stage, and this run "
-            f"has it in {here[0]}, {here[1]}; resume with as many, or from a universal checkpoint "
-            "of layerwise.save_universal"
-        )
+    if not engine.has_moe_layers:
+        # Pipeline stages are found by name, but files of experts go by stages.
+        return
     saved = expert_layers(folder, engine.mpu.get_stage_id())
-    if engine.has_moe_layers and saved != len(engine.num_experts):
+    there = mp_size(folder), parts_in(folder), saved
+    here = engine.mp_world_size, engine.optimizer.settings.tp_size, len(engine.num_experts)
+    if there != here:
         raise LayerWiseError(
             f"{folder} has {saved} layer(s) of experts in this stage of the pipeline, and this run "
-            f"has {len(engine.num_experts)}; cut the pipeline as it was, or load a universal "
-            "checkpoint of it"
+            f"has {here[2]}; it has {there[:2]} part(s) of the model and of a stage, this run "
+            f"{here[:2]}; cut the pipeline as it was, or load a universal checkpoint of it"
         )
 
 

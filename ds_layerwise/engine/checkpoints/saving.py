@@ -305,7 +305,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             atomic.begin(folder)
     with comm.errors_on_all_ranks(), _saying_where(save.save_dir):
         parts = optimizer.checkpointing.open_regular(regular, whole=True)
-        saved = Recut(parts)
+        saved = Recut(parts, {})
         share = universal.by_size(saved)[rank :: dist.get_world_size()]
         names = universal.write_parameters(saved, incomplete, share)
         if rank == 0:

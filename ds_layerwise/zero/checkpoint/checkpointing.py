@@ -328,17 +328,16 @@ class Checkpointing:
             lacks_weights = whole = True
         if whole:
             numbers = list(range(count))
-        opened = []
-        for number in numbers:
-            part = RegularCheckpoint(
+        return [
+            RegularCheckpoint(
                 folder,
                 rank=run.rank,
                 mp_rank=number,
                 parts_of_stages=count * is_stage,
                 lacks_weights=lacks_weights,
             )
-            opened.append(part)
-        return opened
+            for number in numbers
+        ]
 
     def prepare_load(
         self,
