@@ -736,7 +736,7 @@ class TestPipelineAndExperts(DistributedTest):
         engine.load_checkpoint(tmp_path, tag="2_universal")
         for now, then in zip(found_in(engine, 4), wanted, strict=True):
             assert_equal_states(now, then)
-        with pytest.raises(LayerWiseError, match=r"it has \(2, 1\) part\(s\) of the model and of a stage, this run \(1, 1\)"):
+        with pytest.raises(LayerWiseError, match=r"has \(2, 1\) part\(s\) of the model .*, this run \(1, 1\)"):
             engine.load_checkpoint(tmp_path, tag="2")
         with pytest.raises(LayerWiseError, match="was saved by a pipeline, which only a pipeline reads"):
             start(tensors.Net(Mpu(2)), ds_config(), mpu=Mpu(2)).load_checkpoint(tmp_path, tag="2")

@@ -6,7 +6,7 @@ import deepspeed
 import deepspeed.comm as dist
 import pytest
 import torch
-from deepspeed.utils import safe_get_full_fp32_param
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -21,7 +21,7 @@ from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, mark, part
-from tests.support.training import MUON, ds_config, reduced_gradients, relative_error, start
+from tests.support.training import MUON, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 from tests.support.versions import needs
 
@@ -439,6 +439,35 @@ class TestOtherCuts(DistributedTest):
         refused(2, 4, r"matrix has 6 elements in each of 1 run\(s\) along axis 0, which 4 tensor-parallel parts do "
                 "not divide; resume with a number that does", {"matrix": ((6, 8), rows)}, {"matrix": ((8, 8), rows)})
 
+    def test_stock_adamw_cuts_a_universal_checkpoint(self, tmp_path):
+        layerwise = {"save_universal": True, "overrides": [{"name": "*", "optimizer": "scalar"}]}
+        mpu = Mpu(2)
+        engine = start(Net(mpu), ds_config(layerwise=layerwise), mpu=mpu)
+        for step in range(STEPS):
+            engine.backward(engine(batch(step, 0, mpu.get_data_parallel_rank())))
+            engine.step()
+        engine.save_checkpoint(tmp_path, tag="saved")
+        parts = from_all_ranks(everything(engine))[:2]
+        whole = joined(parts)
+        for count in (2, 4):
+            mpu = Mpu(count)
+            # By these names, DeepSpeed's optimizers ask.
+            mpu.get_tensor_model_parallel_world_size = mpu.get_model_parallel_world_size
+            mpu.get_tensor_model_parallel_rank = mpu.get_model_parallel_rank
+            mpu.get_tensor_model_parallel_group = mpu.get_model_parallel_group
+            config = ds_config(optimizer={"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+                               checkpoint={"load_universal": True})
+            del config["layerwise"]
+            module = Net(mpu)
+            stock, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config, mpu=mpu)
+            stock.load_checkpoint(tmp_path, tag="saved_universal")
+            for name, param in module.named_parameters():
+                assert torch.equal(safe_get_full_fp32_param(param), part_of(whole[name, None], name, mpu)), name
+                for key in ("exp_avg", "exp_avg_sq"):
+                    found = safe_get_full_optimizer_state(param, key)
+                    assert torch.equal(found, part_of(whole[name, key], name, mpu)), (name, key)
+            stock.destroy()
+
     def test_a_buffer_that_differs_between_parts(self, tmp_path):
         mpu, cuts = Mpu(2), {"matrix": ((8, 8), {"partition_dim": 0})}
         first = torch.tensor(mpu.get_model_parallel_rank())
@@ -553,3 +582,7 @@ class TestAutoTp(DistributedTest):
         for key, value in everything(engine).items():
             cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]
             assert torch.equal(value, torch.cat([one[key], other[key]], *cut) if cut else one[key]), key
+        engine.destroy()
+        engine = start(llama(), ds_config(tensor_parallel={"autotp_size": 2}))
+        engine.load_checkpoint(tmp_path, tag="whole")
+        assert_holds(engine, (one, other)[dist.get_rank()])
