@@ -440,7 +440,6 @@ def _refuse_contradictions(ds_config: Mapping[str, Any]) -> None:
 #: The settings that ZeRO stage 3 does not support yet, each with the value that asks for nothing.
 _NOT_AT_STAGE_3: dict[str, Any] = {
     "layerwise.overlap_param_gather": False,
-    "expert_parallel.enabled": False,
     "tensor_parallel.autotp_size": 1,
 }
 
@@ -463,6 +462,12 @@ def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
                 f"{path} is {value!r}, which is not supported at ZeRO stage 3 yet; remove "
                 "it, or set zero_optimization.stage to 2"
             )
+    second = at(ds_config, "zero_optimization.zero_hpz_partition_size")
+    if second not in (None, 0, 1) and at(ds_config, "expert_parallel.enabled"):
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {second}, and expert_parallel.enabled "
+            "is true, whose experts have no second cuts in DeepSpeed; remove one of the two"
+        )
     tensors = at(ds_config, "tensor_parallel.autotp_size")
     sequences = ds_config.get("sequence_parallel_size")
     if tensors not in (None, 0, 1) and sequences not in (None, 0, 1):

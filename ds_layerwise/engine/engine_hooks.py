@@ -326,7 +326,8 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
     if settings.stage == 3:
         _refuse_at_stage_3(engine)
         with viewable_as_bytes(engine.module.parameters()):
-            settings = replace(settings, fetcher=make_fetcher(original, engine, settings.group))
+            fetcher = make_fetcher(original, engine, settings.group, settings.expert_groups)
+        settings = replace(settings, fetcher=fetcher)
     else:
         _refuse_what_is_cut(engine, settings.stage)
     with whole_shapes(engine.module.parameters()):
@@ -363,10 +364,17 @@ def _refuse_at_stage_3(engine: DeepSpeedEngine) -> None:
     """
     refuse_unfetchable(engine.module)
     is_cut = sequence.cuts_params(engine.mpu) or pipeline.is_pipeline(engine.module)
-    if engine.has_moe_layers or is_cut:
+    by_auto_ep = at(engine._config._param_dict, "expert_parallel.enabled")
+    if is_cut or engine.has_moe_layers and not by_auto_ep:
         raise ConfigError(
-            "zero_optimization.stage is 3, and experts, pipelines or tensor parallelism spread the "
-            "model over ranks as well, which this backend supports only at stages 1 and 2; set "
+            "zero_optimization.stage is 3, and experts of deepspeed.moe, pipelines or tensor "
+            "parallelism spread the model over ranks as well, which this backend supports only at "
+            "stages 1 and 2; set zero_optimization.stage to 2"
+        )
+    if by_auto_ep and engine.sequence_parallel_size > 1:
+        raise ConfigError(
+            "zero_optimization.stage is 3, and expert_parallel.enabled is true, together with "
+            "sequence parallelism, which DeepSpeed supports only at stages 1 and 2; set "
             "zero_optimization.stage to 2"
         )
 

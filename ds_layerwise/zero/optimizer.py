@@ -76,6 +76,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         self.routes = planned.routes
         self.specs = planned.specs
         self.saved_shapes = planned.saved_shapes
+        self.expert_names = planned.names
         self.layout = planned.layout
         run = RunState(model, optimizer, settings, planned, self._engine)
         self._run = run

@@ -57,10 +57,6 @@ class RunState:
     """The memory of the gradients; None from ZeRO stage 2 on, where only owners have them."""
     owned: Owned
     """The masters, the states and the averaged gradients of this rank."""
-    groups: comm.Groups
-    """The groups of ranks that hold the same experts, by the number of consecutive ranks that hold
-    different ones.
-    """
     grad_sync: GradSync
     progress: Progress
     param_sync: ParamSync | CutSync
@@ -82,6 +78,12 @@ class RunState:
         self.scaling = settings.scaling
         self.interrupted = Interrupted()
         self.rank = comm.rank_of(settings.group)
+        self.groups: dict[int, comm.Group] = {}
+        """The groups of ranks that hold the same experts, by the number of consecutive ranks that
+        hold different ones.
+        """
+        for group in (*settings.expert_groups.values(), settings.group):
+            self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
         self.pieces = {piece.name: piece for piece in planned.layout.pieces(self.rank)}
         """The pieces of parameters that this rank owns, by name, in memory order."""
         self.ep_sizes = {spec.name: spec.ep_size for spec in planned.specs}
@@ -129,7 +131,6 @@ class RunState:
         owns into its shards.
         """
         layout = self.planned.layout
-        group = self.settings.group
         if self.settings.stage < 3:
             with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
                 views = ParamViews(self.params, layout, self.device)
@@ -139,11 +140,11 @@ class RunState:
             return
         with comm.errors_on_all_ranks():
             shards = new_shards(layout, self.rank, self.device)
-            cuts = ParamCuts(self.params, shards, self.settings.fetcher, group)
+            cuts = ParamCuts(self.params, shards, self.settings.fetcher)
         self.places = cuts
         self.values = None
         self.shards = shards
-        self.param_sync = CutSync(shards, cuts, group=group)
+        self.param_sync = CutSync(shards, cuts, groups=self.groups, ep_size=self.ep_sizes)
         self.param_sync.fetch()
 
     def follow_cuts(self, name: str | None = None) -> None:
@@ -182,11 +183,12 @@ class RunState:
         """
         settings = self.settings
         planned = self.planned
-        self.groups = {}
-        for group in (*settings.expert_groups.values(), settings.group):
-            self.groups[comm.size_of(settings.group) // comm.size_of(group)] = group
+        fetching = {}
+        if settings.fetcher is not None:
+            for param in self.params.values():
+                fetching[param.ds_process_group] = settings.fetcher  # type: ignore[attr-defined]
         wires = make_wires(
-            group_pool.take(self.groups, self, self.device),
+            group_pool.take(self.groups, self, self.device, fetching),
             planned.where,
             device=self.device,
             native=planned.reduction == "native",

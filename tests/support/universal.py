@@ -81,9 +81,12 @@ def stock_states(engine):
 
 def convert(saved, into, *, inject=False):
     """Run DeepSpeed's own ``ds_to_universal.py`` on the folder ``saved``; ``inject`` is ``--inject_missing_state``."""
-    on_rank_0(lambda: ds_to_universal.main(argparse.Namespace(
-        input_folder=str(saved), output_folder=str(into), num_extract_workers=1, num_merge_workers=1,
-        keep_temp_folder=False, strict=True, inject_missing_state=inject)))
+    on_rank_0(lambda: ds_to_universal.main(converter_options(saved, into, inject=inject)))
+
+
+def converter_options(saved, into, *, inject=False):
+    return argparse.Namespace(input_folder=str(saved), output_folder=str(into), num_extract_workers=1,
+                              num_merge_workers=1, keep_temp_folder=False, strict=True, inject_missing_state=inject)
 
 
 def write_dense(folder: Path, state_dict):

@@ -142,7 +142,7 @@ def _reads_experts(engine: DeepSpeedEngine, folder: Path) -> bool:
 
 def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     """Return True if the engine reads only from the optimizer's files in ``folder`` what was
-    trained: the model's file lacks all of it, or experts, and this model has no layers of experts;
+    trained: the model's file lacks all of it, or experts, and this engine reads no files of these;
     or it has another number of tensor-parallel parts. A file that cannot be read says nothing.
     Every rank must call this at the same point.
     """

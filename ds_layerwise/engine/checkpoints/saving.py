@@ -34,6 +34,7 @@ from ds_layerwise.checkpoint.reshard import Recut, untrained
 from ds_layerwise.engine.checkpoints.save_snapshot import snapshot
 from ds_layerwise.engine.checkpoints.stage3_files import (
     as_at_stage_2,
+    expert_layers,
     is_cut,
     saving_the_rest,
 )
@@ -98,7 +99,7 @@ def _save_whole(
         optimizer.checkpointing.save_id = save.save_id
         with _recorded(writer) as written:
             _choose_writer(engine, save)
-            state = {} if client_state is None else client_state
+            state = {**(client_state or {}), **expert_layers(engine)}
             with_frozen = not options.get("exclude_frozen_parameters")
             with (
                 optimizer.checkpoint_event(),
@@ -188,8 +189,8 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
     cut are written. With a ``checkpoint.writer``, it lets all ranks write one file at the same
     time.
     """
-    if engine.has_moe_layers:
-        # With experts, the engine goes by ranks within expert groups.
+    if engine.has_moe_layers and not is_cut(engine):
+        # With files of experts, the engine goes by ranks within expert groups.
         return
     names = comm.gather_objects(_model_file(engine), group=None)
     rank = save.rank

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import AUTOEP_LAYERS_KEY
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
@@ -29,12 +30,12 @@ def is_cut(engine: DeepSpeedEngine) -> bool:
 
 
 def as_at_stage_2(engine: DeepSpeedEngine) -> ExitStack:
-    """Make the engine name, write and read the model's file as at stage 2, until the returned stack
-    is closed.
+    """Make the engine name, write and read the model's file as at stage 2, and no files of experts,
+    until the returned stack is closed.
     """
     if not is_cut(engine):
         return ExitStack()
-    return patch(engine, zero_optimization_partition_weights=lambda: False)
+    return patch(engine, zero_optimization_partition_weights=lambda: False, has_moe_layers=False)
 
 
 def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
@@ -68,6 +69,19 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
         _get_param_fragment_func=fragment,
         module_state_dict=module_state_dict,
     )
+
+
+def expert_layers(engine: DeepSpeedEngine) -> dict[str, Any]:
+    """Return the entry of the model's file that names stacks of which ranks have a part each. At
+    stages 1 and 2 DeepSpeed writes it, with their files.
+    """
+    layers = {}
+    optimizer = engine.optimizer
+    for param, names in optimizer.expert_names.items():
+        if is_cut(engine) and len(names) > 1:
+            layers[param.rpartition(".")[0]] = optimizer.saved_shapes[names[0]][0]
+    found = [{"expert_key_prefix": prefix, "num_experts": n} for prefix, n in layers.items()]
+    return {AUTOEP_LAYERS_KEY: found} if found else {}
 
 
 def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:
@@ -132,10 +146,9 @@ def load_cuts(
     tensors in place of all parameters, so that the engine loads only buffers.
     """
     left = dict(module)
-    rank = engine.optimizer.rank
     for name, (value, param) in _named(engine).items():
         if param is not None and name in module:
             if name in given:
-                write_cut(param, rank, given[name].reshape(-1))
+                write_cut(param, given[name].reshape(-1))
             left[name] = value
     return left

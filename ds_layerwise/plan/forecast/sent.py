@@ -80,21 +80,21 @@ def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
 
 def _fetched_numel(layout: Layout, dtype: str) -> int:
     """Return the number of elements of ``dtype`` that a rank sends when DeepSpeed gathers all
-    parameters once, at ZeRO stage 3: its cuts, to all other ranks.
+    parameters once, at ZeRO stage 3: its cuts, to the other ranks that hold the same.
     """
-    cuts = 0
+    sent = 0
     for bucket in layout.buckets:
         if bucket.dtype == dtype:
-            cuts += sum(map(bucket.cut_of, bucket.slots))
-    return cuts * (layout.world_size - 1)
+            sent += sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
+    return sent
 
 
 def _returned_numel(layout: Layout, dtype: str) -> Ints:
     """Return the number of elements of ``dtype`` that each rank sends after a step of ZeRO stage 3:
-    as their owner, to the cuts of all other ranks.
+    as their owner, to the cuts of the other ranks that hold them.
     """
     sent = np.zeros(layout.world_size, np.int64)
     for dealt in deal(layout.buckets, by_param=True):
         if dealt.dtype == dtype:
-            sent += dealt.row_sizes() * (layout.world_size - 1)
+            sent += np.repeat(dealt.row_sizes(), dealt.ep_size) * (dealt.holders - 1)
     return sent

@@ -4,13 +4,16 @@ Note: why none is shared on a host
     Collectives of a group must begin in the same order on every rank. On a host, timing decides
     when a bucket begins inside a backward pass, and one pass may go through the models of two
     engines, such as those of a generator and its critic. On a device with streams, a bucket begins
-    as soon as its gradients are complete, so groups may be shared.
+    as soon as its gradients are complete, so groups may be shared. DeepSpeed's fetches of stage 3
+    begin in another order everywhere, where some rank has no gradient of a parameter.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,34 +24,37 @@ from ds_layerwise.ranks.comm import comm
 
 @dataclass
 class _Seat:
-    """A group and its user. torch owns the group."""
+    """A group and its users. torch owns the group."""
 
     group: weakref.ref[Any]
-    user: weakref.ref[Any] | None = None
+    users: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
     @property
     def is_taken(self) -> bool:
-        return self.group() is None or (self.user is not None and self.user() is not None)
+        return self.group() is None or len(self.users) > 0
 
 
 #: By group, the group and its copies, in the same order on all of its ranks.
 _seats: weakref.WeakKeyDictionary[Any, list[_Seat]] = weakref.WeakKeyDictionary()
 
 
-def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups:
+def take(
+    groups: comm.Groups,
+    user: object,
+    device: torch.device,
+    others: Mapping[Any, object] = MappingProxyType({}),
+) -> comm.Groups:
     """Reserve ``groups``, or copies if they are in use, for the reductions of ``user`` until
     :func:`release`. Return them.
 
     Every rank of the world must call this at the same point.
+
+    Args:
+        others: users of a group in another way, by group, as long as they exist.
     """
-    if device.type != "cpu":
+    if device.type != "cpu" and not others:
         return groups
-    mine = {}
-    for group in groups.values():
-        if comm.size_of(group) > 1:
-            original = group or distributed.group.WORLD
-            first = [_Seat(weakref.ref(original))]
-            mine[tuple(comm.ranks_of(group))] = _seats.setdefault(original, first)
+    mine = _known(groups, others)
     taken = {}
     for ranks, seats in mine.items():
         taken[ranks] = [seat.is_taken for seat in seats]
@@ -70,14 +76,26 @@ def take(groups: comm.Groups, user: object, device: torch.device) -> comm.Groups
         ranks = tuple(comm.ranks_of(group))
         if ranks in mine:
             seat = mine[ranks][taken[ranks].index(False)]
-            seat.user = weakref.ref(user)
+            seat.users.add(user)
             found[key] = seat.group()
     return found
+
+
+def _known(groups: comm.Groups, others: Mapping[Any, object]) -> dict[tuple[int, ...], list[_Seat]]:
+    """Return those of ``groups`` that need a seat, with their copies, by ranks."""
+    mine = {}
+    for group in groups.values():
+        if comm.size_of(group) > 1:
+            original = group or distributed.group.WORLD
+            seats = _seats.setdefault(original, [_Seat(weakref.ref(original))])
+            if original in others:
+                seats[0].users.add(others[original])
+            mine[tuple(comm.ranks_of(group))] = seats
+    return mine
 
 
 def release(user: object) -> None:
     """Free the groups of ``user``."""
     for seats in _seats.values():
         for seat in seats:
-            if seat.user is not None and seat.user() is user:
-                seat.user = None
+            seat.users.discard(user)

@@ -4,7 +4,7 @@ and of written cuts back to the owners.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 
 import torch
@@ -28,18 +28,27 @@ class CutSync:
     Args:
         values: this rank's shards.
         cuts: this rank's cuts of parameters.
-        group: the ranks that have the cuts.
+        groups: the ranks that have the cuts.
+        ep_size: the number of consecutive ranks that hold different experts, by parameter.
     """
 
-    def __init__(self, values: ShardBuffer, cuts: ParamCuts, *, group: comm.Group) -> None:
+    def __init__(
+        self,
+        values: ShardBuffer,
+        cuts: ParamCuts,
+        *,
+        groups: comm.Groups,
+        ep_size: Mapping[str, int],
+    ) -> None:
         self._all_cuts = cuts
-        self._group = group
+        self._group = groups[1]
+        self._ep_size = ep_size
         buckets = values.layout.buckets
         self._names = names = param_names(buckets)
         self._transfer = Transfer(
             values.rank,
             begun_backwards(buckets, by_param=True),
-            group_of=lambda _: group,
+            group_of=groups.__getitem__,
             cut_of=lambda number: cuts.of(names[number]),
             shard_of=values.bucket,
             device=values.bucket(0).device,
@@ -106,7 +115,7 @@ class CutSync:
         Raises:
             StepError: ranks have written different values into what stays whole.
         """
-        check_same(self._all_cuts.persistent(), {}, self._group)
+        check_same(self._all_cuts.persistent(), self._ep_size, self._group)
         self._all_cuts.follow_persistent()
         self.fetch()
 
@@ -126,7 +135,7 @@ class CutSync:
             StepError: on every rank, if a cut has other values, or ranks have different values of
                 what stays whole.
         """
-        check_same(self._all_cuts.persistent(), {}, self._group)
+        check_same(self._all_cuts.persistent(), self._ep_size, self._group)
         lost = []
 
         def compare(number: int, rows: Tensor, own: Tensor) -> None:

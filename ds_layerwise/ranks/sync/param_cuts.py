@@ -48,16 +48,21 @@ def refuse_unfetchable(model: nn.Module) -> None:
 
 
 def make_fetcher(
-    make: Callable[[None], DeepSpeedZeRoOffload], engine: Any, group: comm.Group
+    make: Callable[[None], DeepSpeedZeRoOffload],
+    engine: Any,
+    group: comm.Group,
+    expert_groups: Mapping[str, comm.Group],
 ) -> DeepSpeedZeRoOffload:
     """Cut the parameters of ``engine`` over the ranks, except those that ``zero.Init`` has cut, and
     return the object that fetches them.
 
     Args:
         make: DeepSpeed's method that makes the object for an engine without an optimizer.
+        group: the ranks over which parameters are cut, except experts.
+        expert_groups: those of experts, by DeepSpeed's name of the experts.
 
     Raises:
-        ConfigError: they are cut over other ranks than those of ``group``, or twice.
+        ConfigError: they are cut over other ranks than those of their group, or twice.
     """
     second = engine.zero_hpz_partition_size()
     if second > 1:
@@ -84,10 +89,11 @@ def make_fetcher(
     told = []
     with comm.errors_on_all_ranks():
         for name, param in engine.module.named_parameters():
-            if comm.ranks_of(param.ds_process_group) != comm.ranks_of(group):
+            ranks = comm.ranks_of(expert_groups.get(getattr(param, "group_name", ""), group))
+            if comm.ranks_of(param.ds_process_group) != ranks:
                 raise ConfigError(
                     f"{name} is cut over the ranks {comm.ranks_of(param.ds_process_group)}, and "
-                    f"gradients are averaged over {comm.ranks_of(group)}; give zero.Init() the "
+                    f"its gradients are averaged over {ranks}; give zero.Init() the "
                     "same config and the same mpu as initialize()"
                 )
             inside = param.ds_zero_param_process_group
@@ -131,27 +137,28 @@ def whole_shapes(params: Iterable[nn.Parameter]) -> Iterator[None]:
             param.data = data
 
 
-def filled_cut(param: nn.Parameter, rank: int) -> tuple[Tensor, int]:
-    """Return the cut that ``rank`` has of ``param``, without padding, and the number of its first
-    element in the whole.
+def filled_cut(param: nn.Parameter) -> tuple[Tensor, int]:
+    """Return this rank's cut of ``param``, without padding, and the number of its first element in
+    the whole.
     """
     cut: Tensor = param.ds_tensor.data  # type: ignore[attr-defined]
     numel: int = param.ds_numel  # type: ignore[attr-defined]
+    rank = comm.rank_of(param.ds_process_group)  # type: ignore[attr-defined]
     start = min(rank * cut.numel(), numel)
     return cut[: numel - start], start
 
 
-def own_part(param: nn.Parameter, rank: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cut that ``rank`` has of ``param``, without padding, and its part of ``value``,
-    which is whole and 1-D.
+def own_part(param: nn.Parameter, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return this rank's cut of ``param``, without padding, and its part of ``value``, which is
+    whole and 1-D.
     """
-    cut, start = filled_cut(param, rank)
+    cut, start = filled_cut(param)
     return cut, value[start : start + cut.numel()]
 
 
-def write_cut(param: nn.Parameter, rank: int, value: Tensor) -> None:
-    """Write the cut that ``rank`` has of ``param`` from the whole ``value``, 1-D."""
-    cut, part = own_part(param, rank, value)
+def write_cut(param: nn.Parameter, value: Tensor) -> None:
+    """Write this rank's cut of ``param`` from the whole ``value``, 1-D."""
+    cut, part = own_part(param, value)
     cut.copy_(part)
     param.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
@@ -174,12 +181,9 @@ class ParamCuts:
         params: Mapping[str, nn.Parameter],
         values: ShardBuffer,
         fetcher: DeepSpeedZeRoOffload,
-        group: comm.Group,
     ) -> None:
         self._params = params
-        self._rank = values.rank
         self._fetcher = fetcher
-        self._group = group
         self._device = values.tensors[0].device
         self._places: dict[str, Tensor] = {}
         self._fetched: list[Tensor] | None = None
@@ -194,7 +198,7 @@ class ParamCuts:
         for bucket in values.layout.buckets:
             for slot in bucket.slots:
                 cut = self.of(slot.name)
-                filled, _ = filled_cut(params[slot.name], values.rank)
+                filled, _ = filled_cut(params[slot.name])
                 if bucket.whole:
                     cut[filled.numel() :] = 0
                     self.apart.append(cut)
@@ -290,7 +294,7 @@ class ParamCuts:
         """Yield the cut of each parameter that stays whole, and what it has to be."""
         for name, value in self.persistent().items():
             param = self._fetcher.module.get_parameter(name)
-            cut, part = own_part(param, self._rank, value)
+            cut, part = own_part(param, value)
             before = cut.to(part.device)
             # Under torch_autocast it was rounded to be fetched, which is no write.
             fetched = before.to(get_comm_dtype(param)).to(cut.dtype)
@@ -312,30 +316,32 @@ class ParamCuts:
         now.
         """
         param = self._params[name]
-        write_cut(param, self._rank, value)
+        write_cut(param, value)
         if param.numel() == value.numel():
             param.data.view(-1).copy_(value)
 
     def whole(self, name: str) -> Tensor:
-        """Return a copy of a parameter, 1-D, put together of the cuts of all ranks, which must all
+        """Return a copy of a parameter, 1-D, put together of the cuts of its ranks, which must all
         call this.
         """
         return self.together(name, self.of(name))
 
     def part(self, param: nn.Parameter, whole: Tensor) -> Tensor:
         """Return a copy of this rank's cut of ``whole``, 1-D, with zeros for padding."""
-        _, part = own_part(param, self._rank, whole)
+        _, part = own_part(param, whole)
         padding = param.ds_tensor.numel() - part.numel()  # type: ignore[attr-defined]
         return nn.functional.pad(part, (0, padding)).clone()
 
     def together(self, name: str, cut: Tensor) -> Tensor:
-        """Put values of the parameter ``name`` together of the ``cut`` of each rank. All ranks must
-        call this. Return them 1-D, in the dtype of the cuts.
+        """Put values of the parameter ``name`` together of the ``cut`` of each of its ranks, which
+        must all call this. Return them 1-D, in the dtype of the cuts.
         """
+        param: Any = self._params[name]
+        group = param.ds_process_group
         cut = cut.to(self._device).reshape(-1)
-        whole = cut.new_empty(comm.size_of(self._group) * cut.numel())
-        comm.all_gather(whole, cut, group=self._group).wait()
-        return whole[: self._params[name].ds_numel]  # type: ignore[attr-defined]
+        whole = cut.new_empty(comm.size_of(group) * cut.numel())
+        comm.all_gather(whole, cut, group=group).wait()
+        return whole[: param.ds_numel]
 
     def take_away(self) -> None:
         """Let whoever makes a parameter whole meet an error, while the memory of cuts is away.

@@ -692,7 +692,7 @@ class Checkpointing:
     def _copy_others(self, others: Iterable[tuple[Any, Tensor]]) -> None:
         for own, value in others:
             if hasattr(own, "ds_tensor"):
-                write_cut(own, self._run.rank, value.reshape(-1))
+                write_cut(own, value.reshape(-1))
             else:
                 own.copy_(value.view(own.shape))
 

@@ -59,7 +59,7 @@ def state_dict(
     param: Any
     for name, (value, param) in untrained(module, trained).items():
         if hasattr(param, "ds_tensor"):
-            cut, start = filled_cut(param, comm.rank_of(param.ds_process_group))
+            cut, start = filled_cut(param)
             model[unwrapped(name)] = PieceTensor(cut, start, param.ds_shape)
         elif is_first:
             model[unwrapped(name)] = value.detach()

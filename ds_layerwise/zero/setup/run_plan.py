@@ -15,7 +15,6 @@ from torch import nn
 from ds_layerwise.checkpoint.new_names import expert_names
 from ds_layerwise.config.conditions import NormGroup
 from ds_layerwise.config.run_config import RunConfig
-from ds_layerwise.config.sections import LayerWiseConfig
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
@@ -141,7 +140,7 @@ def route(
         elsewhere=elsewhere,
     )
     routes = route_parameters(model, optimizer.param_groups, settings)
-    _check_experts(model, routes, names, config, lanes)
+    _check_experts(model, routes, names, run, lanes)
     optimizer.require_chosen_rates(routes)
     trained = {name: param for name, param in model.named_parameters() if name in routes}
     params = []
@@ -163,14 +162,14 @@ def _check_experts(
     model: nn.Module,
     routes: Mapping[str, Route],
     names: Mapping[str, Sequence[str]],
-    config: LayerWiseConfig,
+    run: RunConfig,
     lanes: int,
 ) -> None:
     """Refuse experts that differ by rank and that a checkpoint could not hold.
 
     Raises:
-        ConfigError: a stack has states that are not one number an element; or experts are frozen,
-            and universal checkpoints are saved.
+        ConfigError: a stack has states that are not one number an element; or experts are frozen
+            at ZeRO stage 3, or where universal checkpoints are saved.
     """
     for name, param in model.named_parameters():
         if name in routes:
@@ -192,17 +191,25 @@ def _check_experts(
                         "send it to the scalar optimizer with layerwise.overrides, or set "
                         "expert_parallel.autoep_size to 1"
                     )
-        elif is_moe_param(param) and config.save_universal:
-            raise ConfigError(
-                f"layerwise.save_universal is true, and {name} belongs to an expert and is not "
-                "trained, so that no rank knows all of them; train it, or remove save_universal, "
-                "and convert with `ds-layerwise to-universal`"
-            )
-        elif is_moe_param(param) and lanes > 1:
-            raise ConfigError(
-                f"{name} belongs to an expert and is not trained, and tensor-parallel ranks have "
-                "different ones, which a checkpoint could not bring back; train it"
-            )
+        elif is_moe_param(param):
+            _check_frozen_expert(name, run, lanes)
+
+
+def _check_frozen_expert(name: str, run: RunConfig, lanes: int) -> None:
+    if run.stage == 3:
+        setting, way_out = "zero_optimization.stage is 3", "set stage to 2"
+    elif run.layerwise.save_universal:
+        setting = "layerwise.save_universal is true"
+        way_out = "remove save_universal, and convert with `ds-layerwise to-universal`"
+    elif lanes > 1:
+        setting = "tensor-parallel ranks have different experts"
+        way_out = "set enable_expert_tensor_parallelism of deepspeed.moe.layer.MoE"
+    else:
+        return
+    raise ConfigError(
+        f"{setting}, and {name} belongs to an expert and is not trained, so that no rank knows all "
+        f"of them; train it, or {way_out}"
+    )
 
 
 def norm_groups_of(

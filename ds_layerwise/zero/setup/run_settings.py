@@ -88,7 +88,7 @@ class Settings(RunConfig):
         """True if the engine loads experts from files of their own, by names with the number of
         this rank's part of the model.
         """
-        return bool(self.expert_groups) and self.lanes == 1
+        return bool(self.expert_groups) and self.lanes == 1 and self.stage < 3
 
     def ep_size(self, expert: str, group_name: str) -> int:
         """Return the number of consecutive ranks that hold different experts under the name

@@ -1,6 +1,9 @@
 """AutoEP: DeepSpeed's ``expert_parallel`` section, whose stacks of experts differ between ranks, against one process
 that has all of them."""
 
+from contextlib import nullcontext
+from itertools import product
+
 import deepspeed
 import deepspeed.comm as dist
 import pytest
@@ -25,6 +28,10 @@ pytestmark = rooms("new_names", "layout", "optimizer", "engine_hooks")
 
 WIDTH, HIDDEN, NUM_EXPERTS, TOP, VOCABULARY = 8, 12, 4, 2, 20
 STEPS = 5
+KNOWS_STAGE_3 = "deepspeed>=0.19.8", "its AutoEP has no stage 3"
+#: The last one is also trained with a model of ``zero.Init``.
+STAGES = [1, 2, pytest.param(3, marks=needs(*KNOWS_STAGE_3))]
+ENDS = [1, pytest.param(3, marks=needs(*KNOWS_STAGE_3))]
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 ALL_SCALAR = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
 #: Some stacks are whole, and others cut by element.
@@ -100,7 +107,9 @@ class FakeLoss(nn.Module):
 
     def forward(self, place):
         total = 0.0
-        for name, p in trainable(self.inner).items():
+        for name in trainable(self.inner):
+            # ``get_parameter`` makes the parameter whole at ZeRO stage 3.
+            p = self.inner.get_parameter(name)
             total = total + (p * own_part(p, whole_number_gradients(saved_name(name), whole_shape(p), *place))).sum()
         return total
 
@@ -125,16 +134,22 @@ def saved_name(name):
     return name.removeprefix("inner.").replace("router.gate.weight", "router.weight")
 
 
+def shape_of(param):
+    """The shape on a rank, also while ZeRO stage 3 has cut the parameter."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
 def whole_shape(param):
     """The shape over all ranks."""
-    return (NUM_EXPERTS, *param.shape[1:]) if param.dim() == 3 else tuple(param.shape)
+    shape = shape_of(param)
+    return (NUM_EXPERTS, *shape[1:]) if len(shape) == 3 else shape
 
 
 def own_part(param, whole):
     """This rank's part of a value of a whole parameter: the experts of ranks in a row follow each other."""
-    if param.dim() < 3:
+    if len(shape_of(param)) < 3:
         return whole
-    count = param.shape[0]
+    count = shape_of(param)[0]
     first = dist.get_rank() % (NUM_EXPERTS // count) * count
     return whole[first:first + count]
 
@@ -159,8 +174,9 @@ def recipe(module, num_batches=None, **kwargs):
 
 
 def assert_weights(module, expected, tolerance=1e-5):
-    for name, param in trainable(module).items():
-        assert relative_error(param.detach(), own_part(param, expected[saved_name(name)])) < tolerance, name
+    with deepspeed.zero.GatheredParameters(list(module.parameters())):
+        for name, param in trainable(module).items():
+            assert relative_error(param.detach(), own_part(param, expected[saved_name(name)])) < tolerance, name
 
 
 def ep_sizes(*, most=4):
@@ -221,7 +237,7 @@ def check_whole_numbers(ep_size, gas, groups=None, *, num_batches=None, **change
     engine.destroy()
 
 
-def check_forward_pass(ep_size, groups=None, *, silent=False, num_batches=None, **changes):
+def check_forward_pass(ep_size, groups=None, *, silent=False, under_init=False, num_batches=None, **changes):
     """Compare losses, norms and weights; some experts, and so some ranks, get no token if ``silent``."""
     whole = StackNet()
     if silent:
@@ -230,8 +246,8 @@ def check_forward_pass(ep_size, groups=None, *, silent=False, num_batches=None, 
                 layer.norm.weight.zero_()
                 layer.norm.bias.fill_(1.0)
                 layer.mlp.router.weight.copy_(torch.tensor([[4.0], [3.0], [-8.0], [-9.0]]).expand(-1, WIDTH))
-    engine = start_net(ep_size, gas=2, clip=0.5, params={"eps": 1e-8}, module=with_weights_of(whole), groups=groups,
-                       **changes)
+    module = with_weights_of(whole, ds_config(**changes) if under_init else None)
+    engine = start_net(ep_size, gas=2, clip=0.5, params={"eps": 1e-8}, module=module, groups=groups, **changes)
     reference = Reference(trainable(whole), recipe(whole, num_batches, gas=2, clip=0.5, eps=1e-8))
     for step in range(STEPS):
         losses, done = whole_step(whole, reference, step, 2)
@@ -248,15 +264,21 @@ class TestTraining(DistributedTest):
     world_size = [2, 4]
     thorough_on = (2,)
 
+    @pytest.mark.parametrize("stage", STAGES)
     def test_gradients_norm_and_weights(self, stage):
         for ep_size, gas in zip(ep_sizes(), (2, 1, 2)):
             check_whole_numbers(ep_size, gas, stage=stage)
 
+    @pytest.mark.parametrize("stage", STAGES)
     @pytest.mark.parametrize("silent", [False, True])
     def test_a_real_forward_pass(self, stage, silent):
         for ep_size in ep_sizes():
             check_forward_pass(ep_size, silent=silent, stage=stage)
+            if stage == 3:
+                check_forward_pass(ep_size, silent=silent, under_init=True, zero_optimization={
+                    "stage": 3, "stage3_param_persistence_threshold": 0})
 
+    @pytest.mark.parametrize("stage", STAGES)
     def test_adamw_trains_like_stock(self, stage):
         for ep_size in ep_sizes():
             module = StackNet()
@@ -290,8 +312,6 @@ class TestTraining(DistributedTest):
         module.layers[0].mlp.experts.w2.requires_grad_(False)
         with pytest.raises(ConfigError, match=r"save_universal is true, and layers.0.*w2 belongs to an expert"):
             start_net(2, module=module, layerwise={"save_universal": True})
-        with pytest.raises(ConfigError, match="expert_parallel.enabled is True, .* not supported at ZeRO stage 3"):
-            start_net(2, stage=3)
         with pytest.raises(ConfigError, match=r"load_balance_coeff=0.001 is not supported in this AutoEP build"):
             start(StackNet(), ds_config(expert_parallel=section(2, load_balance_coeff=1e-3)))
         with pytest.raises(RoutingError, match="there is nothing to train"):
@@ -300,9 +320,13 @@ class TestTraining(DistributedTest):
             start(StackNet(), ds_config(expert_parallel=section(2, moe_layer_pattern="none")))
 
 
-def with_weights_of(whole):
-    module = StackNet()
-    module.load_state_dict(whole.state_dict())
+def with_weights_of(whole, config=None):
+    """A model of the weights of ``whole``; with a config it is cut from the start."""
+    with deepspeed.zero.Init(config_dict_or_path=config) if config else nullcontext():
+        module = StackNet()
+    with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0), torch.no_grad():
+        for own, value in zip(module.parameters(), whole.parameters(), strict=True):
+            own.copy_(value)
     return module
 
 
@@ -362,7 +386,8 @@ class TestCheckpoints(DistributedTest):
 
     world_size = [1, 2, 4]
     thorough_on = (1, )
-    SAVED = ("1_1", "2_1", "2_2", "4_2", "4_4")
+    #: By ranks and placement, and at ZeRO stage 3.
+    SAVED = ("1_1", "2_1", "2_2", "4_2", "4_4", *("2_2_3", "4_2_3", "4_4_3") * (unmet(*KNOWS_STAGE_3) is None))
 
     @pytest.fixture
     def runs(self, class_tmpdir):
@@ -370,10 +395,11 @@ class TestCheckpoints(DistributedTest):
         return made_once(class_tmpdir / "runs", type(self).world_size, self.save)
 
     def save(self, folder):
-        for ep_size in ep_sizes():
-            run = folder / f"{dist.get_world_size()}_{ep_size}"
+        for ep_size, at_stage_3 in product(ep_sizes(), (False, True)):
+            run = folder / (f"{dist.get_world_size()}_{ep_size}" + "_3" * at_stage_3)
             if run.name in self.SAVED:
-                engine = start_net(ep_size, fake=True, layerwise={"save_universal": True, **CUT}, stage=1 + ep_size % 2)
+                stage = 3 if at_stage_3 else 1 + ep_size % 2
+                engine = start_net(ep_size, fake=True, layerwise={"save_universal": True, **CUT}, stage=stage)
                 train_experts(engine, 0, 3)
                 engine.save_checkpoint(run, tag="saved")
                 states, now = whole_states(engine), all_weights(engine)
@@ -382,13 +408,14 @@ class TestCheckpoints(DistributedTest):
                 if dist.get_rank() == 0:
                     torch.save((states, now, later), run / "expected.pt")
                 engine.destroy()
-                if run.name == "4_2":
+                if run.name.startswith("4_2"):
                     on_rank_0(lambda: check_from_outside(run, states))
 
-    def test_resume(self, runs):
+    @pytest.mark.parametrize("stage", ENDS)
+    def test_resume(self, runs, stage):
         world = dist.get_world_size()
         for ep_size in ep_sizes():
-            engine = start_net(ep_size, fake=True, layerwise=CUT)
+            engine = start_net(ep_size, fake=True, layerwise=CUT, stage=stage)
             for saved in self.SAVED:
                 states, now, later = torch.load(runs / saved / "expected.pt")
                 for tag in ("saved", "saved_universal"):
@@ -398,14 +425,15 @@ class TestCheckpoints(DistributedTest):
                     assert engine.optimizer.fresh_states == {}, where
                     assert_equal_states(whole_states(engine), states, where)
                     assert_equal_states(all_weights(engine), now, where)
-                    if saved == f"{world}_{ep_size}":
+                    if saved.removesuffix("_3") == f"{world}_{ep_size}":
                         train_experts(engine, 3, 5)
                         assert_equal_states(all_weights(engine), later, where)
             engine.destroy()
 
     @pytest.mark.world_size(2)
-    def test_bf16_on_the_host(self, tmpdir):
-        offload = {"stage": 1, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
+    @pytest.mark.parametrize("stage", ENDS)
+    def test_bf16_on_the_host(self, tmpdir, stage):
+        offload = {"stage": stage, "reduce_bucket_size": 200, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
         plain = start_net(2, fake=True, layerwise=CUT, **BF16)
         engine = start_net(2, fake=True, layerwise=CUT, **BF16, zero_optimization=offload)
         for each in (engine, plain):
@@ -450,7 +478,8 @@ class TestCheckpoints(DistributedTest):
         assert_equal_states(whole_states(engine), states)
         assert_equal_states(all_weights(engine), now)
 
-    def test_resume_what_was_saved_without(self, runs, tmpdir):
+    @pytest.mark.parametrize("stage", ENDS)
+    def test_resume_what_was_saved_without(self, runs, tmpdir, stage):
         engine = start_net(0, fake=True, layerwise={"save_universal": True, **CUT})
         train_experts(engine, 0, 3)
         engine.save_checkpoint(tmpdir, tag="saved")
@@ -458,7 +487,7 @@ class TestCheckpoints(DistributedTest):
         engine.destroy()
         for ep_size in ep_sizes():
             rename = {new: old for old, new in RENAME.items()}
-            engine = start_net(ep_size, fake=True, layerwise={"rename": rename, **CUT})
+            engine = start_net(ep_size, fake=True, layerwise={"rename": rename, **CUT}, stage=stage)
             for tag, weights_alone in (("saved", False), ("saved_universal", False), ("saved", True)):
                 train_experts(engine, 9, 10)
                 engine.load_checkpoint(tmpdir, tag=tag, load_module_only=weights_alone)
@@ -474,7 +503,7 @@ class TestCheckpoints(DistributedTest):
     @pytest.mark.parametrize("dense_stage", [1, 3])
     def test_resume_without(self, runs, dense_stage):
         engine = start_net(0, fake=True, layerwise={"rename": RENAME, **CUT}, stage=dense_stage)
-        for saved in ("2_2", "4_2"):
+        for saved in {"2_2", "4_2", "2_2_3", "4_2_3"}.intersection(self.SAVED):
             states, now, _ = torch.load(runs / saved / "expected.pt")
             for tag in ("saved", "saved_universal"):
                 engine.load_checkpoint(runs / saved, tag=tag)

@@ -288,6 +288,8 @@ class TestAutoEpAndSequences(DistributedTest):
         for stage, ep_size in ((1, 2), (2, 4)):
             auto_ep.check_whole_numbers(ep_size, 2, sequence_groups(how), num_batches=2, stage=stage)
             auto_ep.check_forward_pass(ep_size, sequence_groups(how), num_batches=2, stage=stage)
+        with pytest.raises(ConfigError, match="stage is 3, and expert_parallel.enabled .* with sequence parallelism"):
+            auto_ep.start_net(2, groups=sequence_groups(how), stage=3)
 
     def test_resumes_on_other_sequence_and_expert_groups(self, tmp_path):
         def begin(ep_size, how):

@@ -724,7 +724,7 @@ class TestRefused(DistributedTest):
         alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
         with deepspeed.zero.Init(config_dict_or_path=config_of(3), data_parallel_group=alone):
             model = TinyGpt()
-        with pytest.raises(ConfigError, match="is cut over the ranks .* and gradients are averaged over"):
+        with pytest.raises(ConfigError, match="is cut over the ranks .* and its gradients are averaged over"):
             start(model, config_of(3))
 
     def test_a_cut_that_has_moved(self):

@@ -76,3 +76,12 @@ def test_at_stage_3_both_passes_gather_the_cuts_and_owners_send_to_all_cuts():
     # Rank 0 sends a cut of 7, and of those keeps 7; of the other cut 3 go to rank 0.
     assert sent.gradients == (4 * 7 + fetched, 4 * 7 + 4 * 3 + fetched)
     assert sent.parameters == (4 * 5, 4 * 2)
+
+
+def test_experts_are_gathered_among_those_who_hold_the_same():
+    # Ranks 0 and 2 have one expert, 1 and 3 another.
+    planned = Layout("balanced", 4, 1, (
+        bucket_of(0, "float32", True, 0, (10, 10), (Slot("a", 0, 10), Slot("b", 10, 9)), ep_size=2),))
+    sent = sent_bytes(planned, wires=["float32"], reduction="ordered", stage=3)["float32"]
+    assert sent.gradients == (4 * 10 + 2 * 4 * (5 + 5),) * 4
+    assert sent.parameters == (4 * 5,) * 4

@@ -68,7 +68,7 @@ class Ranks:
         monkeypatch.setattr(cut_sync.comm, "size_of", lambda group: layout.world_size)
         self.values = [new_shards(layout, rank, torch.device("cpu")) for rank in range(layout.world_size)]
         self.cuts = [Cuts(layout, rank, values) for rank, values in enumerate(self.values)]
-        self.syncs = [CutSync(self.values[rank], self.cuts[rank], group=None)
+        self.syncs = [CutSync(self.values[rank], self.cuts[rank], groups={1: None}, ep_size={})
                       for rank in range(layout.world_size)]
         self.calls = 0
 
