@@ -1,6 +1,7 @@
 """Experts that are whole while tensor parallelism cuts other layers: tensor-parallel ranks have different ones."""
 
 import dataclasses
+import shutil
 
 import deepspeed
 import deepspeed.comm as dist
@@ -13,7 +14,8 @@ from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
 
 from ds_layerwise import cli
-from ds_layerwise.errors import ConfigError
+from ds_layerwise.checkpoint.regular import RegularCheckpoint
+from ds_layerwise.errors import ConfigError, LayerWiseError
 from tests.distributed.parallel import test_auto_ep as auto_ep
 from tests.distributed.parallel import test_experts as experts
 from tests.distributed.parallel.test_meshes import sequences, shared, states_of
@@ -272,6 +274,20 @@ class TestCorners(DistributedTest):
         self.step(engine, 1)
         engine.load_checkpoint(tmp_path, tag="saved", load_module_only=True)
         assert torch.equal(weight, trained)
+
+    def test_files_of_two_saves(self, tmp_path):
+        engine = self.begin()
+        for number, tag in enumerate(("one", "two")):
+            self.step(engine, number)
+            engine.save_checkpoint(tmp_path, tag=tag)
+
+        def check():
+            for path in (tmp_path / "two").glob("*mp_rank_01_optim_states.pt"):
+                shutil.copy(path, tmp_path / "one")
+            with pytest.raises(LayerWiseError, match="mp_rank_01_.* and .*mp_rank_00_.* are not of one save"):
+                RegularCheckpoint(tmp_path / "one")
+
+        on_rank_0(check)
 
     def test_experts_may_be_written(self):
         engine = self.begin()
@@ -684,3 +700,77 @@ class TestFoldedResume(DistributedTest):
         engine = begin("router.weight", "router.gate.weight", expert_parallel=auto_ep.section(4))
         engine.load_checkpoint(tmp_path, tag="plain")
         assert_found(engine, wanted)
+
+
+def in_one_piece(weights):
+    """Whole parameters of what each rank has of them."""
+    parts = {}
+    for theirs in from_all_ranks(weights):
+        for name, value in theirs.items():
+            parts.setdefault(name, []).append(value)
+    whole = {}
+    for name, values in parts.items():
+        axis = CUTS.get(".".join(name.split(".")[-2:]))
+        if ".experts.w" in name:
+            whole[name] = torch.cat(values[:auto_ep.NUM_EXPERTS // len(values[0])])
+        else:
+            whole[name] = values[0] if axis is None else torch.cat(values[:TP], axis)
+    return whole
+
+
+class TestOtherParts(DistributedTest):
+    """A checkpoint of experts beside tensor parallelism, in a run without it, and the other way round. Groups of an
+    engine stay for the rest of a process."""
+
+    world_size = 4
+
+    def trained(self, engine, folder, tag, names):
+        for step in range(2):
+            engine.backward(engine((step, 0)))
+            engine.step()
+        engine.save_checkpoint(folder, tag=tag)
+        inner = engine.module.inner
+        return {saved: inner.get_parameter(name).detach().clone() for name, saved in names.items()}
+
+    @pytest.fixture
+    def folded_run(self, class_tmpdir):
+        return made_once(class_tmpdir / "folded", [4], self.save_folded)
+
+    def save_folded(self, folder):
+        engine = start(FoldedNumbers(FoldedNet()), ds_config(**BF16, **folded(4)))
+        names = {name: name for name in trainable(engine.module.inner)}
+        whole = in_one_piece(self.trained(engine, folder, "saved", names))
+        on_rank_0(lambda: torch.save(whole, folder / "whole.pt"))
+
+    @pytest.fixture
+    def native_run(self, class_tmpdir):
+        return made_once(class_tmpdir / "native", [4], self.save_native)
+
+    def save_native(self, folder):
+        mpu = Mpu(TP)
+        engine = start(Numbers(own_net(whole_net(), 4, mpu), 4, mpu), ds_config(**BF16), mpu=mpu)
+        whole = in_one_piece(self.trained(engine, folder, "saved", names_of(engine.module.inner, 4)))
+        on_rank_0(lambda: torch.save(whole, folder / "whole.pt"))
+
+    def test_autoep_without_parts_and_with_them_again(self, folded_run, tmp_path):
+        whole = torch.load(folded_run / "whole.pt")
+        engine = start(FoldedNumbers(FoldedNet()), ds_config(**BF16, expert_parallel=auto_ep.section(2)))
+        engine.load_checkpoint(folded_run, tag="saved")
+        assert engine.optimizer.fresh_states == {}
+        for name, p in trainable(engine.module.inner).items():
+            assert torch.equal(p.detach(), auto_ep.own_part(p, whole[name])), name
+        engine.save_checkpoint(tmp_path, tag="without")
+        engine.destroy()
+        engine = start(FoldedNumbers(FoldedNet()), ds_config(**BF16, **folded(4)))
+        engine.load_checkpoint(tmp_path, tag="without")
+        assert engine.optimizer.fresh_states == {}
+        for name, p in trainable(engine.module.inner).items():
+            assert torch.equal(p.detach(), own_part(name, p, whole[name])), name
+
+    def test_native_layers_without_parts(self, native_run):
+        whole = torch.load(native_run / "whole.pt")
+        engine = start(Numbers(own_net(whole_net(), 2, None), 2, Mpu(1)), ds_config(**BF16))
+        engine.load_checkpoint(native_run, tag="saved")
+        assert engine.optimizer.fresh_states == {}
+        for name, saved in names_of(engine.module.inner, 2).items():
+            assert torch.equal(engine.module.inner.get_parameter(name).detach(), whole[saved]), name
