@@ -320,10 +320,10 @@ class TestTraining(DistributedTest):
             start(StackNet(), ds_config(expert_parallel=section(2, moe_layer_pattern="none")))
 
 
-def with_weights_of(whole, config=None):
+def with_weights_of(whole, config=None, make=StackNet):
     """A model of the weights of ``whole``; with a config it is cut from the start."""
     with deepspeed.zero.Init(config_dict_or_path=config) if config else nullcontext():
-        module = StackNet()
+        module = make()
     with deepspeed.zero.GatheredParameters(list(module.parameters()), modifier_rank=0), torch.no_grad():
         for own, value in zip(module.parameters(), whole.parameters(), strict=True):
             own.copy_(value)
@@ -343,10 +343,10 @@ class TestQwen(DistributedTest):
 
     world_size = 2
 
-    def losses(self, ep_size):
+    def losses(self, ep_size, stage=1):
         changes = {"expert_parallel": {"enabled": True, "autoep_size": ep_size, "use_grouped_mm": False}}
-        config = ds_config(clip=0.5, layerwise=ALL_SCALAR, **changes if ep_size else {})
-        engine = start(qwen(), config)
+        config = ds_config(clip=0.5, stage=stage, layerwise=ALL_SCALAR, **changes if ep_size else {})
+        engine = start(with_weights_of(qwen(), config if stage == 3 else None, qwen), config)
         losses = []
         for step in range(STEPS):
             ids = batch(step, 0, dist.get_rank())
@@ -358,7 +358,9 @@ class TestQwen(DistributedTest):
 
     def test_trains_like_one_without_where_deepspeed_can(self):
         if unmet("transformers<5.23", "AutoEP of DeepSpeed 0.19.8 fails with newer ones") is None:
-            assert self.losses(2) == pytest.approx(self.losses(0), rel=1e-5)
+            plain = self.losses(0)
+            for stage in (1, 3)[:1 + (unmet(*KNOWS_STAGE_3) is None)]:
+                assert self.losses(2, stage) == pytest.approx(plain, rel=1e-5)
         else:
             with pytest.raises(ConfigError, match="AutoEP of DeepSpeed .* install 'transformers<5.23'"):
                 self.losses(2)

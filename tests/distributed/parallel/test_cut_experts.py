@@ -21,6 +21,8 @@ from torch.distributed import checkpoint as dcp
 
 from ds_layerwise.errors import ConfigError, LayerWiseError, StepError
 from tests.distributed.parallel.test_auto_ep import (
+    ADAM,
+    ALL_SCALAR,
     CUT,
     KNOWS_STAGE_3,
     STEPS,
@@ -28,6 +30,7 @@ from tests.distributed.parallel.test_auto_ep import (
     StackNet,
     all_weights,
     check_verified,
+    section,
     shape_of,
     start_net,
     train_step,
@@ -37,8 +40,8 @@ from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_stat
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
 from tests.support.rooms import rooms
-from tests.support.training import ds_config, start
-from tests.support.universal import converter_options
+from tests.support.training import BF16, ds_config, from_all_ranks, start
+from tests.support.universal import convert, converter_options
 from tests.support.versions import needs
 
 pytestmark = [*rooms("cut_sync", "param_cuts", "group_pool", "stage3_files", "run_state"), needs(*KNOWS_STAGE_3)]
@@ -163,6 +166,7 @@ class TestCutExperts(DistributedTest):
     def test_scripts_of_deepspeed_that_know_one_rank_s_shapes_stop(self, tmpdir):
         engine = start_fake(2, 3)
         engine.save_checkpoint(tmpdir, tag="saved", client_state={"mine": 3})
+        assert from_all_ranks(engine.save_non_zero_checkpoint).count(True) == 1  # writes the model's file
 
         def run():
             with pytest.raises(ValueError, match="consumed .* numels out of"):
@@ -173,6 +177,29 @@ class TestCutExperts(DistributedTest):
 
         on_rank_0(run)
         assert engine.load_checkpoint(tmpdir, tag="saved")[1]["mine"] == 3
+
+    @pytest.mark.parametrize("stage", [1, 3])
+    def test_a_universal_checkpoint_of_stock_deepspeed(self, tmpdir, stage):
+        module = StackNet()
+        config = ds_config(stage=stage, expert_parallel=section(2), **BF16,
+                           optimizer={"type": "AdamW", "params": {**ADAM, "torch_adam": True}})
+        del config["layerwise"]
+        stock, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        for step in range(2):
+            train_step(stock, step, 1)
+        stock.save_checkpoint(tmpdir, tag="saved")
+        convert(tmpdir / "saved", tmpdir / "universal")
+        parts = from_all_ranks({name: safe_get_full_fp32_param(p) for name, p in module.named_parameters()})
+        stock.destroy()
+        params = {**ADAM, "matrix_optimizer": "muon", "muon_lr": 0.02, "decay_vectors": True}
+        engine = start_net(4, stage=3, layerwise=ALL_SCALAR, optimizer={"type": "LayerWise", "params": params}, **BF16)
+        engine.load_checkpoint(tmpdir, tag="universal")
+        assert engine.optimizer.fresh_states == {}
+        found = whole_states(engine)
+        for name, part in parts[0].items():
+            whole = torch.cat([part, parts[1][name]]) if "experts" in name else part
+            assert torch.equal(found[name, "fp32"], whole.flatten()), name
+        train_step(engine, 2, 1)
 
     def test_first_step(self):
         groups = {"experts": {"name": "*experts*"}}
