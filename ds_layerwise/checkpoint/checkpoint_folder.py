@@ -134,7 +134,7 @@ def has_expert_files(folder: Path) -> bool:
     return any(folder.glob(EXPERT_FILES.format(mp_rank="*")))
 
 
-def expert_layers(folder: Path, mp_rank: int) -> int:
+def num_expert_layers(folder: Path, mp_rank: int) -> int:
     """Return the number of layers of experts in the part ``mp_rank`` of the model."""
     files = folder.glob(EXPERT_FILES.format(mp_rank=f"{mp_rank:02d}"))
     return len({path.name.partition("_expert_")[0] for path in files})

@@ -29,9 +29,9 @@ from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
     MODEL_FILE,
     ZERO3_MODEL_FILE,
-    expert_layers,
     has_expert_files,
     manifest_of,
+    num_expert_layers,
     refuse_stages,
     shapes_in,
 )
@@ -445,7 +445,7 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
     if not engine.has_moe_layers:
         # Pipeline stages are found by name, but files of experts go by stages.
         return
-    saved = expert_layers(folder, engine.mpu.get_stage_id())
+    saved = num_expert_layers(folder, engine.mpu.get_stage_id())
     there = mp_size(folder), parts_in(folder), saved
     here = engine.mp_world_size, engine.optimizer.settings.tp_size, len(engine.num_experts)
     if there != here:
