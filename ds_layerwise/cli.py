@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,21 @@ _MOST_RANKS = 2**17
 
 #: The options of ``plan`` that went, each with the way out.
 _GONE = {
-    "--ep_size": "plan a module:function with experts of deepspeed.moe.layer.MoE, which know it",
-    "--tp_size": "plan a module:function that builds the layers in the sizes that one rank has",
+    "--ep_size": "it is --ep now",
+    "--tp_size": "it is --tp now",
     "--html": "take the table, or the numbers of --json",
     "--png": "take the table, or the numbers of --json",
     "--ranks_per_node": "a plan counts what each rank sends, wherever its peers are",
     "--links": "plans count bytes, and --gb_s shows how long they take",
 }
 
+#: The options of ``plan`` for the axes of a mesh.
+_AXES = {
+    "tp": "tensor-parallel parts of a matrix; by default as in the config, as the next two",
+    "ep": "ranks that share the experts",
+    "sp": "ranks that share a sequence",
+    "pp": "pipeline stages",
+}
 
 _LINKS_GONE = (
     "links are no longer measured: transports are chosen by counting bytes; plan --gb_s shows how "
@@ -191,8 +199,10 @@ def _plan_arguments(add: Callable[..., Any]) -> None:
         required=True,
         type=_numbers,
         metavar="N[,N...]",
-        help="data-parallel ranks; several numbers give one row each",
+        help="ranks of the run; several numbers give one column each",
     )
+    for axis, text in _AXES.items():
+        add(f"--{axis}", type=_positive, metavar="N", help=text)
     add(
         "--gb_s",
         type=_rate,
@@ -301,7 +311,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _print_plan(options: argparse.Namespace) -> int:
-    from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table
+    from ds_layerwise.plan.forecast.report import as_json, as_text, plan_table, stages_told
     from ds_layerwise.plan.forecast.text_tables import rendered
     from ds_layerwise.tools.dry_run import DryRun
 
@@ -312,22 +322,31 @@ def _print_plan(options: argparse.Namespace) -> int:
         )
     if options.fit is not None:
         return _plan_that_fits(options)
-    plan = DryRun.of(options.model, options.config, options.ranks, reduction=options.reduction)
+    plan = DryRun.of(
+        options.model,
+        options.config,
+        options.ranks,
+        reduction=options.reduction,
+        mesh=vars(options),
+    )
+    plans: list[Any] = []
+    for stage in plan.stages:
+        plans += product([stage], stage.forecasts)
     known = {"memory_bytes": options.memory, "gb_s": options.gb_s}
     if options.json:
         if sys.stderr is not None and plan.assumed:
             say("\n".join(plan.assumed), sys.stderr)
         numbers_of_plans = []
-        for forecast in plan.forecasts:
+        for stage, forecast in plans:
             numbers = as_json(forecast, **known)
             if options.list:
-                numbers["parameters"] = plan.listed(forecast)
+                numbers["parameters"] = stage.listed(forecast)
             numbers_of_plans.append(numbers)
         say_last(json.dumps(numbers_of_plans))
     elif options.list:
         parts = [rendered(plan.assumed)]
-        for forecast in plan.forecasts:
-            parts.append(f"{forecast.layout.world_size} ranks\n{as_text(plan.listed(forecast))}")
+        for stage, forecast in plans:
+            parts.append(f"{forecast.layout.world_size} ranks\n{as_text(stage.listed(forecast))}")
         about = (
             "lr ratio: the learning rate over lr; owner: the rank that updates it whole, or all, "
             "each of which updates its cut; because: the rule that decided"
@@ -343,7 +362,9 @@ def _print_plan(options: argparse.Namespace) -> int:
             without_effect=plan.run.without_effect,
             **known,
         )
-        say_last(f"{rendered(plan.assumed)}\n{table}".lstrip())
+        stages = [each.forecasts for each in plan.stages]
+        told = stages_told(stages) if len(stages) > 1 else ()
+        say_last(f"{rendered([*plan.assumed, *told])}\n{table}".lstrip())
     return 0
 
 
@@ -361,6 +382,7 @@ def _plan_that_fits(options: argparse.Namespace) -> int:
         options.ranks,
         memory_bytes=options.fit,
         reduction=options.reduction,
+        mesh=vars(options),
     )
     say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
     return 0

@@ -52,6 +52,30 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
             f"{type(model).__name__} is not supported by this optimizer, which supports "
             "only pipelines of DeepSpeed's PipelineModule and PipelineEngine"
         )
+    refuse_settings(stage, layerwise)
+    if engine.use_node_local_storage():
+        raise ConfigError(
+            "checkpoint.use_node_local_storage is not supported with a PipelineModule: a stage "
+            "reads tied weights from the files of other stages; remove it"
+        )
+    if not any(p.requires_grad and p.numel() for p in model.parameters()):
+        raise nothing_to_train(grid.get_stage_id())
+
+
+def nothing_to_train(index: int) -> ConfigError:
+    """Return the error for a pipeline stage, given by its number, without trained parameters."""
+    return ConfigError(
+        f"stage {index} of the pipeline has nothing to train; cut it elsewhere (partition_method), "
+        "or into fewer stages"
+    )
+
+
+def refuse_settings(stage: int, layerwise: LayerWiseConfig) -> None:
+    """Refuse a ZeRO ``stage`` and other settings that no pipeline supports.
+
+    Raises:
+        ConfigError: names the setting and the way out.
+    """
     if stage != 1:
         raise ConfigError(
             f"zero_optimization.stage must be 1 with a PipelineModule, got {stage}: gradients of "
@@ -61,16 +85,6 @@ def check(engine: Any, model: nn.Module, layerwise: LayerWiseConfig) -> None:
         raise ConfigError(
             "layerwise.rename is not supported with a PipelineModule, whose files are named by the "
             "number of the layer; remove it"
-        )
-    if engine.use_node_local_storage():
-        raise ConfigError(
-            "checkpoint.use_node_local_storage is not supported with a PipelineModule: a stage "
-            "reads tied weights from the files of other stages; remove it"
-        )
-    if not any(p.requires_grad and p.numel() for p in model.parameters()):
-        raise ConfigError(
-            f"stage {grid.get_stage_id()} of the pipeline has nothing to train; cut it elsewhere "
-            "(partition_method), or into fewer stages"
         )
 
 

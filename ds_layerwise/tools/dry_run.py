@@ -8,28 +8,32 @@ import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ds_layerwise.config.ds_config import at
+from ds_layerwise.config.ds_config import at, retell
 from ds_layerwise.config.run_config import RunConfig
 from ds_layerwise.engine.config_hook import check_for, read_file
 from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 from ds_layerwise.optimizers.registry import check_recipes
+from ds_layerwise.parallel import pipeline
+from ds_layerwise.parallel.mesh import Mesh
 from ds_layerwise.plan.forecast.forecast import Forecast, forecast
 from ds_layerwise.plan.forecast.report import listed
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.transport import Reduction, reduction_of_run
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.ranks.sync.param_cuts import refuse_unfetchable
+from ds_layerwise.ranks.sync.param_cuts import refuse_second, refuse_unfetchable
 from ds_layerwise.routing.module_of import config_value
 from ds_layerwise.routing.override_matching import require_members
 from ds_layerwise.routing.routes import Routes, idle_keys
@@ -189,10 +193,13 @@ class DryRun:
     routes: Routes
     specs: Sequence[ParamSpec]
     forecasts: Sequence[Forecast]
+    """With a pipeline, those of the stage that needs most memory, as ``specs`` and ``costs_of``."""
     assumed: Sequence[str]
     """Lines with the assumptions."""
     costs_of: Callable[..., Forecast]
     """Returns the forecast for a number of ranks, and optionally another ``bucket_numel``."""
+    stages: Sequence[DryRun] = ()
+    """The plans of all pipeline stages, in order."""
 
     @classmethod
     def of(
@@ -202,13 +209,16 @@ class DryRun:
         ranks: Sequence[int],
         *,
         reduction: Reduction | None = None,
+        mesh: Mapping[str, int | None] | None = None,
     ) -> DryRun:
         """Plan ``model`` for training with a DeepSpeed config, or the file with it, on each number
         of ``ranks``.
 
         Args:
-            model: a model, or the text that names one, see :func:`build_model`.
+            model: a model, or the text that names one, see :func:`build_model`. It is spread over
+                the mesh in place.
             reduction: None for the value of the config, where "auto" assumes devices.
+            mesh: the sizes of axes that the config does not have; see :meth:`.Mesh.of`.
 
         Raises:
             ConfigError: a file cannot be read, the model cannot be built, or the config has
@@ -216,16 +226,32 @@ class DryRun:
             RoutingError: a parameter cannot be trained by its chosen optimizer.
         """
         given = read_file(config) if isinstance(config, Path) else config
-        for num_ranks in ranks:
+        axes = Mesh.of(given, mesh or {})
+        sharing = list(map(axes.sharing, ranks))
+        given = {**given, "sequence_parallel_size": axes.sp}
+        for num_ranks in sharing:
             zero = check_for(fill_in(given)[0], num_ranks)  # find mistakes before building anything
+            refuse_second(zero["zero_hpz_partition_size"], num_ranks)
         if isinstance(model, str):
             model = build_model(model)
         filled, by_trainer = fill_in(given, hidden_size=hidden_size_of(model))
         run = RunConfig.from_ds_config(filled)
-        _refuse_unknown(filled, run)
+        _refuse_unknown(run, axes)
         sums = reduction_of_run(reduction or run.layerwise.reduction, on_host=False)
         if run.stage == 3:
             refuse_unfetchable(model)
+        try:
+            with _without_warnings():
+                has_moe = axes.spread(model, filled)
+        except FOREIGN_ERRORS as error:
+            retell(error)
+        is_cut = axes.tp * axes.pp > 1 or min(axes.ep, axes.sp) > 1
+        if run.stage == 3 and (has_moe or is_cut):
+            raise ConfigError(
+                "zero_optimization.stage is 3, and experts of deepspeed.moe, experts together with "
+                "sequences, pipelines or tensor parallelism spread the model over ranks as well; "
+                "set zero_optimization.stage to 2"
+            )
         # As an engine does.
         if run.param_dtype != "float32":
             model.to(DTYPES[run.param_dtype])
@@ -233,61 +259,39 @@ class DryRun:
         optimizer = LayerWiseOptimizer(
             model.parameters(), run.optimizer, scheduler=filled.get("scheduler")
         )
-        routed = route(model, optimizer, run, partial(_ep_size, run.stage))
+        routed = route(model, optimizer, run, axes.ep_size, tp_size=axes.tp)
         groups = run.layerwise.norm_groups
-        require_members(groups, set(norm_groups_of(model, routed, groups).values()))
-        routes, specs = routed.routes, routed.specs
+        members = norm_groups_of(model, routed, groups, tp_size=axes.tp).values()
+        require_members(groups, set(members))
+        routes = routed.routes
         idle = idle_keys(run.optimizer, run.layerwise, routes.values())
         run = replace(run, without_effect=(*run.without_effect, *idle))
-        costs_of = partial(forecast, specs, routes, run, reduction=sums)
-        forecasts = list(map(costs_of, ranks))
+        stages = axes.stages_of(model, routed.specs)
+        tied = Counter(spec.name for spec in chain.from_iterable(stages))
         assumed = _for_auto(by_trainer, filled, zero)
-        return cls(run, routes, specs, forecasts, assumed, costs_of)
+        plans = []
+        for specs in stages:
+            costs_of = partial(
+                forecast, specs, routes, run, reduction=sums, tp_size=axes.tp, tied=tied
+            )
+            forecasts = list(map(costs_of, sharing))
+            plans.append(cls(run, routes, specs, forecasts, assumed, costs_of))
+        return replace(max(plans, key=lambda plan: plan.forecasts[0].needed), stages=plans)
 
     def listed(self, plan: Forecast) -> list[dict[str, Any]]:
         """Return every route of ``plan``; see :func:`.plan.forecast.report.listed`."""
         return listed(self.routes, self.specs, plan.layout, [self.run.optimizer.group()])
 
 
-def _refuse_unknown(given: Mapping[str, Any], run: RunConfig) -> None:
-    """Refuse settings whose effect only an engine knows."""
+def _refuse_unknown(run: RunConfig, mesh: Mesh) -> None:
+    """Refuse settings whose effect only an engine knows, or that no pipeline supports."""
     if run.autocast:
         raise ConfigError(
             "torch_autocast.enabled is true, and an engine chooses the modules that send their "
             "gradients in half precision; plan without it"
         )
-    if at(given, "expert_parallel.enabled"):
-        raise ConfigError(
-            "expert_parallel.enabled is true, and a plan replaces no layers of experts; plan "
-            "without it, which spreads all experts over all ranks"
-        )
-    tp_size = at(given, "tensor_parallel.autotp_size")
-    if tp_size not in (None, 0, 1):
-        raise ConfigError(
-            f"tensor_parallel.autotp_size is {tp_size!r}, and a plan cuts no model; plan without "
-            "it, and with a module:function that builds the layers in the sizes that one rank has"
-        )
-
-
-def _ep_size(stage: int, expert: str, group_name: str) -> int:
-    """Return the number of ranks that share the experts of a group, from the name that DeepSpeed
-    gives the group.
-
-    Raises:
-        ConfigError: the name is not DeepSpeed's, or DeepSpeed has no experts at ``stage``.
-    """
-    if stage == 3:
-        raise ConfigError(
-            f"zero_optimization.stage is 3, and {expert} is an expert of group {group_name}, which "
-            "DeepSpeed refuses; plan at stage 2"
-        )
-    size = group_name.removeprefix("ep_size_")
-    if not size.isdecimal():
-        raise ConfigError(
-            f"{expert} is an expert of group {group_name}, and a plan reads the number of ranks "
-            "from names like ep_size_4; build experts with deepspeed.moe.layer.MoE"
-        )
-    return int(size)
+    if mesh.pp > 1:
+        pipeline.refuse_settings(run.stage, run.layerwise)
 
 
 def fill_in(

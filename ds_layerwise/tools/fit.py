@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from ds_layerwise.config.ds_config import at
 from ds_layerwise.engine.config_hook import read_file
@@ -97,6 +96,7 @@ def find_fits(
     *,
     memory_bytes: int,
     reduction: Reduction | None = None,
+    mesh: Mapping[str, int | None] | None = None,
 ) -> tuple[list[list[Fit]], Sequence[str]]:
     """Return, for each number of ``devices``, the changes with which ``model`` fits, and lines with
     the assumptions about the config.
@@ -106,7 +106,7 @@ def find_fits(
 
     Args:
         memory_bytes: the memory of one device.
-        reduction: as in :meth:`.DryRun.of`.
+        reduction, mesh: as in :meth:`.DryRun.of`.
 
     Raises:
         ConfigError: the config is refused as it is, or a file cannot be read.
@@ -114,13 +114,14 @@ def find_fits(
     """
     given = read_file(config)
     built = build_model(model)
-    as_it_is = DryRun.of(built, given, [devices[0]], reduction=reduction)
+    plan_of = partial(DryRun.of, built, reduction=reduction, mesh=mesh)
+    as_it_is = plan_of(given, [devices[0]])
     found = []
     for num_devices in devices:
         fits = []
         for kind in _changes():
             for change in kind:
-                fit = _tried(built, given, num_devices, change, memory_bytes, reduction)
+                fit = _tried(plan_of, given, num_devices, change, memory_bytes)
                 if fit is not None:
                     fits.append(fit)
             if fits:
@@ -138,12 +139,11 @@ def _changes() -> Iterator[list[Change]]:
 
 
 def _tried(
-    model: nn.Module,
+    plan_of: Callable[..., DryRun],
     given: Mapping[str, Any],
     num_devices: int,
     change: Change,
     memory_bytes: int,
-    reduction: Reduction | None,
 ) -> Fit | None:
     """Return the fit of ``change`` with the config's bucket size, or the largest smaller one; None
     if there is none, or a run would refuse the config.
@@ -153,7 +153,7 @@ def _tried(
     for key in ("train_batch_size", "gradient_accumulation_steps"):
         tried.pop(key, None)
     try:
-        plan = DryRun.of(model, tried, [num_devices], reduction=reduction)
+        plan = plan_of(tried, [num_devices])
     except LayerWiseError:
         return None
     values = dict(change.values)

@@ -92,6 +92,7 @@ class ReportingOptimizer(EngineOptimizer):
             run.settings,
             tp_size=run.settings.tp_size,
             reduction=planned.reduction,
+            tied={name: comm.size_of(group) for name, group in run.tied},
         )
 
     def listed(self) -> list[dict[str, Any]]:

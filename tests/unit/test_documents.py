@@ -102,10 +102,10 @@ def test_configs_are_planned(block, tmp_path):
     (tmp_path / "ds.json").write_text(json.dumps(config))
 
     def plan():
-        return DryRun.of(Model(), tmp_path / "ds.json", [1, 2])
+        return DryRun.of(Model(), tmp_path / "ds.json", [2, 4] if "tensor_parallel" in config else [1, 2])
 
-    for section, message in (("tensor_parallel", "tensor_parallel.autotp_size is 2, and a plan cuts no model"),
-                             ("expert_parallel", "expert_parallel.enabled is true, and a plan replaces no layers")):
+    for section, message in (("expert_parallel", "AutoEP finds no layers of experts in the model"),
+                             ("tensor_parallel", "2 tensor-parallel parts as its class in transformers says")):
         if section in config:
             # All that comes before is in order.
             with pytest.raises(ConfigError, match=message):

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from ds_layerwise.config.run_config import RunConfig, Whole
@@ -27,7 +27,7 @@ from ds_layerwise.plan.forecast.memory import (
     transfer_bytes,
     update_bytes,
 )
-from ds_layerwise.plan.forecast.sent import Sent, sent_bytes
+from ds_layerwise.plan.forecast.sent import Sent, sent_bytes, totals
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.plan.layout.transport import Reduction, itemsize
@@ -148,7 +148,12 @@ class Forecast:
     working: Working
     """The bytes that a rank works in beside them."""
     sent: Mapping[str, Sent]
-    """The bytes sent, by dtype of the parameters."""
+    """The bytes sent to the ranks that share a gradient, by dtype of the parameters."""
+    sent_by_axis: Mapping[str, int]
+    """The bytes that the busiest rank of each axis of the mesh sends: to those that share gradients
+    of ``data`` and ``expert-data``, to those with other ``tensor`` shards, and to other stages for
+    ``pipeline ties``.
+    """
 
     @classmethod
     def of(
@@ -158,8 +163,9 @@ class Forecast:
         routes: Routes,
         run: RunConfig,
         *,
-        tp_size: int,
-        reduction: Reduction,
+        tp_size: int = 1,
+        reduction: Reduction = "ordered",
+        tied: Mapping[str, int] | None = None,
     ) -> Forecast:
         """Forecast the costs of ``layout``, a plan of exactly these ``specs``.
 
@@ -167,6 +173,7 @@ class Forecast:
             routes: the routes of at least these, by name.
             tp_size: the number of tensor-parallel parts of a matrix.
             reduction: the method of sums; see :mod:`.plan.layout.transport`.
+            tied: the number of pipeline stages that hold a parameter, by name; 1 for others.
         """
         wires = wires_of(layout, specs)
         stored_as = {dtype: run.stored_as(dtype) for dtype in layout.dtypes}
@@ -196,16 +203,30 @@ class Forecast:
             exchange=sums.exchange,
             transfers=transfer_bytes(layout, **sending),
         )
+        report = LayoutReport.of(layout, specs)
+        sends = partial(sent_bytes, layout, wires=wires, reduction=reduction, stage=run.stage)
+        sent = sends()
+        to_experts = totals(sends(experts_alone=True))
+        ties = []
+        for spec in specs:
+            held = (tied or {}).get(spec.name, 1)
+            ties.append(2 * (held - 1) * spec.numel * itemsize(stored_as[spec.dtype]) // held)
         return cls(
             layout,
             run.stage,
             reduction,
             stored_as,
             wires,
-            LayoutReport.of(layout, specs),
+            report,
             memory,
             working,
-            sent_bytes(layout, wires=wires, reduction=reduction, stage=run.stage),
+            sent,
+            {
+                "data": int((totals(sent) - to_experts).max()),
+                "expert-data": int(to_experts.max()),
+                "tensor": max(report.to_peers),
+                "pipeline ties": sum(ties),
+            },
         )
 
     @property
@@ -241,11 +262,7 @@ class Forecast:
 
         The busiest rank is the one that sends most of both together.
         """
-        totals = [0] * self.layout.world_size
-        for sent in self.sent.values():
-            for rank, nbytes in enumerate(map(sum, zip(*sent, strict=True))):
-                totals[rank] += nbytes
-        busiest = totals.index(max(totals))
+        busiest = int(totals(self.sent).argmax())
         return {
             dtype: (sent.gradients[busiest], sent.parameters[busiest])
             for dtype, sent in self.sent.items()
@@ -286,13 +303,13 @@ def forecast(
     num_ranks: int,
     *,
     bucket_numel: int | None = None,
-    reduction: Reduction = "ordered",
+    **options: Any,
 ) -> Forecast:
     """Place ``specs`` over ``num_ranks`` as training would, and forecast the costs.
 
     Args:
         bucket_numel: the bucket size; None for that of the run.
-        reduction: the method of sums; see :mod:`.plan.layout.transport`.
+        options: as in :meth:`Forecast.of`.
 
     Raises:
         LayoutError: ``num_ranks`` is less than 1.
@@ -305,4 +322,4 @@ def forecast(
         alignment=run.layerwise.alignment,
         stage=run.stage,
     )
-    return Forecast.of(layout, specs, routes, run, tp_size=1, reduction=reduction)
+    return Forecast.of(layout, specs, routes, run, **options)

@@ -104,8 +104,9 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)
-    if any(report.to_peers):
-        rows["sent, tensor shards"] = size_text(max(report.to_peers))
+    for axis, nbytes in forecast.sent_by_axis.items():
+        if 0 < nbytes < sum(forecast.sent_by_axis.values()):
+            rows[f"sent over {axis}"] = size_text(nbytes)
     if gb_s is not None:
         rows[f"sent at {gb_s:g} GB/s"] = time_text((gradients + parameters) / gb_s)
     if memory_bytes is not None:
@@ -170,6 +171,21 @@ def _notes(forecasts: Sequence[Forecast], memory_bytes: int | None) -> Iterator[
             )
 
 
+def stages_told(stages: Iterable[Sequence[Forecast]]) -> Iterator[str]:
+    """Yield a line for each stage of a pipeline.
+
+    Args:
+        stages: the forecasts of each stage, by numbers of ranks.
+    """
+    for index, forecasts in enumerate(stages):
+        for plan in forecasts:
+            yield (
+                f"stage {index} on {plan.layout.world_size} ranks: "
+                f"{count_text(plan.report.numel)} elements, needs {size_text(plan.needed)}, sends "
+                f"{size_text(sum(plan.sent_by_axis.values()))}"
+            )
+
+
 def as_json(
     forecast: Forecast, *, memory_bytes: int | None = None, gb_s: float | None = None
 ) -> dict[str, Any]:
@@ -212,6 +228,7 @@ def as_json(
         "dtypes": dtypes,
         "gradients_sent_every": "step" if forecast.stage == 1 else "backward pass",
         "sent_by_busiest_bytes": busiest,
+        "sent_by_axis_bytes": dict(forecast.sent_by_axis),
     }
     if any(report.to_peers):
         numbers["sent_to_tensor_peers_bytes"] = list(report.to_peers)

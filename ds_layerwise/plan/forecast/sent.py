@@ -11,7 +11,7 @@ Note: the elements on the wire, and how they are counted
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +32,19 @@ class Sent(NamedTuple):
     """The bytes in a step."""
 
 
+def totals(sent: Mapping[str, Sent]) -> Ints:
+    """Return the bytes that each rank sends, of both kinds and all dtypes."""
+    total: Ints = np.array(list(sent.values())).sum((0, 1))
+    return total
+
+
 def sent_bytes(
-    layout: Layout, *, wires: Sequence[str], reduction: Reduction, stage: int
+    layout: Layout,
+    *,
+    wires: Sequence[str],
+    reduction: Reduction,
+    stage: int,
+    experts_alone: bool = False,
 ) -> dict[str, Sent]:
     """Count the bytes that each rank sends, by dtype of the parameters; see the note.
 
@@ -41,14 +52,17 @@ def sent_bytes(
         wires: the dtype in which gradients are sent, by bucket.
         reduction: the method of sums; see :mod:`.plan.layout.transport`.
         stage: the ZeRO stage.
+        experts_alone: True to leave out what all ranks of the layout hold alike.
     """
     sent = {}
     for dtype in layout.dtypes:
         gradients = np.zeros(layout.world_size, np.int64)
         parameters = np.zeros(layout.world_size, np.int64)
+        buckets = []
         for bucket, wire in zip(layout.buckets, wires, strict=True):
-            if bucket.dtype != dtype:
+            if bucket.dtype != dtype or (experts_alone and bucket.ep_size == 1):
                 continue
+            buckets.append(bucket)
             to_others = (bucket.holders - 1) * bucket.cut_numel
             gradients += to_others * itemsize(wire)
             parameters += to_others * itemsize(dtype)
@@ -58,8 +72,8 @@ def sent_bytes(
                 parameters += back * itemsize(dtype)
         if stage == 3:
             # Once in the forward pass, and once in the backward pass.
-            gradients += 2 * _fetched_numel(layout, dtype) * itemsize(dtype)
-            parameters = _returned_numel(layout, dtype) * itemsize(dtype)
+            gradients += 2 * _fetched_numel(buckets) * itemsize(dtype)
+            parameters = _returned_numel(buckets, layout.world_size) * itemsize(dtype)
         sent[dtype] = Sent(tuple(gradients.tolist()), tuple(parameters.tolist()))
     return sent
 
@@ -78,23 +92,21 @@ def _exchanged(bucket: Bucket) -> tuple[Ints, Ints]:
     return np.repeat(sums, bucket.ep_size), np.repeat(back, bucket.ep_size)
 
 
-def _fetched_numel(layout: Layout, dtype: str) -> int:
-    """Return the number of elements of ``dtype`` that a rank sends when DeepSpeed gathers all
-    parameters once, at ZeRO stage 3: its cuts, to the other ranks that hold the same.
+def _fetched_numel(buckets: Sequence[Bucket]) -> int:
+    """Return the number of elements that a rank sends when DeepSpeed gathers all parameters of
+    ``buckets`` once, at ZeRO stage 3: its cuts, to the other ranks that hold the same.
     """
     sent = 0
-    for bucket in layout.buckets:
-        if bucket.dtype == dtype:
-            sent += sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
+    for bucket in buckets:
+        sent += sum(map(bucket.cut_of, bucket.slots)) * (bucket.holders - 1)
     return sent
 
 
-def _returned_numel(layout: Layout, dtype: str) -> Ints:
-    """Return the number of elements of ``dtype`` that each rank sends after a step of ZeRO stage 3:
-    as their owner, to the cuts of the other ranks that hold them.
+def _returned_numel(buckets: Sequence[Bucket], num_ranks: int) -> Ints:
+    """Return the number of elements of ``buckets``, of one dtype, that each rank sends after a step
+    of ZeRO stage 3: as their owner, to the cuts of the other ranks that hold them.
     """
-    sent = np.zeros(layout.world_size, np.int64)
-    for dealt in deal(layout.buckets, by_param=True):
-        if dealt.dtype == dtype:
-            sent += np.repeat(dealt.row_sizes(), dealt.ep_size) * (dealt.holders - 1)
+    sent = np.zeros(num_ranks, np.int64)
+    for dealt in deal(buckets, by_param=True):
+        sent += np.repeat(dealt.row_sizes(), dealt.ep_size) * (dealt.holders - 1)
     return sent

@@ -47,6 +47,19 @@ def refuse_unfetchable(model: nn.Module) -> None:
             )
 
 
+def refuse_second(size: int, num_ranks: int) -> None:
+    """Refuse second copies of weights over groups of ``size`` ranks that leave some ranks over.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if num_ranks % max(size, 1):
+        raise ConfigError(
+            f"zero_optimization.zero_hpz_partition_size is {size}, which does not divide the "
+            f"{num_ranks} ranks; set it to the number of ranks of a node"
+        )
+
+
 def make_fetcher(
     make: Callable[[None], DeepSpeedZeRoOffload],
     engine: Any,
@@ -66,11 +79,7 @@ def make_fetcher(
     """
     second = engine.zero_hpz_partition_size()
     if second > 1:
-        if comm.size_of(group) % second:
-            raise ConfigError(
-                f"zero_optimization.zero_hpz_partition_size is {second}, which does not divide the "
-                f"{comm.size_of(group)} ranks; set it to the number of ranks of a node"
-            )
+        refuse_second(second, comm.size_of(group))
         # DeepSpeed's engine makes these groups for its own optimizer alone.
         if groups._get_zero_param_intra_parallel_group() is None:
             groups._create_zero_param_parallel_group(second)

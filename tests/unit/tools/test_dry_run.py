@@ -183,11 +183,14 @@ def test_ranks_share_the_experts_that_a_model_is_built_with(files, monkeypatch):
     # Either of the two experts of 256 elements has two owners, 0 or 1 and 2 or 3.
     assert sum(plan["owned_matrix_elements"]) == 4 * 16 + 2 * 2 * 256 + 256
     assert_refused(".weight has ep_size 2, which 3 ranks cannot share evenly", *files(config(), "3"))
-    assert_refused("deepspeed_experts.0.weight is an expert of group ep_size_2, which DeepSpeed refuses",
+    assert_refused("deepspeed_experts.0.weight is an expert of group ep_size_2, and a plan reads the number of ranks "
+                   "from names like ep_size_4, which has to be that of --ep, 4", *files(config(), "4", "--ep", "4"))
+    assert run(*files(config(), "4", "--json", "--ep", "2"))[1] == run(*files(config(), "4", "--json"))[1]
+    assert_refused("zero_optimization.stage is 3, and experts of deepspeed.moe, experts together with",
                    *files(config(zero_optimization={"stage": 3, "reduce_bucket_size": 2048}), "4"))
 
 
-@pytest.mark.parametrize("option, way_out", [("--ep_size", "deepspeed.moe.layer.MoE"), ("--tp_size", "in the sizes"),
+@pytest.mark.parametrize("option, way_out", [("--ep_size", "--ep now"), ("--tp_size", "--tp now"),
     ("--links", "--gb_s"), ("--ranks_per_node", "wherever its peers are"), ("--html", "--json"), ("--png", "--json")])
 def test_options_that_went_say_the_way_out(option, way_out, files, capsys):
     with pytest.raises(SystemExit, match="2"):
@@ -265,7 +268,10 @@ def test_every_parameter_is_listed(files):
     (config(fp16={"enabled": True}), "bf16.enabled and fp16.enabled are both true"),
     (config(optimizer={"type": 5}), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got 5"),
     (config(optimizer=None), "optimizer.type must be 'LayerWiseMuon' or 'LayerWise', got None: there is no optimizer"),
-    (config(tensor_parallel={"autotp_size": 2}), "tensor_parallel.autotp_size is 2, and a plan cuts no model"),
+    (config(tensor_parallel={"autotp_size": 2}), "a plan cuts a model into 2 tensor-parallel parts as its class in"),
+    (config(zero_optimization={"stage": 3, "zero_hpz_partition_size": 3}), "is 3, which does not divide the 2 ranks"),
+    (config(sequence_parallel_size=3), "--ranks is 2, all ranks of a run, and pp 1 x tp 1 x sp 3 does not divide it"),
+    (config(expert_parallel={"enabled": True, "autoep_size": 2}), "AutoEP finds no layers of experts in the model"),
     ("[" * 100_000, "config.json is no JSON"),
     ('{"a": 1, "a": 2}', "config.json is no JSON: Duplicate keys in DeepSpeed config: ['a']"),
     ('"x"', "a DeepSpeed config must be an object, got 'x'"),

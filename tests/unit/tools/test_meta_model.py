@@ -112,7 +112,9 @@ def test_a_plan_at_stage_3_connects_no_ranks(architectures, arguments):
 def test_models_that_come_with_the_package_are_known_to_transformers(path):
     """A key that transformers does not know is a typo, and would be ignored."""
     content, model = json.loads(path.read_text()), shipped(path.stem)
-    assert content.keys() - {"model_type", "architectures"} <= {*type(model.config)().to_dict()}
+    known = {*type(model.config)().to_dict(), *model.config.attribute_map}
+    # Read with a default where its attention is built.
+    assert content.keys() - {"model_type", "architectures", "head_dim"} <= known
     assert [type(model).__name__] == content["architectures"]
     assert all(param.is_meta for param in model.parameters())
     assert hidden_size_of(model) == content.get("hidden_size", content.get("n_embd"))
