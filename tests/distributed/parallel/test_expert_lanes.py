@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+from functools import partial
 
 import deepspeed
 import deepspeed.comm as dist
@@ -18,7 +19,7 @@ from ds_layerwise.checkpoint.regular import RegularCheckpoint
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from tests.distributed.parallel import test_auto_ep as auto_ep
 from tests.distributed.parallel import test_experts as experts
-from tests.distributed.parallel.test_meshes import sequences, shared, states_of
+from tests.distributed.parallel.test_meshes import TensorsAndSequences, sequences, shared, sharing, states_of
 from tests.support import internals
 from tests.support.checkpoints import assert_equal_states, on_rank_0
 from tests.support.harness import DistributedTest, made_once
@@ -95,7 +96,7 @@ class Numbers(nn.Module):
     def forward(self, place):
         total = 0.0
         for name, saved in names_of(self.inner, self.ep_size).items():
-            numbers = whole_number_gradients(saved, self.shapes[saved], *place, self.mpu.get_data_parallel_rank())
+            numbers = whole_number_gradients(saved, self.shapes[saved], *place, sharing(self.mpu)[0])
             total = total + (self.inner.get_parameter(name) * mine(name, numbers, self.mpu)).sum()
         return total
 
@@ -148,11 +149,13 @@ class TestNumbers(DistributedTest):
     def ep_sizes(self):
         return [size for size in (2, 4) if dist.get_world_size() % size == 0]
 
-    def test_gradients_norm_and_weights(self, stage):
-        mpu = Mpu(TP)
+    @pytest.mark.parametrize("mesh", [partial(Mpu, TP), TensorsAndSequences], ids=["tensors", "tensors_and_sequences"])
+    def test_gradients_norm_and_weights(self, mesh, stage):
+        mpu = mesh()
         for ep_size in self.ep_sizes():
             whole = whole_net()
-            reference = Reference(trainable(whole), recipe(whole, clip=5.0))
+            summed = dataclasses.replace(recipe(whole, clip=5.0), world_size=mpu.get_data_parallel_world_size())
+            reference = Reference(trainable(whole), summed)
             engine = start(Numbers(own_net(whole, ep_size, mpu), ep_size, mpu),
                            ds_config(gas=GAS, clip=5.0, stage=stage, params={"muon_tp_mode": "owner"}), mpu=mpu)
             names = {f"inner.{name}": saved for name, saved in names_of(engine.module.inner, ep_size).items()}
