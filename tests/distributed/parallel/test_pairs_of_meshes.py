@@ -191,7 +191,8 @@ MESHES = [*(Mesh("layers", parts, stage=stage) for parts in (1, 2, 4) for stage 
 
 
 def drawn(count):
-    """Pairs of meshes of one model, of which the number of parts differs; of each kind about as many."""
+    """Pairs of meshes of one model, of which the number of parts differs, of each kind about as many; and first a pair
+    with as many parts."""
     chance, by_kind = random.Random(45), {}
     for saved, loaded in itertools.permutations(MESHES, 2):
         if saved.kind == loaded.kind and saved.parts != loaded.parts:
@@ -199,13 +200,13 @@ def drawn(count):
     for pairs in by_kind.values():
         chance.shuffle(pairs)
     mixed = itertools.chain(*itertools.zip_longest(*by_kind.values()))
-    return [pair for pair in mixed if pair is not None][:count]
+    return [(Mesh("layers", 2), Mesh("layers", 2, stage=2)), *(pair for pair in mixed if pair is not None)][:count]
 
 
 class TestPairs(DistributedTest):
     world_size = 4
 
-    @pytest.fixture(params=drawn(30 if THOROUGH else 5), ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
+    @pytest.fixture(params=drawn(31 if THOROUGH else 6), ids=lambda pair: f"{pair[0]}-to-{pair[1]}")
     def pair(self, request, class_tmpdir):
         saved, loaded = request.param
         return made_once(class_tmpdir / str(saved), [4], self.save, mesh=saved), loaded
