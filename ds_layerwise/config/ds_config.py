@@ -468,6 +468,14 @@ def _refuse_by_stage(ds_config: Mapping[str, Any]) -> None:
             f"zero_optimization.zero_hpz_partition_size is {second}, and expert_parallel.enabled "
             "is true, whose experts have no second cuts in DeepSpeed; remove one of the two"
         )
+    gathers = at(ds_config, "zero_optimization.stage3_gather_16bit_weights_on_model_save") is True
+    if stage == 3 and gathers and at(ds_config, "expert_parallel.enabled"):
+        raise ConfigError(
+            "zero_optimization.stage3_gather_16bit_weights_on_model_save is true, and "
+            "expert_parallel.enabled, whose experts DeepSpeed does not gather: a Trainer's first "
+            "save would end the run; remove the former, and make models of checkpoints with "
+            "`ds-layerwise consolidate`"
+        )
     tensors = at(ds_config, "tensor_parallel.autotp_size")
     sequences = ds_config.get("sequence_parallel_size")
     if tensors not in (None, 0, 1) and sequences not in (None, 0, 1):

@@ -209,6 +209,8 @@ class TestCutExperts(DistributedTest):
     def test_errors(self):
         with pytest.raises(ConfigError, match="zero_hpz_partition_size is 2, and expert_parallel.enabled is true"):
             start_net(2, zero_optimization=zero(3, zero_hpz_partition_size=2))
+        with pytest.raises(ConfigError, match="gather_16bit_weights_on_model_save is true, and .*ds-layerwise consol"):
+            start_net(2, zero_optimization=zero(3, stage3_gather_16bit_weights_on_model_save=True))
         module = StackNet()
         module.layers[0].mlp.experts.w2.requires_grad_(False)
         with pytest.raises(ConfigError, match="stage is 3, and layers.0.*w2 belongs to an expert .*set stage to 2"):
