@@ -47,8 +47,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
-from tests.distributed.parallel.test_auto_ep import section
 from tests.support import chaos_ranks
+from tests.support.auto_ep import section
 from tests.support.chaos_ranks import UNUSED, Chaotic
 from tests.support.harness import _import_what_engines_import, free_port
 from tests.support.reference import Recipe, Reference, trainable, whole_number_gradients

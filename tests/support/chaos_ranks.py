@@ -22,8 +22,7 @@ import torch.distributed.checkpoint as dcp
 
 from ds_layerwise.process_exit import leave
 from ds_layerwise.zero.checkpoint import disks
-from tests.distributed.parallel import test_auto_ep as auto_ep
-from tests.support import internals
+from tests.support import auto_ep, internals
 from tests.support.faults import DiskFault, FileEvents, failing_disk, no_larger_files, watch_files
 from tests.support.harness import OwnDistributedTest, _join_group
 from tests.support.reference import trainable, whole_number_gradients, whole_number_loss

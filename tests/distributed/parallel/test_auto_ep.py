@@ -15,6 +15,7 @@ from ds_layerwise import cli
 from ds_layerwise.errors import ConfigError, LayerWiseError, RoutingError
 from tests.distributed.parallel.test_experts import train_experts
 from tests.support import internals
+from tests.support.auto_ep import NUM_EXPERTS, WIDTH, Routed, own_part, section, whole_shape
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.cli import check_from_outside
 from tests.support.harness import DistributedTest, made_once
@@ -26,7 +27,7 @@ from tests.support.versions import needs, unmet
 
 pytestmark = rooms("new_names", "layout", "optimizer", "engine_hooks")
 
-WIDTH, HIDDEN, NUM_EXPERTS, TOP, VOCABULARY = 8, 12, 4, 2, 20
+VOCABULARY = 20
 STEPS = 5
 KNOWS_STAGE_3 = "deepspeed>=0.19.8", "its AutoEP has no stage 3"
 #: The last one is also trained with a model of ``zero.Init``.
@@ -38,34 +39,6 @@ ALL_SCALAR = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
 CUT = {"overrides": [{"name": "*.experts.w3", "optimizer": "scalar"}]}
 #: The names of AutoEP's router and of the one that it replaces.
 RENAME = {"*.router.gate.weight": "*.router.weight"}
-
-
-class Stacks(nn.Module):
-    """All experts of a layer, as three stacks."""
-
-    def __init__(self):
-        super().__init__()
-        for name, rows, cols in (("w1", HIDDEN, WIDTH), ("w2", WIDTH, HIDDEN), ("w3", HIDDEN, WIDTH)):
-            setattr(self, name, nn.Parameter(torch.empty(NUM_EXPERTS, rows, cols)))
-
-
-class Routed(nn.Module):
-    """A layer that AutoEP replaces: each token goes through its best experts."""
-
-    def __init__(self):
-        super().__init__()
-        self.router, self.experts = nn.Linear(WIDTH, NUM_EXPERTS, bias=False), Stacks()
-
-    def forward(self, x):
-        tokens = x.flatten(0, 1)
-        best, chosen = self.router(tokens).softmax(-1).topk(TOP, -1)
-        best = best / best.sum(-1, keepdim=True)
-        out, w = torch.zeros_like(tokens), self.experts
-        for expert in range(NUM_EXPERTS):
-            rows, place = (chosen == expert).nonzero(as_tuple=True)
-            hidden = nn.functional.silu(tokens[rows] @ w.w1[expert].T) * (tokens[rows] @ w.w3[expert].T)
-            out = out.index_add(0, rows, hidden @ w.w2[expert].T * best[rows, place, None])
-        return out.view_as(x)
 
 
 class Layer(nn.Module):
@@ -114,13 +87,6 @@ class FakeLoss(nn.Module):
         return total
 
 
-def section(ep_size, **changes):
-    """The section for the layers of :class:`StackNet`."""
-    return {"enabled": True, "autoep_size": ep_size, "moe_layer_pattern": r".*layers\.\d+\.mlp", "top_k": TOP,
-            "router_pattern": "router", "expert_pattern": "experts", "expert_w1": "w1", "expert_w2": "w2",
-            "expert_w3": "w3", "use_grouped_mm": False, **changes}
-
-
 def start_net(ep_size, *, fake=False, module=None, groups=None, **changes):
     """An engine that has spread the experts; without the section if ``ep_size`` is 0. ``groups`` are arguments of
     ``initialize``."""
@@ -132,26 +98,6 @@ def start_net(ep_size, *, fake=False, module=None, groups=None, **changes):
 
 def saved_name(name):
     return name.removeprefix("inner.").replace("router.gate.weight", "router.weight")
-
-
-def shape_of(param):
-    """The shape on a rank, also while ZeRO stage 3 has cut the parameter."""
-    return tuple(getattr(param, "ds_shape", param.shape))
-
-
-def whole_shape(param):
-    """The shape over all ranks."""
-    shape = shape_of(param)
-    return (NUM_EXPERTS, *shape[1:]) if len(shape) == 3 else shape
-
-
-def own_part(param, whole):
-    """This rank's part of a value of a whole parameter: the experts of ranks in a row follow each other."""
-    if len(shape_of(param)) < 3:
-        return whole
-    count = shape_of(param)[0]
-    first = dist.get_rank() % (NUM_EXPERTS // count) * count
-    return whole[first:first + count]
 
 
 def gradients_of_ranks(whole, step, gas, ep_size):
