@@ -26,16 +26,14 @@ from tests.distributed.parallel.test_auto_ep import (
     CUT,
     KNOWS_STAGE_3,
     STEPS,
-    WIDTH,
     StackNet,
     all_weights,
     check_verified,
-    section,
-    shape_of,
     start_net,
     train_step,
 )
 from tests.distributed.parallel.test_experts import train_experts
+from tests.support.auto_ep import WIDTH, section, shape_of
 from tests.support.checkpoints import assert_equal_states, on_rank_0, whole_states
 from tests.support.harness import DistributedTest
 from tests.support.reference import trainable
