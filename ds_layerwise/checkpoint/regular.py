@@ -388,10 +388,12 @@ def parts_in(folder: Path) -> int:
     Raises:
         LayerWiseError: a file is unreadable, or not ours.
     """
-    for path in folder.glob("*zero_pp_rank_*_optim_states.pt"):
+    count = mp_size(folder)
+    # More are parts, or stages of a pipeline.
+    for path in folder.glob("*zero_pp_rank_*_optim_states.pt") if count > 1 else ():
         parts: int = ours_of(read(path), path)["num_parts"]
         return parts
-    return mp_size(folder)
+    return count
 
 
 def refuse_parts(folder: Path) -> None:

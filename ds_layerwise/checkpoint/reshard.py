@@ -93,10 +93,10 @@ class Recut:
         shapes = dict(self.header.shapes)
         for name in shapes.keys() & {*was, *cuts}:
             nothing = torch.empty(shapes[name], dtype=torch.float32, device="meta")
-            shapes[name] = tuple(self.tensor(name, [nothing] * len(parts)).shape)
+            shapes[name] = tuple(self.cut_anew(name, [nothing] * len(parts)).shape)
         self.header = replace(self.header, shapes=shapes, num_parts=count)
 
-    def tensor(self, name: str, values: Sequence[Tensor], what: str = "its value") -> Tensor:
+    def cut_anew(self, name: str, values: Sequence[Tensor], what: str = "its value") -> Tensor:
         """Return this run's part of a parameter, or of a state of it.
 
         Args:
@@ -150,7 +150,7 @@ class Recut:
                 found.setdefault(key, []).append(value)
         tensors = {}
         for key, values in found.items():
-            tensors[key] = self.tensor(name, values, key)
+            tensors[key] = self.cut_anew(name, values, key)
             if values[0].shape == shape:
                 # A copy, so that memory for one whole state suffices.
                 tensors[key] = tensors[key].reshape(-1)[start:stop].clone()

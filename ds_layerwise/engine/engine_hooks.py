@@ -191,15 +191,15 @@ def _configure_distributed_model(original: Method, engine: DeepSpeedEngine, mode
     with comm.errors_on_all_ranks_if_started():
         # Before the engine casts or moves it.
         shared_storage.refuse_shared_memory(model)
-        try:
-            return original(model)
-        except AssertionError as error:
-            if not engine.has_moe_layers:
-                raise
-            raise ConfigError(
-                f"DeepSpeed cannot make the groups of experts ({error}); give them an ep_size that "
-                "divides the data-parallel ranks, which are those of one part of the model"
-            ) from error
+    try:
+        return original(model)
+    except AssertionError as error:
+        if not engine.has_moe_layers:
+            raise
+        raise ConfigError(
+            f"DeepSpeed cannot make the groups of experts ({error}); give them an ep_size that "
+            "divides the data-parallel ranks, which are those of one part of the model"
+        ) from error
 
 
 def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:

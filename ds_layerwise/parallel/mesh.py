@@ -15,7 +15,7 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.runtime.utils import partition_balanced
 from torch import nn
 
-from ds_layerwise.config.ds_config import at
+from ds_layerwise.config.ds_config import at, tensor_and_other
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.fields import Count, check
 from ds_layerwise.parallel import pipeline
@@ -64,6 +64,8 @@ class Mesh(NamedTuple):
                     "out, or change the config"
                 )
             sizes[axis] = check(Count, key, size)
+        if min(at(given, _KEYS[axis]) or 1 for axis in ("tp", "sp")) > 1:
+            raise tensor_and_other(sizes["tp"])
         return cls(**sizes)
 
     def sharing(self, num_ranks: int) -> int:

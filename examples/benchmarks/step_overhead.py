@@ -211,7 +211,7 @@ class Step:
         self._param_sync: ParamSync | CutSync
         if stage == 3:
             values, group = new_shards(layout, rank, META), Ranks(size, rank)
-            self._param_sync = CutSync(values, Cuts(layout), group=group)
+            self._param_sync = CutSync(values, Cuts(layout), groups={1: group}, ep_size={})
         else:
             values = FlatBuffer(layout, META)
             self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)

@@ -491,7 +491,7 @@ class Checkpointing:
         trained = saved.header.shapes
         rest = {}
         for name in files[0].keys() - trained.keys() - tied(self._run.model, trained).keys():
-            rest[name] = saved.tensor(name, [file[name] for file in files])
+            rest[name] = saved.cut_anew(name, [file[name] for file in files])
         return rest
 
     def _check_groups(self, folder: Path, header: Header) -> None:

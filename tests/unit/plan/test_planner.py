@@ -414,9 +414,9 @@ def test_ranks_that_have_most_to_take_come_first():
 
 NUMELS = {"gpt2-124m": 124_439_808, "qwen3-0.6b": 596_049_920, "llama-2-7b": 6_738_415_616,
           "llama-3-8b": 8_030_261_248, "llama-3-70b": 70_553_706_496, "llama-3-405b": 405_853_388_800,
-          "deepseek-v3": 671_026_404_352}
+          "deepseek-v3": 671_026_404_352, "kimi-k2": 1_026_408_209_408, "qwen3-30b-a3b": 30_532_122_624}
 MATRICES = {"gpt2-124m": 48, "qwen3-0.6b": 196, "llama-2-7b": 224, "llama-3-8b": 224, "llama-3-70b": 560,
-            "llama-3-405b": 882, "deepseek-v3": 45_090}
+            "llama-3-405b": 882, "deepseek-v3": 45_090, "kimi-k2": 69_668, "qwen3-30b-a3b": 18_672}
 
 
 @pytest.fixture(scope="module", params=sorted(NUMELS))
