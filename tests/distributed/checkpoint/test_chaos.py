@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("seed, events, seconds, more", [
-    (1, 24, 480, []), (5, 16, 480, ["--meshes", "--campaign=4"]),
+    (1, 24, 480, []), (5, 10, 480, ["--meshes", "--campaign=4"]),
     pytest.param(2, 100_000, 600, [], marks=pytest.mark.thorough),
     pytest.param(7, 320, 1200, ["--meshes"], marks=pytest.mark.thorough)])
 def test_random_events(seed, events, seconds, more, tmp_path):

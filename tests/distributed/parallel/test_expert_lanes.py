@@ -511,6 +511,7 @@ class TestFolding(DistributedTest):
     """AutoEP beside AutoTP."""
 
     world_size = 4
+    thorough_on = (8,)
 
     @pytest.mark.world_size([4, 8])
     def test_gradients_norm_and_weights(self, stage):
@@ -605,7 +606,7 @@ class TestFoldedResume(DistributedTest):
     """On another number of ranks, with another number of experts a rank."""
 
     world_size = [4, 8]
-    thorough_on = (4,)
+    thorough_on = (4, 8)
 
     def begin(self, ep_size, stage=1):
         return start(FoldedNumbers(FoldedNet()), ds_config(gas=GAS, stage=stage, **BF16, **folded(ep_size)))

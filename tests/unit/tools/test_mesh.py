@@ -56,8 +56,9 @@ AUTO_EP = {"expert_parallel": {"enabled": True, "autoep_size": 4}}
 
 
 def test_sizes_are_those_of_the_config_and_of_options_and_must_not_differ():
-    given = {"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 3, **AUTO_EP}
-    assert Mesh.of(given, {"pp": 5, "ep": 4}) == Mesh(tp=2, ep=4, sp=3, pp=5)
+    given = {"sequence_parallel_size": 3, **AUTO_EP}
+    assert Mesh.of(given, {"pp": 5, "ep": 4, "tp": 2}) == Mesh(tp=2, ep=4, sp=3, pp=5)
+    assert Mesh.of({"tensor_parallel": {"autotp_size": 2}}, {"sp": 3}) == Mesh(tp=2, ep=1, sp=3, pp=1)
     assert Mesh.of({"tensor_parallel": {"autotp_size": 0}}, {"tp": 2}) == Mesh(2, 1, 1, 1)
     # A section that is off says nothing.
     assert Mesh.of({"expert_parallel": {"autoep_size": 4}}, {}) == Mesh(1, 1, 1, 1)
@@ -73,6 +74,7 @@ def test_sizes_are_those_of_the_config_and_of_options_and_must_not_differ():
     ({}, ("--ep", "16"), "autoep_size=16 exceeds num_experts=8 in layer 'model.layers.0.mlp'"),
     ({}, ("--tp", "4"), "with 2 heads of keys and values, cannot be cut into 4 parts of equal size along axis 0"),
     ({"tensor_parallel": {"autotp_size": 2}}, (), "unsupported partition style"),
+    ({"tensor_parallel": {"autotp_size": 2}, "sequence_parallel_size": 2}, (), "autotp_size is 2, together with a"),
     (AUTO_EP, ("--tp", "2"), "a plan does not know experts that are whole beside tensor parallelism"),
     (config(2), ("--pp", "2"), "zero_optimization.stage must be 1 with a PipelineModule, got 2"),
     (config(3), ("--tp", "2", "--ep", "2"), "zero_optimization.stage is 3, and experts of deepspeed.moe, experts"),
