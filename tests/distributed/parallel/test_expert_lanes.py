@@ -316,7 +316,7 @@ class TestResume(DistributedTest):
     """On another number of ranks, with another number of experts a rank."""
 
     world_size = [4, 8]
-    thorough_on = (4,)
+    thorough_on = (4, 8)
 
     def begin(self, ep_size, mpu, stage=1):
         zero = {**ON_HOST["zero_optimization"], "stage": stage}
