@@ -286,12 +286,15 @@ class RegularCheckpoint:
                 "are not of one save"
             )
         self._other_stages |= dict.fromkeys(stage.header.shapes, stage)
+        cuts = None
+        if header.cuts is not None and stage.header.cuts is not None:
+            cuts = {**header.cuts, **stage.header.cuts}
         self.header = replace(
             header,
             shapes={**header.shapes, **stage.header.shapes},
             rules={**header.rules, **stage.header.rules},
             kept={**header.kept, **stage.header.kept},
-            cuts={**(header.cuts or {}), **(stage.header.cuts or {})},
+            cuts=cuts,
         )
 
     def identity(self) -> list[str]:

@@ -1,6 +1,7 @@
 """Matrices that tensor parallelism has cut, trained with an engine, against the same model whole."""
 
 import math
+import shutil
 
 import deepspeed
 import deepspeed.comm as dist
@@ -14,7 +15,7 @@ from ds_layerwise.cli import main
 from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.ranks.comm import nodes
 from tests.support import internals
-from tests.support.checkpoints import loaded
+from tests.support.checkpoints import loaded, on_rank_0
 from tests.support.expected import mean_gradient
 from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
@@ -318,6 +319,15 @@ class TestCheckpoints(DistributedTest):
     def test_resume_with_any_number_of_copies(self, run_of_4):
         for changes in ({}, {"stage": 2, "bucket_numel": 10**9}):
             self.go_on(run_of_4, ds_config(clip=1.0, **changes)).destroy()
+
+    @pytest.mark.world_size(2)
+    def test_weights_alone_need_no_file_of_the_optimizer(self, run_of_4, tmp_path):
+        on_rank_0(lambda: shutil.copytree(run_of_4 / "first", tmp_path / "first",
+                                          ignore=shutil.ignore_patterns("*optim*", "layerwise_manifest.json")))
+        engine = start(Net(Mpu(2)), ds_config(), mpu=Mpu(2))
+        saved = torch.load(run_of_4 / f"expected_{dist.get_rank()}.pt")["saved"]
+        engine.load_checkpoint(tmp_path, tag="first", load_optimizer_states=False)
+        assert all(torch.equal(p, saved[name, None]) for name, p in engine.module.named_parameters())
 
     @pytest.mark.world_size(2)
     def test_weights_alone_with_another_number_of_parts(self, run_of_4, run_of_1):
