@@ -124,7 +124,8 @@ class Recut:
             if not all(torch.equal(values[0], value) for value in values):
                 raise LayerWiseError(
                     f"{name}: {what} differs between the {len(values)} tensor-parallel parts, and "
-                    f"is no piece of a whole one; resume with {len(values)}"
+                    f"is no piece of a whole one; resume with {len(values)} parts, and save "
+                    "without layerwise.save_universal"
                 )
             return values[0]
         whole = torch.cat([torch.unflatten(value, axis, (runs, -1)) for value in before], axis + 1)

@@ -99,9 +99,9 @@ def _load_checked(
         )
     if found is not None and not found.header.has_weights and custom_load_fn is not None:
         raise LayerWiseError(
-            f"{folder} was saved at ZeRO stage 3, where trained weights are only in the "
-            "optimizer's files, so custom_load_fn would get none of them; load without it, and "
-            "change the weights afterwards"
+            f"{folder} was saved at ZeRO stage 3, or in another number of tensor-parallel parts, "
+            "so that trained weights come from the optimizer's files, and custom_load_fn would get "
+            "none of them; load without it, and change the weights afterwards"
         )
     load = Load(
         found,

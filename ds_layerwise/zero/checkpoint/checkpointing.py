@@ -215,6 +215,9 @@ class Checkpointing:
         self._rules, self._kept = recorded(planned.saved_routes)
         params = run.model.named_parameters(remove_duplicate=False)
         self._cuts = cuts_of(params, planned.names, run.settings.tp_size)
+        if run.config.save_universal and run.settings.tp_size > 1:
+            with comm.errors_on_all_ranks():
+                self._check_rest(run.settings.tp_size)
         self._offloading = offloading
         self._guard = guard
         self.restart_step = restart_step
@@ -485,6 +488,7 @@ class Checkpointing:
         Raises:
             LayerWiseError: parts have different ones, and are no pieces of a whole one.
         """
+        self._check_rest(len(parts))
         files = []
         for number, part in enumerate(parts):
             files.append(in_model_file(folder, rename, part.header.shapes, number))
@@ -493,6 +497,23 @@ class Checkpointing:
         for name in files[0].keys() - trained.keys() - tied(self._run.model, trained).keys():
             rest[name] = saved.cut_anew(name, [file[name] for file in files])
         return rest
+
+    def _check_rest(self, count: int) -> None:
+        """Refuse what is not trained in a pipeline, whose layers have files of their own.
+
+        Raises:
+            LayerWiseError: names it.
+        """
+        model = self._run.model
+        if not pipeline.is_pipeline(model):
+            return
+        for name in untrained(model, self._run.params.values()):
+            raise LayerWiseError(
+                f"{name} of a pipeline is not trained, and cannot be put together of {count} "
+                "tensor-parallel parts, or cut into others; train it, keep it out of the "
+                f"state_dict, or resume with {count} parts, and save without "
+                "layerwise.save_universal"
+            )
 
     def _check_groups(self, folder: Path, header: Header) -> None:
         """Check that the parameter groups and the loss scale of this run can continue from the

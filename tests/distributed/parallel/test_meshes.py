@@ -202,6 +202,35 @@ class TestPipelineAndTensors(DistributedTest):
             engine.destroy()
 
 
+class TestUntrained(DistributedTest):
+    """What is not trained in a pipeline, whose layers have files of their own."""
+
+    world_size = 4
+
+    def begin(self, mpu, **changes):
+        parts = mpu.get_model_parallel_world_size()
+        topology = PipeModelDataParallelTopology(num_pp=2, num_mp=parts, num_dp=2 // parts)
+        model = PipelineModule([LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Counting, mpu)], topology=topology,
+                               loss_fn=square_loss, partition_method="uniform")
+        return start(model, ds_config(**changes))
+
+    def test_it_is_refused_where_parts_would_be_put_together(self, tmp_path):
+        with pytest.raises(LayerWiseError, match="1.seen of a pipeline is not trained, and cannot be put together"):
+            self.begin(Mpu(2), layerwise={"save_universal": True})
+        self.begin(Mpu(2)).save_checkpoint(tmp_path, tag="2")
+        self.begin(Mpu(2)).load_checkpoint(tmp_path, tag="2")
+        with pytest.raises(LayerWiseError, match="1.seen of a pipeline .* of 2 tensor-parallel parts, or cut into"):
+            self.begin(Mpu(1)).load_checkpoint(tmp_path, tag="2")
+
+
+class Counting(Pair):
+    """A layer with a buffer."""
+
+    def __init__(self, mpu):
+        super().__init__(mpu)
+        self.register_buffer("seen", torch.zeros(3))
+
+
 def parts_like_mine(mine, mpu):
     """The values of each rank with this rank's number of the part."""
     return from_all_ranks(mine)[mpu.get_model_parallel_rank()::mpu.get_model_parallel_world_size()]
@@ -228,6 +257,28 @@ def states_of(engine, mpu):
             whole.setdefault(key, {})[part_of_it[0]] = part_of_it[1]
     return {key: parts[0] if key[1] == "step" else torch.cat([parts[start] for start in sorted(parts)])
             for key, parts in whole.items()}
+
+
+def check_resumes(begin, all_weights, folder):
+    """Save without and with groups of sequences, which stay for the rest of the process, and load with them.
+
+    ``begin`` makes an engine from the number of ranks that share experts and the way to make those groups.
+    """
+    found = {}
+    for tag, how in (("plain", "none"), ("shared", "mesh")):
+        engine = begin(2, how)
+        experts.train_experts(engine, 0, 2)
+        engine.save_checkpoint(folder, tag=tag)
+        found[tag] = found[f"{tag}_universal"] = whole_states(engine), all_weights(engine, 2)
+        engine.destroy()
+    for ep_size in (2, 4):
+        other = begin(ep_size, "mesh")
+        for tag, (states, weights) in found.items():
+            experts.train_experts(other, 9, 10)
+            other.load_checkpoint(folder, tag=tag)
+            assert_equal_states(whole_states(other), states, (ep_size, tag))
+            assert_equal_states(all_weights(other, ep_size), weights, (ep_size, tag))
+        other.destroy()
 
 
 class TestExpertsAndSequences(DistributedTest):
@@ -260,22 +311,7 @@ class TestExpertsAndSequences(DistributedTest):
             return start(experts.FakeLoss(experts.part_of(experts.whole_model(), ep_size), ep_size),
                          ds_config(layerwise={"save_universal": True}, **HALF_ON_HOST), **sequence_groups(how))
 
-        # Groups of sequences stay for the rest of the process.
-        found = {}
-        for tag, how in (("plain", "none"), ("shared", "mesh")):
-            engine = begin(2, how)
-            experts.train_experts(engine, 0, 2)
-            engine.save_checkpoint(tmp_path, tag=tag)
-            found[tag] = found[f"{tag}_universal"] = whole_states(engine), experts.all_weights(engine, 2)
-            engine.destroy()
-        for ep_size in (2, 4):
-            other = begin(ep_size, "mesh")
-            for tag, (states, weights) in found.items():
-                experts.train_experts(other, 9, 10)
-                other.load_checkpoint(tmp_path, tag=tag)
-                assert_equal_states(whole_states(other), states, (ep_size, tag))
-                assert_equal_states(experts.all_weights(other, ep_size), weights, (ep_size, tag))
-            other.destroy()
+        check_resumes(begin, experts.all_weights, tmp_path)
 
 
 class TestAutoEpAndSequences(DistributedTest):
@@ -296,22 +332,7 @@ class TestAutoEpAndSequences(DistributedTest):
             return auto_ep.start_net(ep_size, fake=True, groups=sequence_groups(how),
                                      layerwise={"save_universal": True}, **HALF_ON_HOST)
 
-        # Groups of sequences stay for the rest of the process.
-        found = {}
-        for tag, how in (("plain", "none"), ("shared", "mesh")):
-            engine = begin(2, how)
-            experts.train_experts(engine, 0, 2)
-            engine.save_checkpoint(tmp_path, tag=tag)
-            found[tag] = found[f"{tag}_universal"] = whole_states(engine), auto_ep.all_weights(engine)
-            engine.destroy()
-        for ep_size in (2, 4):
-            other = begin(ep_size, "mesh")
-            for tag, (states, weights) in found.items():
-                experts.train_experts(other, 9, 10)
-                other.load_checkpoint(tmp_path, tag=tag)
-                assert_equal_states(whole_states(other), states, (ep_size, tag))
-                assert_equal_states(auto_ep.all_weights(other), weights, (ep_size, tag))
-            other.destroy()
+        check_resumes(begin, lambda engine, _: auto_ep.all_weights(engine), tmp_path)
 
 
 class TensorsAndSequences(Mpu):
