@@ -31,7 +31,7 @@ from ds_layerwise.checkpoint.manifest import Manifest
 from ds_layerwise.checkpoint.regular import RegularCheckpoint, refuse_parts
 from ds_layerwise.checkpoint.user_files import others_in
 from ds_layerwise.errors import LayerWiseError
-from ds_layerwise.tools.hf_names import NamedWeights
+from ds_layerwise.tools.hf_names import SHARED, NamedWeights
 from ds_layerwise.tools.verify import Contents
 
 #: The values of ``dtype``.
@@ -217,6 +217,11 @@ def consolidate(
         lines.append(
             f"no {CONFIG} lay beside the checkpoint, and from_pretrained needs one: name it with "
             "--config"
+        )
+    if weights.unknown:
+        lines.append(
+            f"{weights.unknown} and others keep the names of AutoEP, which from_pretrained does "
+            f"not find: they are renamed where {CONFIG} has one of the kinds {', '.join(SHARED)}"
         )
     if of_peft:
         lines.append(

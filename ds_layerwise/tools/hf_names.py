@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.verify import Contents
 
 #: The end of the router's name in a layer of AutoEP.
@@ -39,10 +40,14 @@ class NamedWeights:
     def __init__(self, contents: Contents, config: Path) -> None:
         self._contents = contents
         names = _in_order(contents)
-        layers = [name.removesuffix(_ROUTER) for name in names if name.endswith(_ROUTER)]
-        shared = None
-        if layers and config.is_file():
-            shared = SHARED.get(json.loads(config.read_text()).get("model_type"))
+        layers = []
+        for name in names:
+            owner = name.removesuffix(_ROUTER)
+            if owner != name and f"{owner}.experts.w3" in names:
+                layers.append(owner)
+        shared = _shared(config) if layers else None
+        self.unknown = layers[0] if layers and shared is None else ""
+        """A layer that keeps the names of AutoEP, which Hugging Face's model does not know."""
         self._sources: dict[str, tuple[str, ...]] = {}
         for name in names:
             layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
@@ -74,6 +79,20 @@ class NamedWeights:
         first, *others = (self._contents.weight(source) for source in self._sources[name])
         # The rows of the gates come before those of up, in each expert.
         return torch.cat([first, *others], dim=1) if others else first
+
+
+def _shared(config: Path) -> str | None:
+    """Return the name of shared experts in the kind of model that ``config`` names; None if it is
+    unknown.
+    """
+    if not config.is_file():
+        return None
+    try:
+        found = json.loads(config.read_text())
+    except ValueError as e:
+        raise LayerWiseError(f"{config} is not JSON ({e}); name another with --config") from e
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    return SHARED.get(kind) if isinstance(kind, str) else None
 
 
 def _in_order(contents: Contents) -> list[str]:

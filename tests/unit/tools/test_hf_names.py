@@ -7,6 +7,7 @@ import pytest
 import torch
 import transformers
 
+from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.tools.hf_names import SHARED, NamedWeights
 from tests.support.rooms import rooms
 from tests.support.versions import needs
@@ -80,6 +81,27 @@ def test_names_stay_for_other_models(config, tmp_path):
     named = NamedWeights(contents_of(changed), path)
     assert list(named.sizes(torch.float32)) == list(changed)
     assert all(torch.equal(named.weight(name), value) for name, value in changed.items())
+
+
+def test_a_layer_of_experts_that_are_no_stacks_stays(tmp_path):
+    weights = {f"layer.{name}.weight": torch.randn(2, 2) for name in ("router.gate", "gate", "experts.0.w1")}
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    named = NamedWeights(SimpleNamespace(trained={n: (2, 2) for n in weights}, others={}, model=None, aliases={},
+                                         weight=weights.__getitem__), tmp_path / "config.json")
+    assert list(named.sizes(torch.float32)) == list(weights) and not named.unknown
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"x"', '{"model_type": ["a"]}'])
+def test_odd_configs_name_no_model(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    named = NamedWeights(contents_of(by_auto_ep(model_of("Mixtral").state_dict())), tmp_path / "config.json")
+    assert named.unknown == "model.layers.0.mlp"
+
+
+def test_a_config_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(LayerWiseError, match="config.json is not JSON .*; name another with --config"):
+        NamedWeights(contents_of(by_auto_ep(model_of("Mixtral").state_dict())), tmp_path / "config.json")
 
 
 @needs("deepspeed>=0.19.6", "older ones have no presets")
