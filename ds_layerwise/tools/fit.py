@@ -169,8 +169,7 @@ def _tried(
     for path, value in change.values.items():
         if at(given, path) == value:
             del values[path]
-    sent = sum(map(sum, costs.sent_by_busiest().values()))
-    return Fit(replace(change, values=values), left, sent)
+    return Fit(replace(change, values=values), left, costs.sent_in_step)
 
 
 def as_text(found: Sequence[Sequence[Fit]], devices: Sequence[int], memory_bytes: int) -> str:

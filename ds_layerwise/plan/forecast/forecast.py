@@ -268,6 +268,12 @@ class Forecast:
             for dtype, sent in self.sent.items()
         }
 
+    @property
+    def sent_in_step(self) -> int:
+        """The bytes that the busiest rank of each kind sends in a step, over all axes."""
+        beside = self.sent_by_axis["tensor"] + self.sent_by_axis["pipeline ties"]
+        return beside + sum(map(sum, self.sent_by_busiest().values()))
+
 
 def _waiting(layout: Layout, run: RunConfig) -> int:
     """Return the most bytes of gradients that wait for the reduction of others, or without

@@ -105,10 +105,12 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)
     for axis, nbytes in forecast.sent_by_axis.items():
-        if 0 < nbytes < sum(forecast.sent_by_axis.values()):
+        # The two rows before say it of a plan that has no other axis.
+        is_all = axis == "data" and nbytes == sum(forecast.sent_by_axis.values())
+        if nbytes and not is_all:
             rows[f"sent over {axis}"] = size_text(nbytes)
     if gb_s is not None:
-        rows[f"sent at {gb_s:g} GB/s"] = time_text((gradients + parameters) / gb_s)
+        rows[f"sent at {gb_s:g} GB/s"] = time_text(forecast.sent_in_step / gb_s)
     if memory_bytes is not None:
         rows["needed"] = size_text(forecast.needed)
         rows["fits"] = _fit(memory_bytes - forecast.needed)

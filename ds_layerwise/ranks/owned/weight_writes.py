@@ -150,6 +150,9 @@ class WholeWeights:
         """
         check_same(self._params, self._ep_size, self._group)
 
+    #: Masters are compared with weights in every update.
+    reload = search
+
     def _check_other_parts(self, written: Sequence[str]) -> None:
         """Compare what any part of the model has seen written, where several parts have a parameter
         whole or the same tensor shard of it. Every rank must call this at the same point.
@@ -173,9 +176,6 @@ class WholeWeights:
                     holder, expected = first.setdefault(place, (rank, value))
                     if value != expected:
                         raise _not_the_same(place[0], holder, rank, of="parts of the model on ")
-
-    #: Masters are compared with weights in every update.
-    reload = search
 
 
 def check_same(params: Mapping[str, Tensor], ep_size: Mapping[str, int], group: comm.Group) -> None:

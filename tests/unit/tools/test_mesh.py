@@ -102,6 +102,10 @@ def test_a_part_of_a_model_has_its_share_of_what_transformers_cuts(command):
         cut_rows = "rows over 2 ranks" in part["reason"], "columns over 2 ranks" in part["reason"]
         assert cut_rows == ((wanted == (2, 1), wanted == (1, 2)) if part["optimizer"] == "muon" else (False, False))
     assert cut["sent_by_axis_bytes"]["tensor"] == max(cut["sent_to_tensor_peers_bytes"]) > 0
+    out = run(*command(llama, config(), "8", "--tp", "2", "--gb_s", "1"))[1]
+    assert "sent over tensor" in out
+    all_axes = sum(cut["sent_by_axis_bytes"].values())
+    assert f"{all_axes / 1000:.1f} us" in re.search(r"sent at 1 GB/s.*", out)[0]
     assert whole["sent_by_axis_bytes"] == {"data": whole["sent_by_busiest_bytes"], "expert-data": 0, "tensor": 0,
                                            "pipeline ties": 0}
 
