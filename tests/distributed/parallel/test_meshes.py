@@ -203,7 +203,7 @@ class TestPipelineAndTensors(DistributedTest):
 
 
 class TestUntrained(DistributedTest):
-    """What is not trained in a pipeline, whose layers have files of their own."""
+    """Values that a pipeline does not train, whose layers have files of their own."""
 
     world_size = 4
 
