@@ -172,16 +172,16 @@ IMPORTED = (
         SINGLE_PARTITION_OF_FP32_GROUPS TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO
         UNIVERSAL_CHECKPOINT_VERSION_KEY UNIVERSAL_CHECKPOINT_VERSION_VALUE ZERO_STAGE"""),
     Used("deepspeed.git_version_info.version", "imported"),
-    Used("deepspeed.module_inject.auto_ep", "imported", since="0.19.8"),
-    Used("deepspeed.module_inject.auto_ep.AutoEP", "read", ("model", "config"), since="0.19.8"),
-    Used("deepspeed.module_inject.auto_ep.AutoEP.ep_parser", "read", ("self",), since="0.19.8"),
+    Used("deepspeed.module_inject.auto_ep", "imported"),
+    Used("deepspeed.module_inject.auto_ep.AutoEP", "read", ("model", "config")),
+    Used("deepspeed.module_inject.auto_ep.AutoEP.ep_parser", "read", ("self",)),
     Used("deepspeed.module_inject.auto_ep.AutoEP._replace_moe_layer_without_retarget", "read",
-         ("self", "spec", "ep_size", "ep_rank"), since="0.19.8"),
-    Used("deepspeed.module_inject.auto_ep_config", "imported", since="0.19.8"),
-    Used("deepspeed.module_inject.auto_ep_config.parse_autoep_config", "read", since="0.19.8"),
-    Used("deepspeed.module_inject.auto_ep_config.validate_autoep_post_detection", "read", since="0.19.8"),
-    Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter", "imported", since="0.19.8"),
-    Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter.convert", "read", ("hf_tp_plan",), since="0.19.8"),
+         ("self", "spec", "ep_size", "ep_rank")),
+    Used("deepspeed.module_inject.auto_ep_config", "imported"),
+    Used("deepspeed.module_inject.auto_ep_config.parse_autoep_config", "read"),
+    Used("deepspeed.module_inject.auto_ep_config.validate_autoep_post_detection", "read"),
+    Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter", "imported"),
+    Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter.convert", "read", ("hf_tp_plan",)),
     Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
     *_used("deepspeed.runtime", "imported", "config lr_schedules"),
     Used("deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys", "imported", ("ordered_pairs",)),
@@ -195,7 +195,7 @@ IMPORTED = (
     Used(f"{_PIPE}.topology.PipelineParallelGrid", "imported"),
     Used("deepspeed.runtime.torch_autocast.PARAM_COMM_DTYPE_ATTR_NAME", "imported"),
     Used("deepspeed.runtime.torch_autocast.get_comm_dtype", "imported", ("param",)),
-    Used("deepspeed.runtime.tensor_parallel.config._get_hf_tp_plan", "imported", ("model",), since="0.19.8"),
+    Used("deepspeed.runtime.tensor_parallel.config._get_hf_tp_plan", "imported", ("model",)),
     Used("deepspeed.runtime.utils.count_used_parameters_in_backward", "imported", ("parameters",)),
     Used("deepspeed.runtime.utils.partition_balanced", "imported", ("weights", "num_parts")),
     Used("deepspeed.runtime.zero.config.ZeroStageEnum", "imported"),
@@ -242,13 +242,13 @@ READ = (
     Used("deepspeed.runtime.tensor_parallel.config.TPTrainingConfig.tensor_parallel", "read"),
     Used("deepspeed.runtime.tensor_parallel.config.TPConfig.tp_group", "read"),
     *_used(_ENGINE, "read", """
-        _config _running_engine_backward basic_optimizer checkpoint_engine checkpoint_mp_rank client_lr_scheduler
-        client_optimizer
+        _config _running_engine_backward basic_optimizer checkpoint_engine client_lr_scheduler client_optimizer
         enable_backward_allreduce engine_timers expert_data_parallel_group global_rank global_samples global_steps
         gradient_average has_moe_layers inside_no_sync_ctxt local_rank lr_scheduler mesh_device micro_steps module
         module_forward_post_hook module_forward_pre_hook monitor mp_world_size mpu num_experts optimizer
         save_non_zero_checkpoint save_zero_checkpoint seq_data_parallel_group sequence_parallel_size skipped_steps
         timers"""),
+    Used(f"{_ENGINE}.checkpoint_mp_rank", "read", since="0.19.6"),
     Used("deepspeed.monitor.monitor.MonitorMaster.enabled", "read"),
     Used("deepspeed.monitor.monitor.MonitorMaster.write_events", "read", ("self", "event_list")),
     *_used(_ENGINE, "read", """
@@ -313,7 +313,7 @@ READ = (
     Used("deepspeed.utils.groups._get_expert_model_parallel_world_size", "read", ()),
     Used("deepspeed.utils.groups._get_expert_parallel_world_size", "read", ("group_name",)),
     Used("deepspeed.moe.ep_experts.GroupedExperts.is_expert_group", "read"),
-    Used("deepspeed.runtime.engine.DeepSpeedEngine._autoep_folding_spec", "read", since="0.19.8"),
+    Used("deepspeed.runtime.engine.DeepSpeedEngine._autoep_folding_spec", "read"),
     *_used(f"{_TIMERS}.SynchronizedWallClockTimer.Timer", "read", "reset start stop", ("self",)),
     Used(f"{_ACCELERATOR}.Stream", "read"),
     *_used(_ACCELERATOR, "read", "current_stream empty_cache is_synchronized_device "

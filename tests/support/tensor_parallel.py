@@ -14,6 +14,9 @@ LAYERS = [("square_rows", 12, 12, 0), ("square_cols", 12, 12, 1), ("tall_rows", 
           ("flat_rows", 24, 12, 0), ("tall_cols", 12, 24, 1), ("narrow_rows", 4, 12, 0), ("narrow_cols", 12, 4, 1),
           ("copied", 12, 12, None)]
 
+#: A test with universal checkpoints of tensor-parallel parts needs it.
+UNIVERSAL_PARTS = ("deepspeed>=0.19.6", "its engine reads a universal checkpoint with one number of parts alone")
+
 MATRICES = {f"{name}.weight": (1, rows, cols) for name, rows, cols, _ in LAYERS}
 
 

@@ -295,7 +295,13 @@ def _expert_loading(engine: DeepSpeedEngine, load: Load) -> ExitStack:
     if load.rest is not None and load.found is not None:
         # Each rank reads the first of the files, for what is the same in all.
         count = mp_size(load.found.folder)
-        return patch(engine, has_moe_layers=False, mp_world_size=count, checkpoint_mp_rank=0)
+        undo = patch(engine, has_moe_layers=False, mp_world_size=count)
+        # DeepSpeed before 0.19.6 asks the mpu for the number of a file.
+        if hasattr(engine, "checkpoint_mp_rank"):
+            undo.push(patch(engine, checkpoint_mp_rank=0))
+        else:
+            undo.push(patch(engine, mpu=None))
+        return undo
     return patch(engine, has_moe_layers=engine.has_moe_layers and not load.has_whole_experts)
 
 

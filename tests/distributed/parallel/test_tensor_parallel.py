@@ -21,7 +21,7 @@ from tests.support.family import train as train_alone
 from tests.support.harness import DistributedTest, made_once
 from tests.support.reference import Recipe, train, train_on_gradients, whole_number_gradients
 from tests.support.rooms import rooms
-from tests.support.tensor_parallel import MATRICES, Mpu, Net, batch, dim_of, mark, part
+from tests.support.tensor_parallel import MATRICES, UNIVERSAL_PARTS, Mpu, Net, batch, dim_of, mark, part
 from tests.support.training import MUON, ds_config, from_all_ranks, reduced_gradients, relative_error, start
 from tests.support.universal import convert
 from tests.support.versions import needs
@@ -401,6 +401,7 @@ class TestOtherCuts(DistributedTest):
             engine.step()
         return engine
 
+    @needs(*UNIVERSAL_PARTS)
     def test_pieces_of_runs(self, tmp_path):
         """Gate and up, one after the other on each rank, and in the whole."""
         cuts = {"gate_up": ((16, 8), {"partition_dim": 0, "partition_stride": 2}), "bias": ((16, ), {
@@ -449,6 +450,7 @@ class TestOtherCuts(DistributedTest):
         refused(2, 4, r"matrix has 6 elements in each of 1 run\(s\) along axis 0, which 4 tensor-parallel parts do "
                 "not divide; resume with a number that does", {"matrix": ((6, 8), rows)}, {"matrix": ((8, 8), rows)})
 
+    @needs(*UNIVERSAL_PARTS)
     def test_stock_adamw_cuts_a_universal_checkpoint(self, tmp_path):
         layerwise = {"save_universal": True, "overrides": [{"name": "*", "optimizer": "scalar"}]}
         mpu = Mpu(2)
