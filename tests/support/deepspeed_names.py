@@ -265,6 +265,8 @@ READ = (
         destroy partition_all_parameters""", ("self",)),
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.release_backward_leftovers", "read", ("self",)),
     Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload.persistent_parameters", "read"),
+    Used("deepspeed.runtime.zero.parameter_offload.DeepSpeedZeRoOffload._DeepSpeedZeRoOffload__allgather_stream",
+         "read"),
     *_used("deepspeed.runtime.zero.partition_parameters.Init", "read", """
         all_gather all_gather_coalesced ds_id ds_numel ds_process_group ds_shape ds_tensor ds_zero_param_process_group
         partition"""),

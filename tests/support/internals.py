@@ -7,12 +7,18 @@ from typing import Any
 
 import torch
 
+from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.zero.step.first_step import FirstStep
 
 
 def owned(engine: Any) -> Any:
     """Return the part of the optimizer that this rank updates: masters, states and reduced gradients of its pieces."""
     return engine.optimizer._run.owned
+
+
+def fetch_on(engine: Any, stream: Any) -> None:
+    """Let DeepSpeed's fetches, at ZeRO stage 3, count as work on ``stream``."""
+    engine.optimizer._run.places._fetches = SideStream(stream)
 
 
 def pieces(engine: Any) -> list[Any]:

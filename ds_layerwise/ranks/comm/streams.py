@@ -12,11 +12,17 @@ from torch import Tensor
 
 
 class SideStream:
-    """A stream for the work that is queued inside ``with side:``."""
+    """A stream for the work that is queued inside ``with side:``.
 
-    def __init__(self) -> None:
+    Args:
+        stream: a stream of others; None for a new one, if the device has streams.
+    """
+
+    def __init__(self, stream: Any = None) -> None:
         accelerator = get_accelerator()
-        self._stream: Any = None if accelerator.is_synchronized_device() else accelerator.Stream()
+        if stream is None and not accelerator.is_synchronized_device():
+            stream = accelerator.Stream()
+        self._stream = stream
         self._inside: list[Any] = []
 
     @property

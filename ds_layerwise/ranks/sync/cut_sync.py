@@ -74,6 +74,7 @@ class CutSync:
         """Wait for all pending rounds, and make persistent parameters whole."""
         if self._transfer.launched:
             self._transfer.finish()
+            self._all_cuts.let_fetches_follow()
             self._all_cuts.take_note()
             self._all_cuts.fetch_persistent()
 

@@ -22,6 +22,7 @@ from ds_layerwise.errors import ConfigError, StepError, few
 from ds_layerwise.instance_patches import patch
 from ds_layerwise.output import announce
 from ds_layerwise.ranks.comm import comm
+from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned.buffers import ShardBuffer
 from ds_layerwise.ranks.owned.weight_writes import differs
 
@@ -193,6 +194,7 @@ class ParamCuts:
     ) -> None:
         self._params = params
         self._fetcher = fetcher
+        self._fetches = SideStream(fetcher._DeepSpeedZeRoOffload__allgather_stream)
         self._device = values.tensors[0].device
         self._places: dict[str, Tensor] = {}
         self._fetched: list[Tensor] | None = None
@@ -248,6 +250,12 @@ class ParamCuts:
         self._fetcher.partition_all_parameters()
         _forget_second_copies(self._fetcher.module)
         self._fetched = None
+
+    def let_fetches_follow(self) -> None:
+        """Let DeepSpeed's fetches, which have a stream of their own, wait for all that the current
+        stream writes into cuts.
+        """
+        self._fetches.follow()
 
     def fetch_persistent(self) -> None:
         """Gather the parameters that stay whole between steps, if they have been whole before. A

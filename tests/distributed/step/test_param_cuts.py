@@ -514,6 +514,15 @@ class TestAccess(DistributedTest):
         assert start(Net(), config_of(2)).optimizer.parameter_offload is None
 
 
+class Stream:
+    """A stream that counts how often it waits for another."""
+
+    waits = 0
+
+    def wait_stream(self, other):
+        self.waits += 1
+
+
 class TestBetweenSteps(DistributedTest):
     world_size = 2
 
@@ -556,6 +565,19 @@ class TestBetweenSteps(DistributedTest):
             engine = train_engine(start(Gpt(), config_of(3, zero=zero, **PRECISIONS["bf16"])), 3)
             assert_same_run(engine, plain, zero)
             engine.destroy()
+
+    def test_fetches_wait_for_what_a_step_and_a_load_write(self, tmp_path):
+        """A CPU has no streams, so the one that DeepSpeed fetches on is played."""
+        engine = start(Net(), config_of(3, zero={"stage3_param_persistence_threshold": 0}))
+        fetches = Stream()
+        internals.fetch_on(engine, fetches)
+        train_engine(engine, 1)
+        waited = [fetches.waits]
+        engine.save_checkpoint(tmp_path, tag="one")
+        waited.append(fetches.waits)
+        engine.load_checkpoint(tmp_path, tag="one")
+        waited.append(fetches.waits)
+        assert waited[0] > 0 and waited[1] == waited[0] and waited[2] > waited[1], waited
 
     def test_nothing_is_whole_after_a_backward_pass(self):
         model = Gpt(again=True)

@@ -11,17 +11,18 @@ from torch import nn
 from ds_layerwise.plan.layout.layout import ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.comm import comm, streams
-from ds_layerwise.ranks.owned.buffers import FlatBuffer
+from ds_layerwise.ranks.owned.buffers import FlatBuffer, new_shards
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync import bucket_transfers
 from ds_layerwise.ranks.sync.bucket_transfers import Wire
+from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.grad_sync import GradSync
 from ds_layerwise.ranks.sync.param_sync import ParamSync
 from tests.support.races import Machine, Race
 from tests.support.rooms import rooms
 from tests.support.transports import in_cuts
 
-pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "transfer", "scratch")
+pytestmark = rooms("grad_sync", "streams", "param_sync", "bucket_transfers", "cut_sync", "transfer", "scratch")
 
 SHAPES = {"a": (8, 8), "b": (5,), "c": (4, 16), "d": (70,), "e": (3, 3), "f": (8, 2), "g": (8, 8), "h": (6, 2)}
 
@@ -249,6 +250,50 @@ def test_memory_of_buckets_is_there_for_the_exchange(machine, monkeypatch):
         assert all(turn._memory for turn in sync._scheduler._turns)
         sync.reduce()
     assert held == [[0, 0]]
+
+
+class Cuts:
+    """Cuts of one rank, which stay on the device, and the stream on which DeepSpeed fetches them."""
+
+    def __init__(self, layout, stream):
+        self.cuts = {slot.name: torch.zeros(bucket.cut_of(slot)) for bucket in layout.buckets for slot in bucket.slots}
+        self.of = self.cuts.__getitem__
+        self.let_fetches_follow = streams.SideStream(stream).follow
+
+    def release(self):
+        """Nothing is whole, or stays so."""
+
+    take_note = fetch_persistent = release
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
+    specs = [ParamSpec(name, shape, "float32", len(shape) == 2, 10 * (len(shape) == 2))
+             for name, shape in SHAPES.items()]
+    layout = plan_layout(specs, 4, bucket_numel=60, alignment=4, stage=3)
+    with machine, torch.no_grad():
+        computing, fetching = machine.current, machine.Stream()
+        values = new_shards(layout, 1, torch.device("cpu"))
+        cuts = Cuts(layout, fetching)
+        if not follows:
+            cuts.let_fetches_follow = cuts.release
+        sync = CutSync(values, cuts, groups={1: Group("all", 4, 1)}, ep_size={})
+        fetching.wait_stream(computing)
+
+        def step():
+            for tensor in values.tensors:
+                tensor.add_(1)
+            sync.send(bucket.index for bucket in reversed(layout.buckets))
+            with machine.stream(fetching):
+                fetched = [cut.clone() for cut in cuts.cuts.values()]
+            computing.wait_stream(fetching)
+            del fetched
+
+        if follows:
+            step(), step()
+        else:
+            with pytest.raises(Race, match="reads what"):
+                step()
 
 
 def test_a_race_is_seen():
