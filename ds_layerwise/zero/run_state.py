@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
@@ -125,6 +126,8 @@ class RunState:
             self.optimizer.hold(
                 {self.params[name]: self.owned.states[name] for name in self.pieces}
             )
+        # The former memory of the parameters, which torch would keep.
+        get_accelerator().empty_cache()
 
     def _move_in(self) -> None:
         """Move the parameters into the buffer, or at ZeRO stage 3 their cuts and what this rank

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from deepspeed.utils import logger
 from torch import nn
 
@@ -153,4 +154,22 @@ class ReportingOptimizer(EngineOptimizer):
             names = few(planned.left_out)
             parts.append(f"in no parameter group, so not trained here: {names}")
         parts.append(self.attention.summary())
+        if run.config.overlap_param_gather:
+            parts.append(timer_told(self._engine().tput_timer.config, run.device))
         return "\n".join(part for part in parts if part)
+
+
+def timer_told(timer: Any, device: torch.device) -> str:
+    """Return a line for the start-up table if DeepSpeed's throughput timer leaves little to hide
+    for ``overlap_param_gather``; else an empty one.
+
+    Args:
+        timer: its config, ``timers.throughput``.
+    """
+    if device.type == "cpu" or not (timer.enabled and timer.synchronized):
+        return ""
+    return (
+        "overlap_param_gather: DeepSpeed's throughput timer waits for the device twice a "
+        "micro-batch, so that no transfer is left for the next forward pass; set "
+        "timers.throughput.synchronized to false"
+    )

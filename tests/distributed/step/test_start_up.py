@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.utils import logger
 from torch import nn
 
 import ds_layerwise
+from ds_layerwise.zero import start_report
 from tests.support import internals
 from tests.support.harness import DistributedTest, device
 from tests.support.live_memory import LiveMemory
@@ -80,4 +82,27 @@ class TestLeftOut(DistributedTest):
             engine, *_ = ds_layerwise.initialize(model=model, model_parameters=trainable[count:], config=ds_config())
             lines = [line for line in engine.optimizer.describe().splitlines() if "group" in line]
             assert lines == [f"in no parameter group, so not trained here: {told}"] * bool(told)
+            engine.destroy()
+
+
+class TestDevice(DistributedTest):
+    """What a device would be asked."""
+
+    def test_former_memory_of_parameters_is_given_back_after_the_move(self, monkeypatch):
+        held = []
+
+        def give_back(accelerator):
+            held.append(all(p.data_ptr() == start_of[p] for p in model.parameters()))
+
+        model = Net()
+        start_of = {p: p.data_ptr() for p in model.parameters()}
+        monkeypatch.setattr(type(get_accelerator()), "empty_cache", give_back)
+        start(model, ds_config())
+        assert held == [False]
+
+    def test_the_table_asks_for_the_timer_where_overlap_does(self, monkeypatch):
+        monkeypatch.setattr(start_report, "timer_told", lambda timer, device: f"timer {timer.enabled} {device}")
+        for overlap in (True, False):
+            engine = start(Net(), ds_config(layerwise={"overlap_param_gather": overlap}))
+            assert ("timer True cpu" in engine.optimizer.describe()) == overlap
             engine.destroy()
