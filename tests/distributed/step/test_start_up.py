@@ -86,7 +86,7 @@ class TestLeftOut(DistributedTest):
 
 
 class TestDevice(DistributedTest):
-    """What a device would be asked."""
+    """Requests to the device at start."""
 
     def test_former_memory_of_parameters_is_given_back_after_the_move(self, monkeypatch):
         held = []
