@@ -155,9 +155,9 @@ ADAM = RuleRecord("adam", ("exp_avg", "exp_avg_sq", "step"), "exp_avg")
 
 
 #: The cuts of tensor parallelism through parameters, trained or not, by name: the axis, and the
-#: number of runs of equal length along it, of each of which every part has an equal piece; None if
-#: parts are something else.
-Cuts = Mapping[str, tuple[int, int] | None]
+#: number of runs of equal length along it, of each of which every part has an equal piece; or the
+#: axis, 1, and the lengths of the pieces that parts have; None if parts are something else.
+Cuts = Mapping[str, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -92,8 +92,9 @@ class Recut:
         self._count = count
         shapes = dict(self.header.shapes)
         for name in shapes.keys() & {*was, *cuts}:
-            nothing = torch.empty(shapes[name], dtype=torch.float32, device="meta")
-            shapes[name] = tuple(self.cut_anew(name, [nothing] * len(parts)).shape)
+            its = [part.header.shapes[name] for part in parts]
+            nothing = [torch.empty(each, dtype=torch.float32, device="meta") for each in its]
+            shapes[name] = tuple(self.cut_anew(name, nothing).shape)
         self.header = replace(self.header, shapes=shapes, num_parts=count)
 
     def cut_anew(self, name: str, values: Sequence[Tensor], what: str = "its value") -> Tensor:
@@ -103,16 +104,18 @@ class Recut:
             values: what the saved parts have.
 
         Raises:
-            LayerWiseError: parts are not equal pieces of a whole one, or the new ones would not be;
-                names it.
+            LayerWiseError: parts are not pieces of a whole one, or the new ones would not be; names
+                it.
         """
         cut = {**self._now, **self._was}.get(name, (0, 1))
-        if cut is None or self._now.get(name, cut) != cut:
+        new = self._now.get(name, cut)
+        if cut is None or new is None or new[:2] != cut[:2]:
             raise LayerWiseError(
-                f"{name} was or is not cut into equal pieces along one axis, the same then and "
-                f"now, and cannot be cut anew; resume with {len(values)} tensor-parallel part(s)"
+                f"{name} was or is not cut into pieces along one axis, equal ones if in several "
+                "runs, the same then and now, and cannot be cut anew; resume with "
+                f"{len(values)} tensor-parallel part(s)"
             )
-        axis, runs = cut
+        axis, runs, *_ = cut
         before = values[:1]
         if name in self._was:
             before = values
@@ -129,13 +132,17 @@ class Recut:
                 )
             return values[0]
         whole = torch.cat([torch.unflatten(value, axis, (runs, -1)) for value in before], axis + 1)
-        if whole.shape[axis + 1] % now:
+        length = whole.shape[axis + 1]
+        lengths = list(new[2:])
+        if now == 1 or sum(lengths) != length:
+            lengths = [length // now] * now
+        if sum(lengths) != length:
             raise LayerWiseError(
-                f"{name} has {whole.shape[axis + 1]} elements in each of {runs} run(s) along axis "
+                f"{name} has {length} elements in each of {runs} run(s) along axis "
                 f"{axis}, which {now} tensor-parallel parts do not divide; resume with a number "
                 "that does"
             )
-        return whole.chunk(now, axis + 1)[self._number % now].flatten(axis, axis + 1)
+        return torch.split(whole, lengths, axis + 1)[self._number % now].flatten(axis, axis + 1)
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece, if ``name`` is cut; see :meth:`.record.Saved.pieces`."""
@@ -152,7 +159,7 @@ class Recut:
         tensors = {}
         for key, values in found.items():
             tensors[key] = self.cut_anew(name, values, key)
-            if values[0].shape == shape:
+            if values[0].shape == self._parts[0].header.shapes[name]:
                 # A copy, so that memory for one whole state suffices.
                 tensors[key] = tensors[key].reshape(-1)[start:stop].clone()
         return [PieceRecord(name, start, tensors.pop(""), tensors)]

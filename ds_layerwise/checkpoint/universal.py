@@ -228,7 +228,7 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
     written = []
     for name in names:
         shape = tuple(saved.header.shapes[name])
-        axis, runs = (saved.header.cuts or {}).get(name) or (0, 1)
+        axis, runs, *_ = (saved.header.cuts or {}).get(name) or (0, 1)
         # DeepSpeed's optimizers cut it so.
         cut = {CAT_DIM: axis, PARAM_N_SUB_PARAMS: runs}
         rule = saved.header.rules[name]

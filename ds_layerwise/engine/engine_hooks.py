@@ -213,18 +213,16 @@ def _broadcast_model(original: Method, engine: DeepSpeedEngine) -> Any:
     if dist.is_initialized():
         if is_stage:
             pipeline.check_experts(engine.has_moe_layers)
-        what = "the model"
-        if engine.mp_world_size > 1 and not is_stage:
-            what = "the model (parts must be of equal size: let their number divide each cut axis)"
         described = []
         for name, param in model.named_parameters():
             notes = " (frozen)" * (not param.requires_grad)
             if param_owner.is_trained(param):
                 notes += " (trained by another engine before)"
             described.append(f"{name} {tuple(param.shape)} {param.dtype}{notes}")
-        group = engine.seq_data_parallel_group if is_stage else None
+        group = engine.seq_data_parallel_group if is_stage or engine.mp_world_size > 1 else None
+        digest = comm.digest_of(described)
         with comm.errors_on_all_ranks():
-            comm.same_on_all_ranks(what, comm.digest_of(described), described, group=group)
+            comm.same_on_all_ranks("the model", digest, described, group=group)
     with viewable_as_bytes(model.parameters()):
         return original()
 

@@ -1,5 +1,5 @@
-"""Newton-Schulz on matrices of which every rank of a tensor-parallel group has an equal part of the
-rows or columns.
+"""Newton-Schulz on matrices of which every rank of a tensor-parallel group has a part of the rows
+or columns.
 
 Note: what is sent
     ``duplicated`` gathers the matrices and gives every rank the bits of the unsharded result.
@@ -10,6 +10,8 @@ Note: what is sent
     is only used if that is the shorter side, or the matrix is square. On the longer side it would
     be larger than the matrix, be sent once per step or restart, and take more products. Therefore,
     matrices cut along their shorter side are gathered as in ``duplicated``.
+
+Parts of unequal length are gathered with zeros behind them, which changes roundings alone.
 
 A permutation of the cut axis only permutes the result, so shards need not be consecutive. Ranks
 have such a permutation if a fused projection is cut part by part.
@@ -23,6 +25,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ds_layerwise.orthogonalize.newton_schulz import Coefficients, iterate, to_peak_1
 
@@ -43,6 +46,13 @@ class ShardPeers(Protocol):
     def rank(self) -> int:
         """The number of this rank among the peers; parts are in this order."""
 
+    @property
+    def lengths(self) -> Sequence[int]:
+        """The lengths of the cut axis of all parts; empty if they are equal."""
+
+    def with_lengths(self, lengths: Sequence[int]) -> ShardPeers:
+        """Return these ranks with parts of ``lengths``."""
+
     def gather(self, value: Tensor) -> Tensor:
         """Return ``value`` of all ranks, stacked along a new first axis."""
 
@@ -57,12 +67,23 @@ class ShardPeers(Protocol):
         """
 
 
-def whole_shape(shape: tuple[int, ...], axis: Axis | None, size: int) -> tuple[int, ...]:
-    """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``."""
+def whole_shape(
+    shape: tuple[int, ...], axis: Axis | None, size: int, lengths: Sequence[int] = ()
+) -> tuple[int, ...]:
+    """Return the shape of matrices of which each of ``size`` ranks has a part of ``shape``, or of
+    ``lengths`` along ``axis``.
+    """
     whole = list(shape)
     if axis is not None and len(whole) >= -axis:
-        whole[axis] *= size
+        whole[axis] = sum(lengths) or whole[axis] * size
     return tuple(whole)
+
+
+def padded(part: Tensor, axis: Axis, length: int) -> Tensor:
+    """Return ``part`` with zeros behind it, ``length`` along ``axis``. They stay zeros in the
+    results for whole matrices.
+    """
+    return pad(part, [0, 0] * (-axis - 1) + [0, length - part.shape[axis]])
 
 
 def newton_schulz_of_shards(
@@ -78,14 +99,14 @@ def newton_schulz_of_shards(
     matrices, from sums of Gram matrices.
 
     Args:
-        shards: ``(k, rows, cols)``, of equal shape on all ranks. Not modified.
+        shards: ``(k, rows, cols)``, of equal shape on all ranks but for ``axis``. Not modified.
         axis: the axis that is cut; not the shorter side, see the note on what is sent.
         method, dtype: as in that function.
 
     Returns:
         A new tensor of the shape and dtype of ``shards``.
     """
-    rows, cols = whole_shape(tuple(shards.shape[-2:]), axis, peers.size)
+    rows, cols = whole_shape(tuple(shards.shape[-2:]), axis, peers.size, peers.lengths)
     x = iterate(
         shards,
         coefficients,

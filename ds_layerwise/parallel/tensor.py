@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 from deepspeed.utils import groups
@@ -11,11 +12,12 @@ from deepspeed.utils.bwc import (
     bwc_tensor_model_parallel_group,
     bwc_tensor_model_parallel_world_size,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from ds_layerwise.errors import ConfigError, LayoutError
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.weight_writes import checksum_of
+from ds_layerwise.routing.tensor_marks import PART_SHAPES, is_cut
 
 _ASKED = (
     "get_model_parallel_rank",
@@ -107,6 +109,37 @@ def tensor_group(engine: Any) -> comm.Group | None:
             "tp_model_init"
         )
     return group
+
+
+def agree_on_parts(model: nn.Module, *, group: comm.Group) -> None:
+    """Store with each parameter the shapes of all its parts, if they differ.
+
+    Args:
+        group: the ranks with the parts, which must all call this; None if there are none.
+
+    Raises:
+        LayoutError: on every rank, if parts of a parameter are not pieces of one axis.
+    """
+    if group is None:
+        return
+    mine = {name: tuple(param.shape) for name, param in model.named_parameters()}
+    everyone = comm.gather_objects(mine, group=group)
+    with comm.errors_on_all_ranks():
+        for name, param in model.named_parameters():
+            shapes = [theirs.get(name, mine[name]) for theirs in everyone]
+            by_axis = enumerate(zip(*shapes, strict=False))
+            differ = [axis for axis, sizes in by_axis if len({*sizes}) > 1]
+            if not differ:
+                continue
+            dim = getattr(param, "partition_dim", differ[0])
+            if not is_cut(param) or differ != [dim] or 0 in chain(*shapes):
+                raise LayoutError(
+                    f"{name} has shapes {', '.join(map(str, shapes))} on tensor-parallel ranks; "
+                    "set param.tensor_model_parallel = True and param.partition_dim to the axis "
+                    "that is cut, along which alone they may differ, or choose a number of ranks "
+                    "that leaves elements to each"
+                )
+            setattr(param, PART_SHAPES, shapes)
 
 
 def check_copies(copies: Mapping[str, Tensor], *, group: comm.Group) -> None:

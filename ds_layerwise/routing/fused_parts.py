@@ -223,7 +223,7 @@ def _count_of(model: nn.Module, route: Route, tp_size: int) -> int | None:
     shape = route.matrices
     if leaf not in FUSED_NAMES or shape is None or len(shape) != 2:
         return None
-    outputs = shape[int(route.transposed)] * (tp_size if route.tp_axis == -2 else 1)
+    outputs = route.whole_shape(shape, tp_size)[int(route.transposed)]
     if width and outputs % width == 0:
         return outputs // width
     return None
@@ -332,9 +332,7 @@ def _with_known_parts(
     if shape is None or per_head and leaf in FUSED_NAMES:
         return route
     axis = outputs_of(module, route)
-    length = shape[axis]
-    if route.tp_axis == axis:
-        length *= tp_size
+    length = route.whole_shape(shape, tp_size)[axis]
     known = _known(module, leaf, length, sources_of(module, model, tp_size), per_head)
     parts = known and Parts(axis, known.parts, known.groups)
     if parts is not None and parts.length == length and len(parts.each) > 1:
@@ -450,7 +448,7 @@ def _with_parts_here(route: Route, parts: Parts, param: Tensor, tp_size: int) ->
     """
     if tp_size == 1 or route.tp_axis != parts.axis:
         return with_parts(route, parts)
-    runs = runs_of(param, parts.length)
+    runs = None if route.tp_lengths else runs_of(param, parts.length)
     sizes = tuple(part.size for _, part in parts.each)
     with_heads = [part.heads is not None for _, part in parts.each]
     here = None

@@ -73,6 +73,8 @@ class Route:
     """The axis along which tensor parallelism cuts the matrix. ``matrix_shape`` is then that of
     this rank's tensor shard.
     """
+    tp_lengths: tuple[int, ...] = ()
+    """The lengths of that axis on all tensor-parallel ranks; empty if they are equal."""
     transposed: bool = False
     """True if a linear layer stores (inputs, outputs): its heads are blocks of columns."""
     parts: Parts | None = None
@@ -127,9 +129,17 @@ class Route:
         """Return the shape in matrix products of a matrix that its rule sees as ``shape``.
 
         That is the shape of the whole matrix if tensor parallelism has cut it into ``tp_size``
-        parts, unless the rule treats a part as a matrix.
+        parts, unless the rule treats a part as a matrix. It is then that of the largest part.
         """
-        return whole_shape(shape, None if self.recipe.sees_tensor_shards else self.tp_axis, tp_size)
+        if self.recipe.sees_tensor_shards:
+            return whole_shape(shape, self.tp_axis, 1, sorted(self.tp_lengths)[-1:])
+        return self.whole_shape(shape, tp_size)
+
+    def whole_shape(self, shape: Shape, tp_size: int) -> Shape:
+        """Return the shape, before tensor parallelism has cut it, of what its rule sees as
+        ``shape``.
+        """
+        return whole_shape(shape, self.tp_axis, tp_size, self.tp_lengths)
 
     @property
     def meaning(self) -> str:
@@ -378,7 +388,7 @@ def parts_of(route: Route, split: Split, *, outputs: Axis, tp_size: int = 1) -> 
             f"{route.recipe.rule} ({route.reason}), which does not see it as a matrix; narrow the "
             "pattern"
         )
-    length = shape[axis] * (tp_size if route.tp_axis == axis else 1)
+    length = route.whole_shape(shape, tp_size)[axis]
     if parts.length != length:
         raise RoutingError(
             f"{route.name} {shape}: layerwise.overrides splits it into {split!r}, "

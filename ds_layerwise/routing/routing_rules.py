@@ -77,7 +77,7 @@ from ds_layerwise.routing.routes import (
     with_changes,
     with_effect,
 )
-from ds_layerwise.routing.tensor_marks import axis_of, is_cut, whole_dims
+from ds_layerwise.routing.tensor_marks import axis_of, is_cut, lengths_of, whole_dims
 
 #: The names of bare parameters that are looked up, or placed beside tokens: positions, latents,
 #: queries, prompts.
@@ -313,8 +313,9 @@ def _with_cut(route: Route, subject: Subject) -> Route:
     if route.matrix_shape is not None:
         axis = axis_of(route.name, param, route.matrix_shape, tp_size)
     cut = replace(route, is_cut=True, tp_axis=axis)
-    if axis is None:
+    if axis is None or route.matrix_shape is None:
         return cut
+    cut = replace(cut, tp_lengths=lengths_of(param, route.matrix_shape[axis]))
     return cut.because(f"{'rows' if axis == -2 else 'columns'} over {tp_size} ranks")
 
 

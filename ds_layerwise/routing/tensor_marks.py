@@ -8,6 +8,7 @@ cut.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,9 @@ from ds_layerwise.orthogonalize.tensor_shards import Axis
 #: The attribute in which AutoTP stores its information about a parameter:
 #: deepspeed.checkpoint.constants.DS_AUTOTP_UC_META.
 AUTOTP_META = "ds_autotp_universal_checkpoint_meta"
+#: The attribute with the shapes of all parts of a parameter, in their order, if they differ; see
+#: :func:`.parallel.tensor.agree_on_parts`.
+PART_SHAPES = "ds_layerwise_part_shapes"
 
 
 def is_cut(param: Tensor) -> bool:
@@ -28,6 +32,14 @@ def is_cut(param: Tensor) -> bool:
     return bool(
         getattr(param, "tensor_model_parallel", False) or getattr(param, "model_parallel", False)
     )
+
+
+def lengths_of(param: Tensor, own: int) -> tuple[int, ...]:
+    """Return the lengths in all parts of the cut axis, which has ``own`` elements in ``param``;
+    empty if they are equal.
+    """
+    shapes = getattr(param, PART_SHAPES, ())
+    return tuple(own * math.prod(shape) // param.numel() for shape in shapes)
 
 
 def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis | None:
@@ -38,7 +50,7 @@ def axis_of(name: str, param: Tensor, matrix_shape: Shape, tp_size: int) -> Axis
         matrix_shape: the shape in which the matrix optimizer sees ``param``.
 
     Raises:
-        RoutingError: ``param`` has no such information, or the parts differ in size or overlap.
+        RoutingError: ``param`` has no such information, or the parts overlap.
     """
     dim = _dim_of(name, param, tp_size)
     if len(matrix_shape) == param.dim():
@@ -62,7 +74,13 @@ def whole_dims(name: str, param: Tensor, tp_size: int) -> Shape:
         RoutingError: as in :func:`axis_of`.
     """
     dim = _dim_of(name, param, tp_size)
-    return tuple(size * tp_size if axis == dim else size for axis, size in enumerate(param.shape))
+    whole = list(param.shape)
+    whole[dim] = _whole_length(param, dim, tp_size)
+    return tuple(whole)
+
+
+def _whole_length(param: Tensor, dim: int, tp_size: int) -> int:
+    return sum(lengths_of(param, param.shape[dim])) or tp_size * param.shape[dim]
 
 
 def cuts_of(
@@ -80,9 +98,9 @@ def cuts_of(
         cut = None
         with suppress(RoutingError):
             dim = _dim_of(name, param, tp_size)
-            runs = runs_of(param, param.shape[dim] * tp_size) or (0, 1)
+            runs = runs_of(param, _whole_length(param, dim, tp_size)) or (0, 1)
             if len(set(runs)) == 1:
-                cut = dim, len(runs)
+                cut = dim, len(runs), *lengths_of(param, param.shape[dim])
         found.update(dict.fromkeys(names.get(name, (name,)), cut))
     return found
 
@@ -101,11 +119,11 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
     before = tuple(meta["original_shape"])
     reason = meta["conversion"].get("unsupported_reason")
     cut = [i for i in range(param.dim()) if before[i] != param.shape[i]]
-    if reason or len(cut) != 1 or before[cut[0]] != tp_size * param.shape[cut[0]]:
+    if reason or len(cut) != 1 or before[cut[0]] != _whole_length(param, cut[0], tp_size):
         raise RoutingError(
             f"{name}: AutoTP cut {before} into {tuple(param.shape)} over {tp_size} "
-            f"ranks{f' ({reason})' if reason else ''}, but only parts of equal size without "
-            "overlap can be orthogonalised as a whole; send it to the scalar optimizer with "
+            f"ranks{f' ({reason})' if reason else ''}, but only parts of one axis without overlap "
+            "can be orthogonalised as a whole; send it to the scalar optimizer with "
             "layerwise.overrides"
         )
     return cut[0]
@@ -113,9 +131,9 @@ def _dim_of(name: str, param: Tensor, tp_size: int) -> int:
 
 def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
     """Return the lengths of the runs of an axis with ``length`` elements, if every tensor shard has
-    an equal piece of each run.
+    an equal piece of each run, or any piece of a single one.
 
-    None if pieces differ between ranks, or have another layout.
+    None if pieces of several runs differ between ranks, or have another layout.
     """
     meta: dict[str, Any] = getattr(param, AUTOTP_META, None) or {}
     widths = meta.get("sub_param_shard_widths")
@@ -128,7 +146,7 @@ def runs_of(param: Tensor, length: int) -> tuple[int, ...] | None:
     if sizes:
         return tuple(sizes)
     stride = getattr(param, "partition_stride", 1) or 1
-    if length % stride == 0:
+    if length % stride == 0 and not (stride > 1 and hasattr(param, PART_SHAPES)):
         return (length // stride,) * stride
     return None
 
@@ -143,7 +161,7 @@ def heads_here(name: str, param: Tensor, num_heads: int, tp_size: int) -> int:
     in_one_run = getattr(param, "partition_stride", 1) in (1, None) and not meta.get(
         "sub_param_sizes"
     )
-    if num_heads % tp_size or not in_one_run:
+    if num_heads % tp_size or not in_one_run or hasattr(param, PART_SHAPES):
         raise RoutingError(
             f"{name}: {num_heads} heads do not lie whole on {tp_size} tensor-parallel "
             f"ranks{'' if in_one_run else ', which have several runs of rows each'}; orthogonalise "

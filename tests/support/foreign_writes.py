@@ -41,6 +41,7 @@ LISTED = {
     # Where DeepSpeed's functions look on a parameter for its optimizer; all are ``asked`` in deepspeed_names.py.
     "param._z3_optimizer": "state access at stage 3",
     "param.{PARAM_COMM_DTYPE_ATTR_NAME}": "taken away with the engine that has set it",
+    "param.{PART_SHAPES}": "beside Megatron's marks, which say of no part how large the others are",
     "param.{*}": "state access at stages 1 and 2",
     "param.{key}": "state access, taken away",
     # torch: attributes that are there to be set.

@@ -16,6 +16,7 @@ class ThreadPeers:
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(slots)
+        self.lengths: tuple[int, ...] = ()
         self.calls: list[tuple[str, tuple[int, ...]]] = []
         self._slots, self._barrier = slots, barrier
 
@@ -30,6 +31,11 @@ class ThreadPeers:
         assert len(set(kinds)) == 1, f"ranks are in different collectives: {kinds}"
         self._barrier.wait(120)
         return list(values)
+
+    def with_lengths(self, lengths: Sequence[int]) -> ThreadPeers:
+        """Return itself, with parts of ``lengths``."""
+        self.lengths = tuple(lengths)
+        return self
 
     def gather(self, value: Tensor) -> Tensor:
         """Return everyone's ``value``, stacked."""

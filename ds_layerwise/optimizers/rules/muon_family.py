@@ -55,6 +55,7 @@ from ds_layerwise.orthogonalize.tensor_shards import (
     at_all,
     at_owners,
     newton_schulz_of_shards,
+    padded,
     whole_shape,
 )
 
@@ -370,11 +371,18 @@ class Orthogonalized(UpdateHooks, KeptMomentum):
         """Return the parts of ``function`` of whole matrices, which has results in ``dtype``."""
         if cut is None:
             return list(map(function, shards))
-        place: dict[str, Any] = {"axis": cut[0], "peers": cut[1]}
+        axis, peers = cut
+        if lengths := peers.lengths:
+            shards = [padded(each, axis, max(lengths)) for each in shards]
+        place: dict[str, Any] = {"axis": axis, "peers": peers}
         if mode != "owner":
-            return [at_all(each, function, **place) for each in shards]
-        work = [self.work(_whole(each.shape, cut)) for each in shards]
-        return at_owners(shards, function, work=work, **place, dtype=dtype)
+            done = [at_all(each, function, **place) for each in shards]
+        else:
+            work = [self.work(_whole(each.shape, cut)) for each in shards]
+            done = at_owners(shards, function, work=work, **place, dtype=dtype)
+        if lengths:
+            done = [each.narrow(axis, 0, lengths[peers.rank]) for each in done]
+        return done
 
     def _clip_(
         self,
@@ -403,7 +411,7 @@ def _whole(shape: Sequence[int], cut: tuple[Axis, ShardPeers] | None) -> tuple[i
     if cut is None:
         return tuple(shape[-2:])
     axis, peers = cut
-    return whole_shape(tuple(shape[-2:]), axis, peers.size)
+    return whole_shape(tuple(shape[-2:]), axis, peers.size, peers.lengths)
 
 
 class ScaledByShape(Orthogonalized):

@@ -17,7 +17,7 @@ from typing import Any
 from ds_layerwise.config.run_config import RunConfig, Whole
 from ds_layerwise.errors import RoutingError
 from ds_layerwise.optimizers.recipe import Recipe, Shape
-from ds_layerwise.orthogonalize.tensor_shards import Axis, whole_shape
+from ds_layerwise.orthogonalize.tensor_shards import Axis
 from ds_layerwise.plan.forecast.memory import (
     RankMemory,
     Working,
@@ -68,7 +68,7 @@ def specs_of(
         seen = route.seen(math.prod(shape))
         flops = to_peers = 0
         for part, its in seen.items() if route.whole else ():
-            whole = whole_shape(its, route.tp_axis, tp_size)
+            whole = route.whole_shape(its, tp_size)
             if why := route.recipe.refusal(whole, cut_axis=route.tp_axis):
                 of_part = f", part {part} {its}," if part else ""
                 raise RoutingError(f"{name} {shape}{of_part} {why}")

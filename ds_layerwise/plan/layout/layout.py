@@ -14,7 +14,7 @@ import json
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, chain, count
 from typing import Any
@@ -446,6 +446,16 @@ class Layout:
         if name not in self._homes:
             raise LayoutError(f"{name} is not in this layout of {len(self._homes)} parameters")
         return self._homes[name]
+
+    def with_sizes(self, numels: Mapping[str, int]) -> Layout:
+        """Return this layout with every parameter in its place, but of ``numels``, which are not
+        larger.
+        """
+        buckets = []
+        for bucket in self.buckets:
+            slots = (replace(slot, numel=numels[slot.name]) for slot in bucket.slots)
+            buckets.append(replace(bucket, slots=tuple(slots)))
+        return replace(self, buckets=tuple(buckets))
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
         """Return the pieces of ``rank``, bucket by bucket, in memory order."""

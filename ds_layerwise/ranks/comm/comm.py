@@ -291,12 +291,18 @@ class Peers:
 
     Args:
         group: tensor-parallel ranks, in the order of the parts.
+        lengths: the lengths of the cut axis of all parts; empty if they are equal.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, lengths: Sequence[int] = ()) -> None:
         self._group = group
         self.size = size_of(group)
         self.rank = rank_of(group)
+        self.lengths = lengths
+
+    def with_lengths(self, lengths: Sequence[int]) -> Peers:
+        """Return these ranks with parts of ``lengths``."""
+        return Peers(self._group, lengths)
 
     def gather(self, value: Tensor) -> Tensor:
         """Return the contiguous ``value`` of all ranks, stacked along a new first axis."""

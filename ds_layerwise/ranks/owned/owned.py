@@ -63,7 +63,7 @@ class OwnedSettings:
         """Return the place where the parameter of ``route`` is updated."""
         if self.peers is None or route.tp_axis is None:
             return Site(self.fast_dtypes)
-        return Site(self.fast_dtypes, (route.tp_axis, self.peers))
+        return Site(self.fast_dtypes, (route.tp_axis, self.peers.with_lengths(route.tp_lengths)))
 
 
 def unwatched(

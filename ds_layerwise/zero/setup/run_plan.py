@@ -4,8 +4,9 @@ value that all ranks agree on first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from deepspeed.moe.utils import is_moe_param
@@ -19,7 +20,7 @@ from ds_layerwise.errors import ConfigError
 from ds_layerwise.optimizers.recipe import Recipe
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
-from ds_layerwise.parallel.tensor import check_copies
+from ds_layerwise.parallel.tensor import agree_on_parts, check_copies
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.layout import Layout, ParamSpec
 from ds_layerwise.plan.layout.planner import plan_layout
@@ -30,7 +31,7 @@ from ds_layerwise.routing.output_heads import Elsewhere
 from ds_layerwise.routing.override_matching import facts_of, grouped, require_members
 from ds_layerwise.routing.routes import Route
 from ds_layerwise.routing.routing_rules import RouteSettings, route_parameters
-from ds_layerwise.routing.tensor_marks import is_expert_stack, whole_shape
+from ds_layerwise.routing.tensor_marks import PART_SHAPES, is_expert_stack, whole_shape
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.setup.rate_checks import check_kept
 from ds_layerwise.zero.setup.run_settings import Settings
@@ -158,6 +159,20 @@ def route(
     return Routed(routes=routes, specs=specs, trained=trained, names=names)
 
 
+def _largest(routed: Routed) -> list[ParamSpec]:
+    """Return the specs of the largest tensor-parallel parts, the same on all ranks with others."""
+    specs = []
+    for spec in routed.specs:
+        shapes = getattr(routed.trained[spec.name], PART_SHAPES, [spec.shape])
+        largest = max(shapes, key=math.prod)
+        work = spec.work
+        if not routed.routes[spec.name].tp_lengths:
+            # It is for the matrices of this part, and else for whole ones.
+            work = work * math.prod(largest) // spec.numel
+        specs.append(replace(spec, shape=largest, work=work))
+    return specs
+
+
 def _check_experts(
     model: nn.Module,
     routes: Mapping[str, Route],
@@ -243,6 +258,7 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
     config = settings.layerwise
     elsewhere = pipeline.elsewhere(model, settings.stage_group, config.overrides)
     where = nodes.node_of_each_rank()
+    agree_on_parts(model, group=settings.tensor_group)
     with comm.errors_on_all_ranks():
         routed = route(
             model,
@@ -257,8 +273,9 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         trained = routed.trained
         on_host = next(iter(trained.values())).device.type == "cpu"
         reduction = reduction_of_run(config.reduction, on_host=on_host)
-        layout = plan_layout(
-            routed.specs,
+        of_all = replace(routed, specs=_largest(routed))
+        layout_of_all = plan_layout(
+            of_all.specs,
             comm.size_of(settings.group),
             bucket_numel=settings.bucket_numel,
             policy=config.layout,
@@ -270,7 +287,8 @@ def plan(model: nn.Module, optimizer: LayerWiseOptimizer, settings: Settings) ->
         routes_elsewhere = pipeline.routes_of_all_stages(
             routes, optimizer.built_with, settings.stage_group
         )
-    _compare(routed, layout, optimizer, settings)
+    _compare(of_all, layout_of_all, optimizer, settings)
+    layout = layout_of_all.with_sizes({spec.name: spec.numel for spec in routed.specs})
     if reduction == "ordered":
         _tell_of_nodes(where)
     copied = {}

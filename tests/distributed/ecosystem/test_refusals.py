@@ -320,8 +320,15 @@ class TestRefusedParallelism(DistributedTest):
     def test_parts_that_do_not_fit(self):
         mpu, module = Mpu(2), model()
         module[0].weight = nn.Parameter(torch.zeros(8 + dist.get_rank(), 8))
-        with pytest.raises(LayoutError, match=r"the model \(parts must be of equal size: let .* axis\) differs between "
-                                              r"ranks: rank 0 has 0.weight \(8, 8\).*rank 1 has 0.weight \(9, 8\)"):
+        wanted = (r"0.weight has shapes \(8, 8\), \(9, 8\) on tensor-parallel ranks; set param.tensor_model_parallel "
+                  "= True and param.partition_dim to the axis that is cut, along which alone they may differ, or ")
+        for marks in ({}, {"tensor_model_parallel": True, "partition_dim": 1}):
+            vars(module[0].weight).update(marks)
+            with pytest.raises(LayoutError, match=wanted):
+                initialize(module, mpu=mpu)
+        module[0].weight = nn.Parameter(torch.zeros(8 * dist.get_rank(), 8))
+        vars(module[0].weight).update(tensor_model_parallel=True, partition_dim=0)
+        with pytest.raises(LayoutError, match=r"shapes \(0, 8\), \(8, 8\) on .* that leaves elements to each"):
             initialize(module, mpu=mpu)
         torch.manual_seed(dist.get_rank())
         with pytest.raises(LayoutError, match=r"0.weight \(8, 8\) has other values on tensor-parallel rank 1 than on "

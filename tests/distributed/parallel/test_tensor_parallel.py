@@ -435,7 +435,7 @@ class TestOtherCuts(DistributedTest):
     def test_refusals(self, tmp_path):
         """Errors have the name and the way out, on every rank, and nothing has changed."""
         rows, cols = {"partition_dim": 0}, {"partition_dim": 1}
-        mpus = {count: Mpu(count) for count in (2, 4)}
+        mpus = {1: None, 2: Mpu(2), 4: Mpu(4)}
 
         def refused(saved, loaded, match, cuts, others=None, **options):
             self.train(cuts, mpus[saved], **options).save_checkpoint(tmp_path, tag="saved")
@@ -445,8 +445,11 @@ class TestOtherCuts(DistributedTest):
                 engine.load_checkpoint(tmp_path, tag="saved")
             assert_holds(engine, before)
 
-        refused(2, 4, "matrix was or is not cut into equal pieces along one axis, the same then and now, and cannot be "
-                "cut anew; resume with 2 tensor-parallel part", {"matrix": ((8, 8), rows)}, {"matrix": ((8, 8), cols)})
+        refused(2, 4, "matrix was or is not cut into pieces along one axis, equal ones if in several runs, the same "
+                "then and now, and cannot be cut anew; resume with 2 tensor-parallel part", {"matrix": ((8, 8), rows)},
+                {"matrix": ((8, 8), cols)})
+        refused(2, 1, "gate_up was or is not cut into pieces along one axis, equal ones if in several runs",
+                {"gate_up": ((14, 8), {**rows, "partition_stride": 2})})
         refused(2, 4, r"matrix has 6 elements in each of 1 run\(s\) along axis 0, which 4 tensor-parallel parts do "
                 "not divide; resume with a number that does", {"matrix": ((6, 8), rows)}, {"matrix": ((8, 8), rows)})
 
@@ -598,3 +601,288 @@ class TestAutoTp(DistributedTest):
         engine = start(llama(), ds_config(tensor_parallel={"autotp_size": 2}))
         engine.load_checkpoint(tmp_path, tag="whole")
         assert_holds(engine, (one, other)[dist.get_rank()])
+
+
+#: By parameter, its shape, the axis that is cut, and the lengths of two and of three parts. Some are the same on one
+#: rank and not on another, some whole ones are the same in other parts, and the first rank has not always the longest.
+UNEQUAL = {
+    "tall": ((21, 6), 0, (11, 10), (8, 8, 5)), "taller": ((22, 6), 0, (11, 11), (8, 6, 8)),
+    "flat": ((6, 21), 1, (9, 12), (6, 7, 8)), "rows": ((7, 20), 0, (4, 3), (2, 3, 2)),
+    "cols": ((20, 7), 1, (3, 4), (3, 2, 2)), "square": ((12, 12), 0, (5, 7), (2, 6, 4)),
+    "turned": ((12, 12), 0, (7, 5), (6, 2, 4)), "even": ((12, 12), 0, (6, 6), (4, 4, 4)),
+    "stack": ((3, 7, 6), 1, (3, 4), (3, 2, 2)), "experts": ((7, 4, 6), 0, (4, 3), (2, 3, 2)),
+    "vector": ((7,), 0, (4, 3), (3, 2, 2)), "copied": ((6, 6), None, (), ())}
+
+
+def unequal(whole, name, mpu):
+    """This rank's part of ``whole``."""
+    _, dim, *lengths = UNEQUAL[name]
+    if dim is None or mpu is None:
+        return whole
+    return whole.split(lengths[mpu.get_model_parallel_world_size() - 2], dim)[mpu.get_model_parallel_rank()]
+
+
+class UnequalParts(nn.Module):
+    """Parameters in parts, whole without an ``mpu``, with whole numbers for gradients."""
+
+    def __init__(self, mpu=None):
+        super().__init__()
+        generator, self.mpu = torch.Generator().manual_seed(5), mpu
+        for name, (shape, dim, *_) in UNEQUAL.items():
+            param = nn.Parameter(unequal(torch.randn(shape, generator=generator), name, mpu).clone())
+            if mpu is not None and dim is not None:
+                mark(param, dim)
+            setattr(self, name, param)
+
+    def forward(self, place):
+        return sum((p * unequal(whole_number_gradients(name, UNEQUAL[name][0], *place), name, self.mpu)).sum()
+                   for name, p in self.named_parameters())
+
+
+def train_unequal(engine, mpu, steps, gas=1, check=None):
+    rank = 0 if mpu is None else mpu.get_data_parallel_rank()
+    for step in steps:
+        for micro in range(gas):
+            engine.backward(engine((step, micro, rank)))
+            if check and micro == gas - 1:
+                check(step, reduced_gradients(engine))
+            engine.step()
+    engine.optimizer.wait_for_params()
+    return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+class TestUnequalParts(DistributedTest):
+    world_size = [3, 4]
+
+    @pytest.mark.parametrize("tp_mode, stage, changes", [
+        ("duplicated", 1, {}), ("owner", 2, {}), ("distributed", 1, {"ns_method": "standard"}), ("auto", 2, {}),
+        ("distributed", 2, {}), ("owner", 1, {"spectral_clip": 1.0}), ("auto", 1, {"ns_method": "standard"})])
+    def test_against_the_whole_model(self, tp_mode, stage, changes):
+        mpu = Mpu(3 if dist.get_world_size() == 3 else 2)
+        whole = dict(UnequalParts().named_parameters())
+        matrices = {name: (1, *p.shape)[-3:] for name, p in whole.items() if p.dim() > 1}
+        recipe = Recipe(matrices=matrices, world_size=mpu.get_data_parallel_world_size(), gas=2, clip=40.0, **RATES)
+        expected = train_on_gradients(whole, whole_number_gradients, recipe, STEPS)
+        assert expected.steps[0].clip_factor > 1
+        if "spectral_clip" in changes:
+            # By an engine of whole matrices instead: the oracle clips none.
+            alone = start(UnequalParts(), ds_config(params={"eps": 1e-8, **changes}, clip=40.0, gas=2), mpu=Mpu(1))
+            for step in range(STEPS):
+                for micro in range(2):
+                    alone.backward(alone((step, micro, dist.get_rank() % mpu.get_data_parallel_world_size())))
+                    alone.step()
+            alone.optimizer.wait_for_params()
+            expected.model_params.update((name, p.detach().clone()) for name, p in alone.module.named_parameters())
+            alone.destroy()
+        params = {**MUON, "eps": 1e-8, "ns_method": "gram", **changes, "muon_tp_mode": tp_mode}
+        engine = start(UnequalParts(mpu), ds_config(stage=stage, gas=2, clip=40.0, params=params), mpu=mpu)
+
+        def check(step, gradients):
+            for name, (first, values) in gradients.items():
+                wanted = unequal(expected.steps[step].grads[name], name, mpu).flatten()[first:first + values.numel()]
+                assert torch.equal(values, wanted), name
+
+        for step, wanted in enumerate(expected.steps):
+            found = train_unequal(engine, mpu, [step], 2, check)
+            assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+        for name, p in found.items():
+            assert relative_error(p, unequal(expected.model_params[name], name, mpu)) < 1e-5, name
+
+    @pytest.mark.parametrize("tp_mode", ["duplicated", "owner", "distributed"])
+    def test_other_matrix_optimizers(self, tp_mode):
+        mpu, whole = Mpu(3 if dist.get_world_size() == 3 else 2), UnequalParts()
+        copies = mpu.get_data_parallel_world_size()
+        rules = {"tall": ("normuon", {}), "flat": ("adamuon", {}), "rows": ("namo", {}), "turned": ("scion", {}),
+                 "cols": ("polargrad", {"extra_scale_factor": 0.01}), "square": ("normuon", {"relative_update": True}),
+                 "taller": ("normuon", {"moment2_per": "column"}), "even": ("adamuon", {"hyperball": 3.0})}
+        entries = [{"name": name, "optimizer": rule, "lr_scale": 2.5, "ns_method": "standard", "ns_dtype": "fp32",
+                    **settings} for name, (rule, settings) in rules.items()]
+        engine = start(UnequalParts(mpu), ds_config(layerwise={"overrides": entries},
+                                                    params={"muon_tp_mode": tp_mode}), mpu=mpu)
+        found = train_unequal(engine, mpu, range(STEPS))
+        for name, (rule, settings) in rules.items():
+            first = whole.get_parameter(name).detach()
+            mean = [mean_gradient(name, first.shape, step, copies) for step in range(STEPS)]
+            wanted = train_alone(rule, first, mean, lr=0.05, weight_decay=0.1, settings=settings)
+            moved = found[name] - unequal(first, name, mpu)
+            assert relative_error(moved, unequal(wanted - first, name, mpu)) < 1e-5, name
+
+    def test_blockwise_is_the_oracle_on_parts(self):
+        mpu = Mpu(3 if dist.get_world_size() == 3 else 2)
+        module = UnequalParts(mpu)
+        own = dict(module.named_parameters())
+        expected = train_on_gradients(
+            own, lambda name, shape, *place: unequal(whole_number_gradients(name, UNEQUAL[name][0], *place), name, mpu),
+            Recipe(matrices={name: (1, *p.shape)[-3:] for name, p in own.items() if p.dim() > 1},
+                   world_size=mpu.get_data_parallel_world_size(), **RATES), STEPS)
+        engine = start(module, ds_config(params={**MUON, "eps": 1e-8, "muon_tp_mode": "blockwise"}), mpu=mpu)
+        for name, p in train_unequal(engine, mpu, range(STEPS)).items():
+            assert relative_error(p, expected.model_params[name]) < 1e-5, name
+
+    @pytest.mark.world_size(4)
+    def test_bf16_on_the_host_resumes(self, tmp_path):
+        mpu, found = Mpu(2), []
+        config = ds_config(bf16={"enabled": True}, params={"muon_tp_mode": "owner"})
+        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "ratio": 0.5}
+        for tag in (None, "saved"):
+            engine = start(UnequalParts(mpu), config, mpu=mpu)
+            if tag is None:
+                train_unequal(engine, mpu, range(2))
+                engine.save_checkpoint(tmp_path, tag="saved")
+            else:
+                engine.load_checkpoint(tmp_path, tag=tag)
+            train_unequal(engine, mpu, range(2, 4))
+            found.append(everything(engine))
+            engine.destroy()
+        assert all(torch.equal(value, found[1][key]) for key, value in found[0].items())
+
+    def engine_in(self, mpu, **changes):
+        overrides = [{"name": "tall", "optimizer": "normuon"},
+                     {"name": "flat", "optimizer": "normuon", "moment2_per": "column"},
+                     {"name": "square", "optimizer": "adamuon", "lr_scale": 0.5},
+                     {"name": "rows", "optimizer": "scalar"}]
+        layerwise = {"save_universal": True, "overrides": overrides}
+        return start(UnequalParts(mpu), ds_config(clip=40.0, layerwise=layerwise, **changes), mpu=mpu or Mpu(1))
+
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        """A checkpoint in two parts, in two copies, and what each part was then and later."""
+        return made_once(class_tmpdir / "unequal", [4], self.save)
+
+    def save(self, folder):
+        mpu = Mpu(2)
+        engine = self.engine_in(mpu)
+        train_unequal(engine, mpu, range(2))
+        engine.save_checkpoint(folder, tag="saved")
+        expected = {"saved": everything(engine)}
+        train_unequal(engine, mpu, range(2, 4))
+        expected["later"] = everything(engine)
+        if mpu.get_data_parallel_rank() == 0:
+            torch.save(expected, folder / f"expected_{mpu.get_model_parallel_rank()}.pt")
+
+    @pytest.mark.world_size(4)
+    def test_resume_in_the_same_parts(self, run_of_4):
+        mpu = Mpu(2)
+        expected = torch.load(run_of_4 / f"expected_{mpu.get_model_parallel_rank()}.pt")
+        for changes in ({}, {"stage": 2, "bucket_numel": 10**6}):
+            engine = loaded(self.engine_in(mpu, **changes), run_of_4, tag="saved")
+            assert_holds(engine, expected["saved"])
+            train_unequal(engine, mpu, range(2, 4))
+            assert_holds(engine, expected["later"])
+            engine.destroy()
+
+    @pytest.mark.world_size(3)
+    def test_resume_in_other_parts(self, run_of_4):
+        """In three, and whole; from a regular checkpoint, and from a universal one."""
+        one, other = (torch.load(run_of_4 / f"expected_{rank}.pt")["saved"] for rank in range(2))
+        whole = {}
+        for name, key in one:
+            cut = [dim for dim, sizes in enumerate(zip(one[name, key].shape, UNEQUAL[name][0]))
+                   if dim == UNEQUAL[name][1] and sizes[0] > 1]
+            whole[name, key] = torch.cat([one[name, key], other[name, key]], *cut) if cut else one[name, key]
+        for tag in ("saved", "saved_universal"):
+            for mpu in (Mpu(3), None):
+                engine = loaded(self.engine_in(mpu), run_of_4, tag=tag)
+                for (name, key), value in everything(engine).items():
+                    wanted = whole[name, key]
+                    if value.shape != wanted.shape:
+                        wanted = unequal(wanted, name, mpu)
+                    assert torch.equal(value, wanted), (name, key, tag)
+                engine.destroy()
+
+    @pytest.mark.world_size(1)
+    def test_the_file_is_whole_for_the_command_line(self, run_of_4):
+        assert main(["verify", str(run_of_4 / "saved"), "--quiet"]) == 0
+
+
+def uneven_llama():
+    """Three heads of keys and values, and numbers that two ranks, or four, do not divide."""
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=33, hidden_size=24, intermediate_size=33, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=3, max_position_embeddings=16, attn_implementation="eager", tie_word_embeddings=False))
+
+
+def tokens_of(step, rank):
+    return torch.randint(0, 33, (2, 8), generator=torch.Generator().manual_seed(1 + rank + 10 * step))
+
+
+class TestUnevenAutoTp(DistributedTest):
+    world_size = 4
+
+    def train(self, engine, steps=range(STEPS)):
+        losses = []
+        for step in steps:
+            ids = tokens_of(step, dist.get_rank() // 2)
+            loss = engine(input_ids=ids, labels=ids).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_adamw_against_stock(self, stage):
+        changes = {"clip": 0.5, "stage": stage, "tensor_parallel": {"autotp_size": 2}}
+        params = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+        config = ds_config(**changes, optimizer={"type": "AdamW", "params": {**params, "torch_adam": True}})
+        del config["layerwise"]
+        module = uneven_llama()
+        stock, *_ = deepspeed.initialize(model=module, model_parameters=module.parameters(), config=config)
+        expected = self.train(stock)
+        stock.destroy()
+        scalar = {"overrides": [{"name": "*", "optimizer": "scalar"}]}
+        ours = start(uneven_llama(), ds_config(**changes, layerwise=scalar, params={
+            "adam_lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}))
+        assert self.train(ours) == pytest.approx(expected, rel=1e-6)
+
+    @pytest.mark.parametrize("tp_mode, stage", [("owner", 1), ("auto", 2)])
+    def test_against_the_whole_one(self, tp_mode, stage):
+        matrices = {name: (1, *p.shape) for name, p in uneven_llama().named_parameters() if "proj" in name}
+        expected = train(uneven_llama, lambda step, micro, rank: tokens_of(step, rank),
+                         lambda module, ids: module(input_ids=ids, labels=ids).loss,
+                         Recipe(matrices=matrices, world_size=2, clip=0.5, **RATES), STEPS)
+        engine = start(uneven_llama(), ds_config(clip=0.5, stage=stage, params={
+            **MUON, "eps": 1e-8, "muon_tp_mode": tp_mode}, tensor_parallel={"autotp_size": 2}))
+        for step, wanted in enumerate(expected.steps):
+            self.train(engine, [step])
+            assert engine.get_global_grad_norm() == pytest.approx(wanted.norm, rel=1e-6)
+        shapes = {}
+        for name, p in engine.module.named_parameters():
+            whole = expected.model_params[name]
+            parts = from_all_ranks(p.detach().clone())[:2]
+            shapes[name] = [tuple(part.shape) for part in parts]
+            if p.shape != whole.shape:
+                dim = next(dim for dim, size in enumerate(p.shape) if whole.shape[dim] != size)
+                parts = [torch.cat(parts, dim)]
+            assert relative_error(parts[0], whole) < 1e-5, name
+        assert shapes["model.layers.0.self_attn.k_proj.weight"] == [(8, 24), (4, 24)]
+        assert shapes["model.layers.0.mlp.down_proj.weight"] == [(24, 17), (24, 16)]
+
+    @pytest.fixture
+    def run_of_4(self, class_tmpdir):
+        return made_once(class_tmpdir / "run", [4], self.save)
+
+    def save(self, folder):
+        engine = start(uneven_llama(), ds_config(params={"eps": 1e-8}, tensor_parallel={"autotp_size": 2}))
+        self.train(engine)
+        engine.save_checkpoint(folder, tag="parts")
+        saved = everything(engine)
+        if dist.get_rank() < 2:
+            torch.save(saved, folder / f"expected_{dist.get_rank()}.pt")
+
+    @needs("deepspeed>=0.19.8", "its ds_to_universal.py looks for the parts of AutoTP elsewhere")
+    @pytest.mark.world_size(2)
+    def test_deepspeeds_converter_puts_the_parts_together(self, run_of_4, tmp_path):
+        convert(run_of_4 / "parts", tmp_path / "whole")
+        one, other = (torch.load(run_of_4 / f"expected_{rank}.pt") for rank in range(2))
+        saves = (run_of_4, "parts"), (tmp_path, "whole")
+        for folder, tag in saves:
+            engine = loaded(start(uneven_llama(), ds_config()), folder, tag=tag)
+            for key, value in everything(engine).items():
+                cut = [dim for dim, size in enumerate(value.shape) if one[key].shape[dim] != size]
+                assert torch.equal(value, torch.cat([one[key], other[key]], *cut) if cut else one[key]), key
+            engine.destroy()
+        for folder, tag in saves:
+            engine = loaded(start(uneven_llama(), ds_config(tensor_parallel={"autotp_size": 2})), folder, tag=tag)
+            assert_holds(engine, (one, other)[dist.get_rank()])
+            engine.destroy()

@@ -7,7 +7,7 @@ from torch import nn
 
 from ds_layerwise.config.overrides import Override
 from ds_layerwise.errors import RoutingError
-from ds_layerwise.routing.tensor_marks import AUTOTP_META
+from ds_layerwise.routing.tensor_marks import AUTOTP_META, PART_SHAPES
 from tests.support.rooms import rooms
 from tests.support.routing import route_parameters
 
@@ -92,7 +92,7 @@ def test_autotps_marks_say_it_by_the_shape_before():
     (cut(8, 4), "w .* is marked as a part .* but its partition_dim is None; set it to the axis that is cut"),
     (cut(8, 4, dim=-1), "partition_dim is -1"),
     (cut(8, 4, dim=2), "partition_dim is 2"),
-    (autotp(5, 6, before=(9, 6)), r"w: AutoTP cut \(9, 6\) into \(5, 6\) over 2 ranks, but only parts of equal size"),
+    (autotp(5, 6, before=(9, 6)), r"w: AutoTP cut \(9, 6\) into \(5, 6\) over 2 ranks, but only parts of one axis wi"),
     (autotp(6, 6, before=(9, 6)), r"AutoTP cut \(9, 6\) into \(6, 6\)"),
     (autotp(8, 6, before=(8, 6)), r"AutoTP cut \(8, 6\) into \(8, 6\)"),
     (autotp(4, 6, before=(8, 6), reason="heads interleave"), r"over 2 ranks \(heads interleave\), but only parts"),
@@ -103,6 +103,41 @@ def test_unclear_marks_are_refused(param, message):
     # The element-wise optimizer does not ask.
     routes = route(Model(w=param, other=cut(4, 4, dim=0)), overrides=[Override(name="w", optimizer="scalar")])
     assert routes["w"].is_cut and routes["w"].tp_axis is None
+
+
+def unequal(*shapes, **marks):
+    """The first of parts of unequal size, as a run marks it when it begins."""
+    return cut(*shapes[0], **{PART_SHAPES: shapes, **marks})
+
+
+def test_parts_of_unequal_size():
+    kernel = nn.Conv2d(3, 8, 3)
+    kernel.weight = unequal((8, 3, 3, 3), (8, 1, 3, 3), dim=1)
+    by_autotp = unequal((5, 6), (4, 6))
+    setattr(by_autotp, AUTOTP_META, {"original_shape": (9, 6), "conversion": {}})
+    module = Model(rows=unequal((8, 4), (6, 4), dim=0), experts=unequal((5, 4, 6), (3, 4, 6), dim=0),
+                   equal=cut(8, 4, dim=0), bias=unequal((8,), (6,), dim=0), by_autotp=by_autotp)
+    module.kernel = kernel
+    routes = route(module)
+    assert {name: (r.tp_axis, r.tp_lengths) for name, r in routes.items()} == {
+        "rows": (-2, (8, 6)), "experts": (None, ()), "equal": (-2, ()), "bias": (None, ()), "by_autotp": (-2, (5, 4)),
+        "kernel.weight": (-1, (27, 9)), "kernel.bias": (None, ())}
+    assert [routes["rows"].multiplied((8, 4), 2), routes["equal"].multiplied((8, 4), 2)] == [(14, 4), (16, 4)]
+    # Sizes in overrides are those of whole parameters.
+    sized = Override(name="*", min_elements=56, lr_scale=2.0)
+    assert route(Model(rows=unequal((8, 4), (6, 4), dim=0)), overrides=[sized])["rows"].lr_scale == 2
+
+
+@pytest.mark.parametrize("entry, message", [
+    ({"num_heads": 4}, "w: 4 heads do not lie whole on 2 tensor-parallel ranks"),
+    ({"split": {"gate": 8, "up": 8}}, "w: parts .* do not fit 2 tensor-parallel ranks: .* leave it whole"),
+    ({"split": {"q": 4, "k": 4}, "split_groups": 2}, "w: parts .* do not fit 2 tensor-parallel ranks")])
+def test_heads_and_parts_in_parts_of_unequal_size_are_refused(entry, message):
+    overrides = [Override.from_entry("layerwise.overrides[0]", {"name": "w", **entry})]
+    with pytest.raises(RoutingError, match=message):
+        route(Model(w=unequal((12, 6), (4, 6), dim=0)), overrides=overrides)
+    # Those along the other axis are whole.
+    assert route(Model(w=unequal((16, 4), (16, 2), dim=1)), overrides=overrides)["w"].tp_lengths == (4, 2)
 
 
 def test_tables_and_heads_that_are_cut_are_no_matrices():
