@@ -34,6 +34,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.git_version_info import version as deepspeed_version
+from deepspeed.moe import ep_tp_dispatch
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
@@ -312,6 +313,16 @@ def _configure_zero_optimizer(original: Method, engine: DeepSpeedEngine, optimiz
         return original(optimizer)
     optimizer.restore_groups()
     settings = _settings(engine)
+    if (
+        engine._autoep_folding_spec
+        and settings.lanes > 1
+        and not hasattr(ep_tp_dispatch, "average_gradient_over_tp")
+    ):
+        raise ConfigError(
+            f"expert_parallel beside tensor_parallel, and DeepSpeed {deepspeed_version} gives the "
+            "tensor-parallel ranks different gradients of what is before a layer of experts; "
+            "install DeepSpeed 0.19.8, or remove one of the two"
+        )
     # With it, the engine would reduce gradients itself, and refuse checkpoints of other sizes.
     engine._autoep_folding_spec = None
     is_cut = settings.model_group is not None and comm.size_of(settings.model_group) > 1

@@ -182,6 +182,7 @@ IMPORTED = (
     Used("deepspeed.module_inject.auto_ep_config.validate_autoep_post_detection", "read"),
     Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter", "imported"),
     Used("deepspeed.module_inject.tp_plan_converter.TPPlanConverter.convert", "read", ("hf_tp_plan",)),
+    Used("deepspeed.moe.ep_tp_dispatch", "imported"),
     Used("deepspeed.moe.utils.is_moe_param", "imported", ("param",)),
     *_used("deepspeed.runtime", "imported", "config lr_schedules"),
     Used("deepspeed.runtime.config_utils.dict_raise_error_on_duplicate_keys", "imported", ("ordered_pairs",)),

@@ -4,7 +4,6 @@ import importlib
 import os
 
 import _pytest.python_api
-import deepspeed
 import torch
 
 
@@ -18,7 +17,5 @@ _pytest.python_api.fail = fail
 torch.set_num_threads(1)
 for name in ("torch._dynamo", "deepspeed.runtime.zero.muon.muon_optimizer"):
     importlib.import_module(name)
-# Only inference uses this operator, and building it takes a compiler.
-deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 if os.environ.get("UPSTREAM_MODE", "stock") != "stock":
     importlib.import_module("ds_layerwise.engine.engine_hooks")

@@ -9,7 +9,7 @@ import deepspeed.comm as dist
 import pytest
 import torch
 import torch.nn.functional as F
-from deepspeed.moe import mappings
+from deepspeed.moe import ep_tp_dispatch, mappings
 from deepspeed.moe.layer import MoE
 from deepspeed.utils import groups, safe_get_full_grad
 from torch import nn
@@ -35,10 +35,13 @@ from tests.support.training import (
     relative_error,
     start,
 )
+from tests.support.versions import needs
 
 pytestmark = rooms("folding", "tensor", "regular", "run_settings", "step_agreement")
 
 GAS, STEPS, TP = 2, 4, 2
+#: What training with AutoEP beside AutoTP needs.
+FOLDS = ("deepspeed>=0.19.8", "its layers of experts give tensor-parallel ranks different gradients")
 CUTS = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 ADAM = {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.1}
 
@@ -261,6 +264,12 @@ class TestCorners(DistributedTest):
     def step(self, engine, number):
         engine.backward(engine((number, 0)))
         engine.step()
+
+    def test_a_release_whose_gradients_are_of_a_ranks_own_tokens(self, monkeypatch):
+        """Before DeepSpeed 0.19.8, ranks would train what is before a layer of experts differently."""
+        monkeypatch.delattr(ep_tp_dispatch, "average_gradient_over_tp", raising=False)
+        with pytest.raises(ConfigError, match="expert_parallel beside tensor_parallel, .*install DeepSpeed 0.19.8"):
+            start(FoldedNet(), ds_config(**folded(2)))
 
     def test_a_frozen_part_is_loaded_into_its_own_rank(self, tmp_path):
         engine = self.begin(lambda module: module.up.weight.requires_grad_(False))
@@ -507,6 +516,7 @@ def folded_recipe(whole, **changes):
     return dataclasses.replace(auto_ep.recipe(whole, gas=GAS, **changes), world_size=dist.get_world_size() // TP)
 
 
+@needs(*FOLDS)
 class TestFolding(DistributedTest):
     """AutoEP beside AutoTP."""
 
@@ -602,6 +612,7 @@ class TestFolding(DistributedTest):
             start(FoldedNet(), ds_config(**folded(2), **ON_HOST))
 
 
+@needs(*FOLDS)
 class TestFoldedResume(DistributedTest):
     """On another number of ranks, with another number of experts a rank."""
 

@@ -22,7 +22,7 @@ from tests.support.reference import whole_number_gradients
 from tests.support.rooms import rooms
 from tests.support.tensor_parallel import UNIVERSAL_PARTS, Mpu, part
 from tests.support.training import BF16, ON_HOST, ds_config, from_all_ranks, start, whole
-from tests.support.versions import unmet
+from tests.support.versions import needs, unmet
 
 #: DeepSpeed sends tied weights through torch's autograd, which that cannot follow and need not.
 pytestmark = [*rooms("tensor_marks", "reshard", "regular", "universal"), pytest.mark.filterwarnings("ignore:c10d")]
@@ -201,7 +201,8 @@ def drawn(count):
     for pairs in by_kind.values():
         chance.shuffle(pairs)
     mixed = itertools.chain(*itertools.zip_longest(*by_kind.values()))
-    return [(Mesh("layers", 2), Mesh("layers", 2, stage=2)), *(pair for pair in mixed if pair is not None)][:count]
+    pairs = [(Mesh("layers", 2), Mesh("layers", 2, stage=2)), *(pair for pair in mixed if pair is not None)][:count]
+    return [pytest.param(pair, marks=needs(*lanes.FOLDS)) if pair[0].kind == "folded" else pair for pair in pairs]
 
 
 class TestPairs(DistributedTest):
