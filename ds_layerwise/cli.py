@@ -286,13 +286,12 @@ def _num_bytes(text: str) -> int:
     return size
 
 
-def _reading(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the common arguments of all functions that read a checkpoint."""
-    return {
-        "workers": options.workers,
-        "trust": options.trust_client_state,
-        "bars": partial(progress, quiet=options.quiet),
-    }
+def _reading(options: argparse.Namespace) -> Any:
+    """Return the common choices of all functions that read a checkpoint."""
+    from ds_layerwise.checkpoint.checkpoint_folder import Reading
+
+    bars = partial(progress, quiet=options.quiet)
+    return Reading(options.workers, options.trust_client_state, bars)
 
 
 # Each command imports its own modules. These need torch and deepspeed, which take seconds to load;
@@ -399,7 +398,7 @@ def _to_universal(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.exports import to_universal
 
     say_last(
-        to_universal(options.path, options.out, overwrite=options.overwrite, **_reading(options))
+        to_universal(options.path, options.out, _reading(options), overwrite=options.overwrite)
     )
     return 0
 
@@ -407,7 +406,7 @@ def _to_universal(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from ds_layerwise.tools.verify import verify
 
-    report = verify(options.path, states=not options.weights_only, **_reading(options))
+    report = verify(options.path, _reading(options), states=not options.weights_only)
     lines = [report.summary, *report.holds]
     for line in report.warnings:
         lines.append(f"warning: {line}")
@@ -421,11 +420,11 @@ def _consolidate(options: argparse.Namespace) -> int:
     lines = consolidate(
         options.path,
         options.out,
+        _reading(options),
         dtype=options.dtype,
         max_shard_bytes=options.max_shard_size,
         config=options.config,
         overwrite=options.overwrite,
-        **_reading(options),
     )
     say_last("\n".join(lines))
     return 0

@@ -77,11 +77,10 @@ def begin(folder: Path) -> None:
     places = (new, folder.with_name(folder.name + REPLACED))
     for place in places:
         if os.path.lexists(place) and not is_a_saves(place):
+            what = "is a file"
             if place.is_symlink():
                 what = "is a link"
-            else:
-                what = "is a file"
-            if place.is_dir() and not place.is_symlink():
+            elif place.is_dir():
                 what = f"holds {others_in(place)[0]}, which no save wrote"
             raise LayerWiseError(
                 f"{place} {what}, and a save of {folder.name} needs that name; move it away, or "
@@ -210,10 +209,7 @@ def save_ids(folder: Path) -> tuple[str, str]:
 def _save_id(place: Path) -> str:
     try:
         return Manifest.read(place).save_id
-    except LayerWiseError as e:
-        if isinstance(e.__cause__, OSError):
-            # A disk error does not mean that the file is missing.
-            raise
+    except LayerWiseError:
         return ""
 
 

@@ -22,18 +22,13 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic
 from ds_layerwise.checkpoint.atomic import pointed
-from ds_layerwise.checkpoint.manifest import (
-    FILE_NAME,
-    ByteRange,
-    Manifest,
-    check_file,
-    leads_out,
-)
+from ds_layerwise.checkpoint.manifest import FILE_NAME, ByteRange, Manifest, check_file, leads_out
 from ds_layerwise.checkpoint.new_names import first_expert
-from ds_layerwise.checkpoint.plain_values import UNREADABLE, load_safely
-from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size
+from ds_layerwise.checkpoint.plain_values import load_safely, refusing
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, mp_size, parts_in
 from ds_layerwise.checkpoint.universal import LATEST, is_universal
 from ds_layerwise.errors import LayerWiseError, few
+from ds_layerwise.optimizers.recipe import Shape
 
 #: The name of DeepSpeed's file with the module.
 MODEL_FILE = "mp_rank_{mp_rank:02d}_model_states.pt"
@@ -53,25 +48,30 @@ Result = TypeVar("Result")
 Bars = Callable[[str, int], AbstractContextManager[Callable[[int], object]]]
 
 
-def in_parallel(
-    work: Callable[[Item], Result],
-    items: Sequence[tuple[Item, int]],
-    *,
-    what: str,
-    workers: int,
-    bars: Bars,
-) -> list[Result]:
-    """Call ``work`` on every item, given with its bytes, in ``workers`` threads.
+@dataclass(frozen=True)
+class Reading:
+    """The choices of a command that reads a checkpoint."""
 
-    Threads suffice, because reading, checksums and ``torch.save`` release the interpreter lock.
+    workers: int
+    """The number of threads. They suffice, because reading, checksums and ``torch.save`` release
+    the interpreter lock.
     """
-    results = []
-    with ThreadPoolExecutor(workers) as pool, bars(what, sum(size for _, size in items)) as done:
-        each = pool.map(work, [item for item, _ in items])
-        for result, (_, size) in zip(each, items, strict=True):
-            results.append(result)
-            done(size)
-    return results
+    trust: bool
+    """True to let the model's file run code."""
+    bars: Bars
+
+    def in_parallel(
+        self, work: Callable[[Item], Result], items: Sequence[tuple[Item, int]], what: str
+    ) -> list[Result]:
+        """Call ``work`` on every item, given with its bytes. A progress bar says ``what``."""
+        results = []
+        total = sum(size for _, size in items)
+        with ThreadPoolExecutor(self.workers) as pool, self.bars(what, total) as done:
+            each = pool.map(work, [item for item, _ in items])
+            for result, (_, size) in zip(each, items, strict=True):
+                results.append(result)
+                done(size)
+        return results
 
 
 def find(path: Path) -> Path:
@@ -80,7 +80,16 @@ def find(path: Path) -> Path:
     Raises:
         LayerWiseError: there is none, or only an engine can read its kind.
     """
-    folder = _find(path)
+    if not path.is_dir():
+        raise LayerWiseError(
+            f"{path} is not a folder; give the folder of a checkpoint, or one with a file named "
+            "latest"
+        )
+    folder = path
+    if not (
+        is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt"))
+    ):
+        folder = _pointed(path)
     if any(folder.glob("layer_*-model_states.pt")):
         raise _of_a_pipeline(folder)
     return folder
@@ -92,13 +101,11 @@ def refuse_stages(folder: Path) -> None:
     Raises:
         LayerWiseError: ``folder`` has one.
     """
-    pieces = mp_size(folder)
-    parts = pieces
-    if pieces > 1:
-        # Whoever needs the optimizer's files reads them, and says what is wrong with them.
-        with suppress(LayerWiseError):
-            parts = RegularCheckpoint(folder).header.num_parts
-    if pieces != parts:
+    parts = mp_size(folder)
+    # Whoever needs the optimizer's files reads them, and says what is wrong with them.
+    with suppress(LayerWiseError):
+        parts = parts_in(folder)
+    if parts != mp_size(folder):
         raise _of_a_pipeline(folder)
 
 
@@ -111,14 +118,7 @@ def _of_a_pipeline(folder: Path) -> LayerWiseError:
     )
 
 
-def _find(path: Path) -> Path:
-    if not path.is_dir():
-        raise LayerWiseError(
-            f"{path} is not a folder; give the folder of a checkpoint, or one with a file named "
-            "latest"
-        )
-    if is_universal(path) or (path / FILE_NAME).exists() or any(path.glob("*_optim_states.pt")):
-        return path
+def _pointed(path: Path) -> Path:
     for pointer in (path / "latest", path / LATEST):
         if pointer.is_file():
             tag = pointed(pointer)
@@ -134,14 +134,11 @@ def _find(path: Path) -> Path:
     )
 
 
-def has_expert_files(folder: Path) -> bool:
-    """Tell whether the model in ``folder`` has files of experts."""
-    return any(folder.glob(EXPERT_FILES.format(mp_rank="*")))
-
-
-def num_expert_layers(folder: Path, mp_rank: int) -> int:
-    """Return the number of layers of experts in the part ``mp_rank`` of the model."""
-    files = folder.glob(EXPERT_FILES.format(mp_rank=f"{mp_rank:02d}"))
+def num_expert_layers(folder: Path, mp_rank: str = "*") -> int:
+    """Return the number of layers of experts with files of their own, in all parts of the model or
+    in the one whose file names have the number ``mp_rank``.
+    """
+    files = folder.glob(EXPERT_FILES.format(mp_rank=mp_rank))
     return len({path.name.partition("_expert_")[0] for path in files})
 
 
@@ -159,7 +156,7 @@ def manifest_of(folder: Path) -> Manifest | None:
     return Manifest.read(folder)
 
 
-def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> list[str]:
+def damaged(folder: Path, manifest: Manifest, reading: Reading) -> list[str]:
     """Return a line for each file that is missing or differs from ``manifest``."""
 
     def check(part: tuple[str, ByteRange]) -> tuple[str, str]:
@@ -175,20 +172,20 @@ def damaged(folder: Path, manifest: Manifest, *, workers: int, bars: Bars) -> li
         for byte_range in ranges:
             parts.append(((name, byte_range), byte_range.size))
     lines: dict[str, str] = {}
-    for name, line in in_parallel(check, parts, what="check", workers=workers, bars=bars):
+    for name, line in reading.in_parallel(check, parts, "check"):
         if line:
             lines.setdefault(name, line)
     return list(lines.values())
 
 
-def check_bytes(folder: Path, *, workers: int, bars: Bars) -> None:
+def check_bytes(folder: Path, reading: Reading) -> None:
     """Compare every file with the list that was saved with it, if there is one.
 
     Raises:
         LayerWiseError: a file is missing or damaged; names it.
     """
     manifest = manifest_of(folder)
-    if manifest is not None and (lines := damaged(folder, manifest, workers=workers, bars=bars)):
+    if manifest is not None and (lines := damaged(folder, manifest, reading)):
         raise LayerWiseError(few(lines))
 
 
@@ -223,7 +220,7 @@ class ModelFile:
     """The part of the module's ``state_dict`` that is whole in this file or in the files of
     experts.
     """
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     """The shapes of the trained parameters; in lists of experts, those that the first rank held."""
     stacks: frozenset[str]
     """The trained stacks of experts, which have files of their own."""
@@ -250,10 +247,7 @@ class ModelFile:
             path = folder / ZERO3_MODEL_FILE
             if not path.exists():
                 return None
-        if trust:
-            load = _load_trusted
-        else:
-            load = _load_client_state
+        load = _load_trusted if trust else _load_client_state
         content = load(path)
         if not isinstance(content, dict) or not isinstance(content.get("module", 0), dict | None):
             raise LayerWiseError(
@@ -285,14 +279,6 @@ class ModelFile:
         world_size = int(content.get("dp_world_size") or 1)
         return cls(path, weights, shapes, frozenset(stacks), frozen, aliases, world_size)
 
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        """Return the shape of a trained parameter; None if the file has none of that name."""
-        return self.shapes.get(name, self.shapes.get(first_expert(name) or name))
-
-    def has_own_file(self, name: str) -> bool:
-        """Tell whether a regular checkpoint has the weights of ``name`` in files of experts."""
-        return name in self.stacks or first_expert(name) is not None
-
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Return frozen parameters and buffers."""
         left_out = {*trained, *self.aliases}
@@ -303,7 +289,7 @@ class ModelFile:
         return found
 
 
-def shapes_in(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def shapes_in(content: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the shapes of the trained parameters that the model's file ``content`` lists."""
     shapes = {}
     for group in content.get(PARAM_SHAPES) or ():
@@ -311,9 +297,7 @@ def shapes_in(content: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _stacks_in(
-    content: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
-) -> dict[str, tuple[int, ...]]:
+def _stacks_in(content: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the shapes over all ranks of the trained stacks of experts, of which ``shapes`` has
     one rank's.
     """
@@ -372,10 +356,8 @@ def _load_client_state(path: Path) -> Any:
 
 
 def _load_trusted(path: Path) -> Any:
-    try:
+    with refusing(path):
         return torch.load(path, map_location="cpu", mmap=is_zipfile(path), weights_only=False)
-    except (*UNREADABLE, ImportError) as e:
-        raise LayerWiseError(f"{path} cannot be read: {type(e).__name__}: {e}") from e
 
 
 #: The names of files beside checkpoints.
@@ -402,7 +384,7 @@ def check_tag(tag: object) -> str:
         reason = f"is the name of a file beside the checkpoints ({', '.join(_TAKEN)})"
     elif any(part.endswith((atomic.INCOMPLETE, atomic.REPLACED)) for part in parts):
         reason = f"ends in {atomic.INCOMPLETE} or {atomic.REPLACED}, as only unfinished saves do"
-    elif (longest := max(len(part.encode()) for part in parts)) > _LONGEST:
+    elif (longest := max(map(len, text.encode().split(b"/")))) > _LONGEST:
         reason = f"has a part of {longest} bytes, more than {_LONGEST}"
     if reason:
         raise LayerWiseError(

@@ -43,6 +43,7 @@ from ds_layerwise.checkpoint.plain_values import UNREADABLE, naming
 from ds_layerwise.checkpoint.record import Header, PieceRecord, RuleRecord
 from ds_layerwise.checkpoint.single_file import Beside
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.recipe import Shape
 
 #: The names of weights, states, and the header in the file.
 MODEL = "model"
@@ -66,9 +67,7 @@ def unwrapped(name: str) -> str:
     return _WRAPPERS.sub("", name)
 
 
-def boxes(
-    shape: Sequence[int], start: int, stop: int
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Shape, Shape]]:
     """Cut the elements ``[start, stop)`` of a tensor of ``shape`` into boxes, in ascending order of
     elements.
 
@@ -76,22 +75,31 @@ def boxes(
         The start and the length of each box along every axis. A box is a contiguous range in
         memory; with n axes there are at most 2n - 1 boxes.
     """
-    if start >= stop:
-        return
-    if not shape:
+    if not shape and start < stop:
         yield (), ()
         return
-    inner = math.prod(shape[1:])
-    row, first = divmod(start, inner)
-    rows = (stop - start) // inner
-    if first or not rows:
-        end = min(stop, (row + 1) * inner)
-        for offset, size in boxes(shape[1:], first, end - row * inner):
-            yield (row, *offset), (1, *size)
-    else:
-        end = start + rows * inner
-        yield (row, *(0 for _ in shape[1:])), (rows, *shape[1:])
-    yield from boxes(shape, end, stop)
+    while start < stop:
+        # The longest box from here on: its rows are whole along the axes after ``axis``.
+        inner = math.prod(shape)
+        rest = start
+        offset = []
+        for length in shape:
+            inner //= length
+            row, rest = divmod(rest, inner)
+            offset.append(row)
+            if not rest and inner <= stop - start:
+                break
+        rows = min((stop - start) // inner, length - row)
+        after = shape[len(offset) :]
+        yield (*offset, *(0 for _ in after)), (*(1 for _ in offset[1:]), rows, *after)
+        start += rows * inner
+
+
+def path_of(name: str, key: str) -> str:
+    """Return the name in the file of a state of a parameter; of its weights for the empty key."""
+    if key:
+        return f"{STATE}.{name}.{key}"
+    return f"{MODEL}.{name}"
 
 
 class PieceTensor(Tensor):
@@ -140,11 +148,10 @@ class PieceTensor(Tensor):
         )
 
     def _chunks(self) -> list[ChunkStorageMetadata]:
-        stop = self.start + self.held.numel()
-        found = []
-        for offset, size in boxes(self.shape, self.start, stop):
-            found.append(ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(size)))
-        return found
+        found = boxes(self.shape, self.start, self.start + self.held.numel())
+        return [
+            ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in found
+        ]
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         """Return the boxes that torch writes."""
@@ -180,6 +187,13 @@ class PieceTensor(Tensor):
         raise LayerWiseError(f"{index.fqn}: this rank has no part at offset {index.offset}")
 
 
+def held_of(value: Tensor) -> tuple[Tensor, int]:
+    """Return this rank's elements of a tensor of the file, and the number of the first one."""
+    if isinstance(value, PieceTensor):
+        return value.held, value.start
+    return value, 0
+
+
 def _listed_in(folder: Path) -> Metadata:
     """Return the list of tensors in ``folder``.
 
@@ -198,7 +212,7 @@ def _listed_in(folder: Path) -> Metadata:
     return found
 
 
-def _sizes_in(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+def _sizes_in(metadata: Metadata) -> dict[str, Shape]:
     """Return the shapes of the tensors in a list.
 
     Raises:
@@ -251,50 +265,38 @@ class ShardedCheckpoint:
                 self._reader = FileSystemReader(checkpoint)
                 self._metadata = _listed_in(Path(checkpoint))
             self._sizes = _sizes_in(self._metadata)
-        shapes = self._shapes_of_weights()
-        self.beside: Beside | None = None
-        """None in a checkpoint of another package."""
-        if HEADER in self._sizes:
-            self.beside = self._own_beside()
-        self.wrapped = {unwrapped(name): name for name in names if unwrapped(name) != name}
-        """The names in this run, by their names without wrappers, which torch uses."""
-        if self.beside is None:
-            assumed = {}
-            for name, new in new_names(shapes, rename or {}).items():
-                if (new := self.wrapped.get(new, new)) in rules:
-                    assumed[name] = rules[new]
-            self.header = self._header_of(shapes, assumed)
-        else:
-            # The header lists the parameters that were trained. Others are only under model, and
-            # may be trained now.
-            self.header = replace(self.beside.header, shapes=shapes)
-
-    def _shapes_of_weights(self) -> dict[str, tuple[int, ...]]:
-        shapes = {}
-        for key, size in self._sizes.items():
-            if key.startswith(f"{MODEL}."):
-                shapes[key.removeprefix(f"{MODEL}.")] = size
+        save = getattr(self._metadata.storage_meta, "save_id", None)
+        self.save_id = f"{save} of {len(self._sizes)} tensors"
+        shapes = self._below(MODEL)
         if not shapes:
             raise LayerWiseError(
                 f"{self._where} has no weights under {MODEL}; it has "
                 f"{', '.join(sorted(self._metadata.state_dict_metadata)[:5])}; save it as "
                 "{'model': ..., 'optim': ...}, as torch's get_state_dict() returns the two"
             )
-        return shapes
+        self.beside: Beside | None = None
+        """None in a checkpoint of another package."""
+        self.wrapped = {unwrapped(name): name for name in names if unwrapped(name) != name}
+        """The names in this run, by their names without wrappers, which torch uses."""
+        if HEADER in self._sizes:
+            self.beside = self._own_beside()
+            # The header lists the parameters that were trained. Others are only under model, and
+            # may be trained now.
+            self.header = replace(self.beside.header, shapes=shapes)
+        else:
+            assumed = {}
+            for name, new in new_names(shapes, rename or {}).items():
+                if (new := self.wrapped.get(new, new)) in rules:
+                    assumed[name] = rules[new]
+            self.header = self._header_of(shapes, assumed)
 
-    def _states_of(self, names: Mapping[str, object]) -> dict[str, tuple[str, ...]]:
-        """Return the states of parameters by name. One name may be a prefix of another."""
-        found: dict[str, list[str]] = {}
-        for key in self._sizes:
-            if not key.startswith(f"{STATE}."):
-                continue
-            path = key.removeprefix(f"{STATE}.")
-            name, _, _ = path.rpartition(".")
-            while name and name not in names:
-                name, _, _ = name.rpartition(".")
-            if name:
-                found.setdefault(name, []).append(path.removeprefix(f"{name}."))
-        return {name: tuple(sorted(keys)) for name, keys in found.items()}
+    def _below(self, top: str) -> dict[str, Shape]:
+        """Return the shapes of the tensors under ``top``, by their names there."""
+        found = {}
+        for path, size in self._sizes.items():
+            if path.startswith(f"{top}."):
+                found[path.removeprefix(f"{top}.")] = size
+        return found
 
     def _own_beside(self) -> Beside:
         content = self._empty(HEADER)
@@ -318,27 +320,31 @@ class ShardedCheckpoint:
         except (*UNREADABLE, ImportError) as e:
             raise LayerWiseError(f"{self._where} {what} ({type(e).__name__}: {e})") from e
 
-    def _header_of(
-        self, shapes: dict[str, tuple[int, ...]], rules: Mapping[str, RuleRecord]
-    ) -> Header:
+    def _header_of(self, shapes: dict[str, Shape], rules: Mapping[str, RuleRecord]) -> Header:
         """Return the header of a checkpoint of another package."""
+        # One name may be a prefix of another.
+        states: dict[str, list[str]] = {}
+        for state in self._below(STATE):
+            name, _, _ = state.rpartition(".")
+            while name and name not in shapes:
+                name, _, _ = name.rpartition(".")
+            states.setdefault(name, []).append(state.removeprefix(f"{name}."))
         step = None
         found = {}
-        for name, keys in sorted(self._states_of(shapes).items()):
-            rule = rules.get(name)
-            if rule is None:
-                continue
+        for name in sorted(rules.keys() & states.keys()):
+            rule = rules[name]
+            keys = states[name]
             if _COUNT in keys and step is None:
-                path = f"{STATE}.{name}.{_COUNT}"
+                path = path_of(name, _COUNT)
                 count = self._empty(path)
                 self._read({path: count})
                 with self._naming(f"has no number as {path}"):
                     step = int(count)
             if {*rule.state_keys} - {*keys} == {_COUNT}:
                 # A missing count only means that at least one step was made.
-                keys = (*keys, _COUNT)
-            found[name] = RuleRecord(rule.family, keys, rule.gradient_average)
-        return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=found)
+                keys.append(_COUNT)
+            found[name] = RuleRecord(rule.family, tuple(sorted(keys)), rule.gradient_average)
+        return Header(step=step or 0, shapes=shapes, rules=found)
 
     def _read(self, targets: dict[str, Any]) -> None:
         """Fill ``targets``, by their names in the file, on this rank alone.
@@ -359,31 +365,19 @@ class ShardedCheckpoint:
             reader.read_data(plan, planner).wait()
         if self.beside is not None:
             for path, target in targets.items():
-                if isinstance(target, PieceTensor):
-                    self.beside.check(path, target.held, target.start)
-                else:
-                    self.beside.check(path, target)
-
-    def identity(self) -> list[str]:
-        """Return lines that are equal for all ranks that read the same save."""
-        save = getattr(self._metadata.storage_meta, "save_id", None)
-        return [f"save {save}", f"{len(self._sizes)} tensors"]
+                self.beside.check(path, *held_of(target))
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece: the elements ``[start, stop)`` and the rest of their checksum blocks,
         read into host memory.
         """
         shape = self.header.shapes[name]
-        rule = self.header.rules.get(name)
         if self.beside is not None:
-            start, stop = self.beside.around(f"{MODEL}.{name}", start, stop)
+            start, stop = self.beside.around(path_of(name, ""), start, stop)
         held: dict[str, Tensor] = {}
         targets: dict[str, Any] = {}
-        for key in ("", *(rule.state_keys if rule is not None else ())):
-            if key:
-                path = f"{STATE}.{name}.{key}"
-            else:
-                path = f"{MODEL}.{name}"
+        for key in self.header.keys(name):
+            path = path_of(name, key)
             if path not in self._sizes and key == _COUNT:
                 held[key] = torch.ones((), dtype=torch.float32, device="cpu")
             elif not key or self._sizes.get(path) == shape != ():
@@ -394,7 +388,7 @@ class ShardedCheckpoint:
         self._read(targets)
         return [PieceRecord(name, start, held.pop(""), held)]
 
-    def _empty(self, path: str, size: tuple[int, ...] | None = None) -> Tensor:
+    def _empty(self, path: str, size: Shape | None = None) -> Tensor:
         """Return host memory for a tensor of the file, or for ``size`` of it."""
         with self._naming(f"cannot be read at {path}"):
             if size is None:

@@ -21,6 +21,7 @@ from zipfile import BadZipFile, ZipFile
 
 import torch
 
+from ds_layerwise.checkpoint.plain_values import check_format, naming
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import LONG_LOAD, progress
 
@@ -97,15 +98,10 @@ class Manifest:
                 f"{path} is {'not a file' if path.exists() else 'missing'}: the save was never "
                 "finished, or files were lost since; load another checkpoint"
             )
-        try:
+        with naming(path):
             content = json.loads(path.read_text())
             files = content["files"]
-            found = content["format"]
-            if found != FORMAT:
-                raise LayerWiseError(
-                    f"{path} has format {found}, and this version of ds_layerwise reads {FORMAT}; "
-                    "upgrade it"
-                )
+            check_format(content["format"], FORMAT, path)
             if _digest(files) != content["digest"]:
                 raise ValueError("its own digest does not match")
             if outside := sorted(filter(leads_out, files)):
@@ -113,8 +109,6 @@ class Manifest:
             return cls(
                 {name: tuple(_placed(ranges)) for name, ranges in files.items()}, _save_id(content)
             )
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OSError) as e:
-            raise LayerWiseError(f"{path} is damaged: {e}; load another checkpoint") from e
 
     def check(
         self, folder: Path, *, rank: int = 0, world_size: int = 1, quiet: bool = False
@@ -162,9 +156,9 @@ class Manifest:
         """Return the number of bytes of the file ``name``."""
         return self.files[name][-1].start + self.files[name][-1].size
 
-    def only(self, names: Iterable[str]) -> Manifest:
-        """Return the manifest of the files ``names``. Names that are not listed are ignored."""
-        return Manifest({name: self.files[name] for name in names if name in self.files})
+    def only(self, ending: str) -> Manifest:
+        """Return the manifest of the files whose names end so."""
+        return Manifest({name: of for name, of in self.files.items() if name.endswith(ending)})
 
 
 def _reported(ranges: Iterable[ByteRange], done: Callable[[int], object]) -> Iterator[ByteRange]:

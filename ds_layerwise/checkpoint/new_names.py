@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ds_layerwise.checkpoint.record import Header, PieceRecord, Saved
+from ds_layerwise.checkpoint.record import BY_NAME, Header, PieceRecord, Saved
 from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.output import announce
 
@@ -145,14 +145,11 @@ def expert_names(
     Raises:
         LayerWiseError: a parameter differs by rank and is neither in a list of experts nor a stack.
     """
-    names: dict[str, tuple[str, ...]] = {name: (name,) for name in ep_size}
+    names = {name: (name,) * ranks for name, ranks in ep_size.items()}
     experts: dict[str, re.Match[str]] = {}
     counts: dict[str, int] = {}
     for name, ranks in ep_size.items():
-        if ranks == 1:
-            continue
-        if name in stacks:
-            names[name] = (name,) * ranks
+        if ranks == 1 or name in stacks:
             continue
         match = _EXPERT.fullmatch(name)
         if match is None:
@@ -211,7 +208,7 @@ class Renamed:
     def of(header: Header, called: Callable[[str], str]) -> Header:
         """Return ``header`` with its names replaced by ``called``."""
         renamed: dict[str, Any] = {}
-        for key in ("shapes", "rules", "kept", "cuts"):
+        for key in BY_NAME:
             if (values := getattr(header, key)) is not None:
                 renamed[key] = {called(name): of for name, of in values.items()}
         return replace(header, **renamed)

@@ -268,6 +268,21 @@ def naming(path: Path) -> Iterator[None]:
         ) from e
 
 
+def check_format(number: int, known: int, path: Path) -> None:
+    """Compare the format of the file ``path`` with the one that this version reads.
+
+    Raises:
+        LayerWiseError: it is another one.
+    """
+    if number != known:
+        way_out = "resume with the version that wrote it"
+        if number > known:
+            way_out = "upgrade ds_layerwise"
+        raise LayerWiseError(
+            f"{path} has format {number}, and this version of ds_layerwise reads {known}; {way_out}"
+        )
+
+
 def load_safely(path: Path, *, with_objects: bool = False) -> Any:
     """Read a file that ``torch.save`` wrote: builtins, tensors mapped from the file, and
     DeepSpeed's own records.
@@ -285,7 +300,7 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
         raise LayerWiseError(
             f"{path} is {'not a file' if path.exists() else 'missing'}; the checkpoint is not whole"
         )
-    try:
+    with refusing(path):
         try:
             return _load(path, READABLE)
         except UnpicklingError:
@@ -295,32 +310,37 @@ def load_safely(path: Path, *, with_objects: bool = False) -> Any:
             unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stand_ins = [(Unreadable, name) for name in unknown]
         return _load(path, [*READABLE, *stand_ins])
-    except UNREADABLE as e:
-        raise _refused(path, e) from e
 
 
 def load_bytes_safely(content: bytes, path: Path) -> Any:
     """Read the output of ``torch.save`` in ``content``, a part of the file ``path``, as in
     :func:`load_safely`.
     """
-    try:
+    with refusing(path):
         return _load(BytesIO(content), READABLE)
-    except UNREADABLE as e:
-        raise _refused(path, e) from e
 
 
-def _refused(path: Path, error: BaseException) -> LayerWiseError:
-    """Return the error for ``path``, without torch's advice to run the code in it."""
-    text = str(error)
-    if isinstance(error, UnpicklingError):
-        found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
-        if found:
-            text = f"it asks for {found[1]}, which only code could restore"
-        else:
-            text = "torch.save did not write it"
-    return LayerWiseError(
-        f"{path} cannot be read: {type(error).__name__}: {text.partition(chr(10))[0]}"
-    )
+@contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    """Name ``path`` in the error if torch cannot read it, without torch's advice to run the code in
+    it.
+
+    Raises:
+        LayerWiseError: in place of the original error.
+    """
+    try:
+        yield
+    except (*UNREADABLE, ImportError) as e:
+        text = str(e)
+        if isinstance(e, UnpicklingError):
+            found = re.search(r"(?:GLOBAL|class|function) `?([\w.]+)", text)
+            if found:
+                text = f"it asks for {found[1]}, which only code could restore"
+            else:
+                text = "torch.save did not write it"
+        raise LayerWiseError(
+            f"{path} cannot be read: {type(e).__name__}: {text.partition(chr(10))[0]}"
+        ) from e
 
 
 def _load(source: Path | BytesIO, known: list[Any]) -> Any:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.optimizers.any_torch import are_one_family, family_at
+from ds_layerwise.optimizers.recipe import Shape
 
 #: The text in a header for a save between the first micro-batch of a step and its update.
 WITHIN_STEP = "within a step"
@@ -26,10 +27,7 @@ CONVERTED = ("exp_avg", "exp_avg_sq", "step")
 def travels_as(keys: Iterable[str]) -> dict[str, str]:
     """Return those of ``keys`` that DeepSpeed's converter can keep, each with its name there."""
     keys = {*keys}
-    names = {}
-    for key in CONVERTED:
-        if key in keys:
-            names[key] = key
+    names = {key: key for key in CONVERTED if key in keys}
     if "exp_avg" not in keys and "momentum_buffer" in keys:
         names["momentum_buffer"] = "exp_avg"
     return names
@@ -92,16 +90,19 @@ def fits(saved: Sequence[int], own: Sequence[int]) -> bool:
     return (tuple(saved) or (1,)) == (tuple(own) or (1,))
 
 
-def flat(value: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return a state of a whole parameter in the form of :class:`PieceRecord`: 1-D if it has the
-    parameter's ``shape``. A state of another shape may have the same number of elements by chance.
+def in_one_piece(name: str, tensors: Mapping[str, Tensor], shape: Shape) -> Sequence[PieceRecord]:
+    """Return a whole parameter, given by its states and its master under the empty key, as pieces.
+    States are 1-D if they have the parameter's ``shape``; one of another shape may have the same
+    number of elements by chance.
     """
-    if value.dim() and tuple(value.shape) == tuple(shape):
-        return value.reshape(-1)
-    return value
+    state = dict(tensors)
+    for key, value in tensors.items():
+        if value.dim() and tuple(value.shape) == tuple(shape):
+            state[key] = value.reshape(-1)
+    return [PieceRecord(name, 0, state.pop("").reshape(-1), state)]
 
 
-def joined(what: str, values: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+def joined(what: str, values: Sequence[Tensor], shape: Shape) -> Tensor:
     """Return the pieces ``values`` as one tensor of ``shape``, without a copy if there is only one.
 
     Raises:
@@ -166,13 +167,13 @@ class Header:
 
     step: int
     """The number of updates so far."""
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Mapping[str, Shape]
     """The shape of every parameter for which the checkpoint has at least float32 weights."""
     rules: Mapping[str, RuleRecord]
     """The optimizers, by the name of each parameter with states in the checkpoint."""
-    param_groups: Sequence[Mapping[str, Any]] | None
+    param_groups: Sequence[Mapping[str, Any]] | None = None
     """The groups without their parameters; None if this package did not write them."""
-    dtypes: tuple[str, ...] | None
+    dtypes: tuple[str, ...] | None = None
     """The dtypes of the model's trainable parameters, by torch's names; None if unknown."""
     configured: Sequence[Mapping[str, Any]] | None = None
     """The groups as config and script had set them, without changes by schedulers; None if
@@ -190,12 +191,20 @@ class Header:
     """The number of tensor-parallel parts of the model."""
     cuts: Cuts | None = None
     """None if they are unknown, as in checkpoints of earlier versions."""
-    has_weights: bool = True
-    """False if only the masters have the trained weights, as at ZeRO stage 3."""
     repeats: str = ""
     """The point in a step at which it was saved; a resumed run repeats this step, because a
     checkpoint has no gradients. Empty between two steps.
     """
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        """Return the empty key, of the master, and the keys of the states of ``name``."""
+        if name not in self.rules:
+            return ("",)
+        return ("", *self.rules[name].state_keys)
+
+
+#: The fields of a header that are by names of parameters.
+BY_NAME = ("shapes", "rules", "kept", "cuts")
 
 
 class Saved(Protocol):
@@ -216,11 +225,23 @@ class Saved(Protocol):
         """
 
 
-def weights_in(saved: Saved, name: str, shape: tuple[int, ...]) -> Tensor:
+def weights_in(saved: Saved, name: str, shape: Shape) -> Tensor:
     """Return the weights of ``name`` in ``saved`` as one tensor of ``shape``.
 
     Raises:
         LayerWiseError: some elements are missing.
     """
-    masters = [piece.master for piece in saved.pieces(name, 0, math.prod(shape))]
-    return joined(f"the weights of {name}", masters, shape)
+    return value_in(saved.pieces(name, 0, math.prod(shape)), "", shape)
+
+
+def value_in(pieces: Sequence[PieceRecord], key: str, shape: Shape) -> Tensor:
+    """Return the state ``key`` of a parameter of ``shape``, or the master for the empty key, from
+    all pieces of it.
+
+    Raises:
+        LayerWiseError: some elements are missing.
+    """
+    values = [piece.values_of(key) for piece in pieces]
+    if not pieces[0].is_elementwise(key):
+        return values[0]
+    return joined(f"{key or 'the weights'} of {pieces[0].name}", values, shape)

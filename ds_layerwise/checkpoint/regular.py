@@ -17,7 +17,7 @@ run without this package.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -38,8 +38,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 
 from ds_layerwise.checkpoint.new_names import place_of
-from ds_layerwise.checkpoint.plain_values import load_safely, naming
+from ds_layerwise.checkpoint.plain_values import check_format, load_safely, naming
 from ds_layerwise.checkpoint.record import (
+    BY_NAME,
     Header,
     PieceRecord,
     RuleRecord,
@@ -67,8 +68,7 @@ def to_state_dict(
     rank: int,
     *,
     names: Mapping[str, tuple[str, ...]],
-    lanes: int = 1,
-    lane: int = 0,
+    lanes: tuple[int, int] = (1, 0),
     save_id: str = "",
 ) -> dict[str, Any]:
     """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
@@ -77,8 +77,8 @@ def to_state_dict(
     Args:
         record: all that ``rank`` of ``layout`` owns.
         names: the checkpoint names of each parameter; see :func:`.new_names.expert_names`.
-        lanes, lane: the number of tensor-parallel ranks among which experts are dealt out, and the
-            number of the record's.
+        lanes: the number of tensor-parallel ranks among which experts are dealt out, and the number
+            of the record's.
         save_id: the identifier of the save, the same in the files of all ranks.
     """
     pieces = {piece.name: piece for piece in record}
@@ -118,7 +118,7 @@ def to_state_dict(
             "save_id": save_id,
             "rank": rank,
             "world_size": layout.world_size,
-            "lanes": [lanes, lane],
+            "lanes": list(lanes),
             "layout": layout.to_json(),
             "layout_digest": layout.digest(),
             "variants": {name: each for name, each in names.items() if len(each) > 1},
@@ -134,8 +134,7 @@ def describe(header: Header) -> dict[str, Any]:
     """
     called: dict[RuleRecord, str] = {}
     for rule in header.rules.values():
-        number = sum(rule.family == other.family for other in called)
-        called.setdefault(rule, f"{rule.family} {number}".removesuffix(" 0"))
+        called.setdefault(rule, f"{rule.family} {len(called)}")
     ours = {
         "format": FORMAT,
         **vars(header),
@@ -199,7 +198,6 @@ class RegularCheckpoint:
             the same, this rank needs no other file.
         mp_rank: the number of the piece of a model that is cut over ranks; see
             :class:`ds_layerwise.zero.setup.run_settings.Settings`.
-        lacks_weights: True if only the masters have all trained weights that a load needs.
         parts_of_stages: the number of tensor-parallel parts of each pipeline stage, to have the
             parameters of this part of all stages; 0 to have those of ``mp_rank`` alone. The others'
             are in the files of the first stage that holds them; the stage of ``mp_rank``, if there
@@ -218,12 +216,14 @@ class RegularCheckpoint:
         rank: int = 0,
         mp_rank: int = 0,
         parts_of_stages: int = 0,
-        lacks_weights: bool = False,
         alone: bool = False,
     ) -> None:
-        count = len(list(folder.glob("*zero_pp_rank_0_mp_rank_*_optim_states.pt")))
-        if parts_of_stages and mp_rank >= count:
-            mp_rank = mp_rank % parts_of_stages % max(count, 1)
+        others = range(0)
+        if parts_of_stages:
+            count = mp_size(folder)
+            if mp_rank >= count:
+                mp_rank = mp_rank % parts_of_stages % count
+            others = range(mp_rank % parts_of_stages, count, parts_of_stages)
         self._folder = folder
         self._ending = f"_mp_rank_{mp_rank:02d}_optim_states.pt"
         self._prefix = _prefix(folder, self._ending)
@@ -233,10 +233,9 @@ class RegularCheckpoint:
             rank = 0
         state_dict = self.state_dict(rank)
         self._ours = state_dict[KEY]
+        self.save_id = self._ours["save_id"]
         with naming(self.path(rank)):
             self.header = header_of(state_dict)
-            if lacks_weights:
-                self.header = replace(self.header, has_weights=False)
             self.world_size: int = self._ours["world_size"]
             layout = Layout.from_json(self._ours["layout"])
             if not 0 < self.world_size == layout.world_size <= _MOST_RANKS:
@@ -245,7 +244,9 @@ class RegularCheckpoint:
                 )
         self._indices = {name: index for index, name in enumerate(self.header.shapes)}
         self.holders: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
-        """The rank, the first element and the number of elements of every piece, by parameter."""
+        """The rank, the first element and the number of elements of every piece in the files of
+        ``mp_rank``, by parameter.
+        """
         expert_names: Mapping[str, Sequence[str]] = self._ours["variants"]
         lanes, lane = self._ours.get("lanes", (1, 0))
         for holder in range(self.world_size):
@@ -253,60 +254,39 @@ class RegularCheckpoint:
                 names = expert_names.get(piece.name, (piece.name,))
                 name, before = place_of(names, holder * lanes + lane)
                 start = before * layout.slot(piece.name).numel + piece.param_start
-                self.holders[name].append((holder, start, piece.numel))
-        self._other_stages: dict[str, RegularCheckpoint] = {}
-        """The stages with the parameters that this one does not have."""
-        self._dealt_out = frozenset(chain.from_iterable(expert_names.values()))
-        self._other_lanes: list[RegularCheckpoint] = []
-        """The files of tensor-parallel ranks with other experts."""
-        if not alone:
-            self._add_lanes(lanes, lane, rank)
-        if not parts_of_stages:
-            return
-        for number in range(mp_rank % parts_of_stages, count, parts_of_stages):
+                # What another stage saves is in its files alone.
+                if name in self._indices:
+                    self.holders[name].append((holder, start, piece.numel))
+        self._others: dict[str, list[RegularCheckpoint]] = defaultdict(list)
+        """The stages, or the tensor-parallel ranks with other experts, that also have pieces, by
+        parameter.
+        """
+        if lanes > 1:
+            others = range(lanes)
+        dealt_out = frozenset(chain.from_iterable(expert_names.values()))
+        for number in () if alone else others:
             if number != mp_rank:
-                self._add_stage(RegularCheckpoint(folder, rank=rank, mp_rank=number))
+                other = RegularCheckpoint(folder, rank=rank, mp_rank=number, alone=True)
+                self._join(other, rank, dealt_out)
 
-    def _add_lanes(self, lanes: int, lane: int, rank: int) -> None:
-        for number in range(lanes):
-            if number == lane:
-                continue
-            other = RegularCheckpoint(self._folder, rank=rank, mp_rank=number, alone=True)
-            if other.identity() != self.identity():
+    def _join(self, other: RegularCheckpoint, rank: int, dealt_out: Set[str]) -> None:
+        """Add the parameters that only ``other`` has, and its pieces of those ``dealt_out``."""
+        for key in ("step", "save_id"):
+            if other._ours[key] != self._ours[key]:
                 raise LayerWiseError(
                     f"{other.path(rank)} and {self.path(rank)} are not of one save"
                 )
-            self._other_lanes.append(other)
-
-    def _add_stage(self, stage: RegularCheckpoint) -> None:
-        header = self.header
-        if stage.header.step != header.step:
-            raise LayerWiseError(
-                f"{stage.path(0)} says step {stage.header.step}, expected {header.step}; the files "
-                "are not of one save"
-            )
-        self._other_stages |= dict.fromkeys(stage.header.shapes, stage)
-        cuts = None
-        if header.cuts is not None and stage.header.cuts is not None:
-            cuts = {**header.cuts, **stage.header.cuts}
-        self.header = replace(
-            header,
-            shapes={**header.shapes, **stage.header.shapes},
-            rules={**header.rules, **stage.header.rules},
-            kept={**header.kept, **stage.header.kept},
-            cuts=cuts,
-        )
-
-    def identity(self) -> list[str]:
-        """Return lines that are equal for all ranks that read the same save."""
-        lines = []
-        for stage in (self, *dict.fromkeys(self._other_stages.values())):
-            lines += [
-                f"files of {stage.world_size} ranks",
-                f"layout {stage._ours['layout_digest']}",
-                f"save {stage._ours['save_id']}",
-            ]
-        return lines
+        for name in other.header.shapes:
+            if name in dealt_out or name not in self._indices:
+                self._others[name].append(other)
+        merged: dict[str, Any] = {}
+        for key in BY_NAME:
+            own = getattr(self.header, key)
+            theirs = getattr(other.header, key)
+            merged[key] = None
+            if own is not None and theirs is not None:
+                merged[key] = {**theirs, **own}
+        self.header = replace(self.header, **merged)
 
     def path(self, rank: int) -> Path:
         """Return the path of the file that ``rank`` saved."""
@@ -318,7 +298,7 @@ class RegularCheckpoint:
             path = self.path(rank)
             found = read(path)
             with naming(path):
-                ours = ours_of(found, path)
+                ours = found[KEY]
                 expected = {**ours, **self._ours, "rank": rank}
                 for key in ("rank", "world_size", "layout_digest", "step", "save_id"):
                     if ours[key] != expected[key]:
@@ -329,14 +309,21 @@ class RegularCheckpoint:
             self._dicts[rank] = found
         return self._dicts[rank]
 
+    def open_all(self) -> None:
+        """Open the files of all ranks.
+
+        Raises:
+            LayerWiseError: one is missing, unreadable, or of another save; names it.
+        """
+        for rank in range(self.world_size):
+            self.state_dict(rank)
+
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """See :meth:`.record.Saved.pieces`."""
-        if name in self._other_stages:
-            return self._other_stages[name].pieces(name, start, stop)
         found: list[PieceRecord] = []
-        for other in self._other_lanes if name in self._dealt_out else ():
+        for other in self._others.get(name, ()):
             found += other.pieces(name, start, stop)
-        for rank, first, numel in self.holders[name]:
+        for rank, first, numel in self.holders.get(name, ()):
             if first < stop and start < first + numel:
                 state_dict = self.state_dict(rank)
                 with naming(self.path(rank)):
@@ -364,14 +351,15 @@ class RegularCheckpoint:
         extra = state_dict[KEY]["extra_states"].get(name, {})
         names = travels_as(set(self.header.rules[name].state_keys) - extra.keys())
         states = {key: saved[carried] for key, carried in names.items()}
-        for key, value in {"the weights": master, **states, **extra}.items():
+        piece = PieceRecord(name, start, master, {**states, **extra})
+        for key, value in piece.tensors.items():
             is_free = key in extra or key == "step"
             if not isinstance(value, Tensor) or not is_free and value.shape != (numel,):
                 raise ValueError(
-                    f"{key} of {name} is {getattr(value, 'shape', value)!r:.100}, but has {numel} "
-                    "elements in the file's own list"
+                    f"{key or 'the weights'} of {name} is {getattr(value, 'shape', value)!r:.100}, "
+                    f"but has {numel} elements in the file's own list"
                 )
-        return PieceRecord(name, start, master, {**states, **extra})
+        return piece
 
 
 def mp_size(folder: Path) -> int:
@@ -394,8 +382,7 @@ def parts_in(folder: Path) -> int:
     count = mp_size(folder)
     # More are parts, or stages of a pipeline.
     for path in folder.glob("*zero_pp_rank_*_optim_states.pt") if count > 1 else ():
-        parts: int = ours_of(read(path), path)["num_parts"]
-        return parts
+        return int(read(path)[KEY]["num_parts"])
     return count
 
 
@@ -428,10 +415,10 @@ def _prefix(folder: Path, ending: str) -> str:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read the ``optimizer_state_dict`` in ``path``.
+    """Read the ``optimizer_state_dict`` in ``path``, which this package wrote.
 
     Raises:
-        LayerWiseError: see :func:`load_safely`.
+        LayerWiseError: see :func:`load_safely` and :func:`ours_of`.
     """
     content = load_safely(path, with_objects=True)
     found = None
@@ -441,6 +428,8 @@ def read(path: Path) -> dict[str, Any]:
         raise LayerWiseError(
             f"{path} has no {OPTIMIZER_STATE_DICT}; it is not a file of a ZeRO checkpoint"
         )
+    with naming(path):
+        ours_of(found, path)
     return found
 
 
@@ -458,21 +447,5 @@ def ours_of(state_dict: Mapping[str, Any], path: Path) -> dict[str, Any]:
             "FOLDER --output_folder NEW` and load NEW; it does not convert stock Muon's: load "
             "only the weights with load_checkpoint(..., load_optimizer_states=False)"
         )
-    check_format(ours["format"], path)
+    check_format(ours["format"], FORMAT, path)
     return ours
-
-
-def check_format(number: int, path: Path) -> None:
-    """Compare the format of the file ``path`` with :data:`FORMAT`.
-
-    Raises:
-        LayerWiseError: it is another one.
-    """
-    if number != FORMAT:
-        way_out = "resume with the version that wrote it"
-        if number > FORMAT:
-            way_out = "upgrade ds_layerwise"
-        raise LayerWiseError(
-            f"{path} has format {number}, and this version of ds_layerwise reads {FORMAT}; "
-            f"{way_out}"
-        )

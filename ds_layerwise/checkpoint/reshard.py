@@ -23,7 +23,7 @@ from ds_layerwise.checkpoint.record import (
     RuleRecord,
     Saved,
     fits,
-    joined,
+    value_in,
     weights_in,
 )
 from ds_layerwise.config.sections import LayerWiseConfig
@@ -44,13 +44,13 @@ class LoadPlan:
     """The copies that load a checkpoint into this rank's memory. Making a plan writes nothing."""
 
     copies: list[Copy] = field(default_factory=list)
-    loaded: dict[str, frozenset[str]] = field(default_factory=dict)
-    """The keys of the tensors that the copies write, by parameter; that of a master is empty."""
+    loaded: list[tuple[PieceRecord, frozenset[str]]] = field(default_factory=list)
+    """The memory that the copies write to: pieces with the keys of tensors; that of a master is
+    empty.
+    """
     restarts: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The states that are reset to their initial values, by parameter."""
-    masters_from_model: list[str] = field(default_factory=list)
-    """The parameters whose masters are not in the checkpoint; they are set from the model's
-    weights.
+    """The states that are reset to their initial values, by parameter; and the empty key where the
+    master is set from the model's weights, because the checkpoint lacks it.
     """
     reasons: dict[str, str] = field(default_factory=dict)
     """The parameters whose state is not the checkpoint's, each with the reason."""
@@ -152,10 +152,8 @@ class Recut:
         for part in self._parts:
             shape = part.header.shapes[name]
             pieces = part.pieces(name, 0, math.prod(shape))
-            for key, value in pieces[0].tensors.items():
-                if pieces[0].is_elementwise(key):
-                    value = joined(name, [piece.values_of(key) for piece in pieces], shape)
-                found.setdefault(key, []).append(value)
+            for key in pieces[0].tensors:
+                found.setdefault(key, []).append(value_in(pieces, key, shape))
         tensors = {}
         for key, values in found.items():
             tensors[key] = self.cut_anew(name, values, key)
@@ -198,18 +196,17 @@ def plan_load(
             sources = saved.pieces(piece.name, start, stop)
             if masters:
                 names[""] = ""
-        elif masters:
-            plan.masters_from_model.append(piece.name)
         if states:
             old = saved.header.rules.get(piece.name)
             kept, why = _kept(piece, old, rules[piece.name], sources, config)
             names |= kept
-            if restarts := tuple(key for key in piece.state if key not in kept):
-                plan.restarts[piece.name] = restarts
             if why:
                 plan.reasons[piece.name] = why
         plan.copies.extend(_copies(piece, names, sources, numel))
-        plan.loaded[piece.name] = frozenset(names)
+        plan.loaded.append((piece, frozenset(names)))
+        wanted = [""] * masters + [*piece.state] * states
+        if restarts := tuple(key for key in wanted if key not in names):
+            plan.restarts[piece.name] = restarts
     return plan
 
 
@@ -251,11 +248,10 @@ def _kept(
             )
         return {}, "no state in the checkpoint"
     if new.has_states_of(old):
-        changed = _of_other_shapes(piece, new.state_keys, sources)
         what = "other shapes"
-        told = ", ".join(f"{key} {was}, now {now}" for key, (was, now) in changed.items())
+        told = ", ".join(_of_other_shapes(piece, new.state_keys, sources))
         # An older version, or another package, does not store the meaning.
-        if not changed and old.meaning and new.meaning and old.meaning != new.meaning:
+        if not told and old.meaning and new.meaning and old.meaning != new.meaning:
             told = f"{old.meaning}, now {new.meaning}"
             what = "another meaning"
         if not told:
@@ -294,11 +290,10 @@ def _shared(old: RuleRecord, new: RuleRecord) -> dict[str, str]:
 
 def _of_other_shapes(
     piece: PieceRecord, keys: Sequence[str], sources: Sequence[PieceRecord]
-) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return those of ``keys`` whose shapes differ, each with its shape in ``sources`` and in
+) -> Iterator[str]:
+    """Yield those of ``keys`` whose shapes differ, each with its shape in ``sources`` and in
     ``piece``.
     """
-    found = {}
     for key in keys:
         if key not in piece.state or not sources:
             continue
@@ -308,8 +303,7 @@ def _of_other_shapes(
         # element-wise.
         is_cut = piece.is_elementwise(key) and math.prod(was) == sources[0].master.numel()
         if was != now and not is_cut:
-            found[key] = (was, now)
-    return found
+            yield f"{key} {was}, now {now}"
 
 
 def _copies(
@@ -324,13 +318,7 @@ def _copies(
     for key, saved_key in names.items():
         into = piece.values_of(key)
         if not piece.is_elementwise(key):
-            value = sources[0].values_of(saved_key)
-            if value.shape != into.shape:
-                raise LayerWiseError(
-                    f"{saved_key} of {piece.name} is {tuple(value.shape)} in the checkpoint, "
-                    f"{tuple(into.shape)} in this run"
-                )
-            yield into, value
+            yield into, sources[0].values_of(saved_key)
             continue
         start = piece.param_start
         stop = piece.param_start + into.numel()
@@ -372,17 +360,16 @@ def named_values(model: nn.Module) -> dict[str, tuple[Any, nn.Parameter | None]]
     return found
 
 
-def untrained(
-    model: nn.Module, trained: Iterable[Tensor]
-) -> dict[str, tuple[Tensor, nn.Parameter | None]]:
+def untrained(model: nn.Module, trained: Iterable[Tensor]) -> dict[str, Tensor]:
     """Return the frozen parameters and buffers in the ``state_dict`` of ``model``, by all of their
     names there, as in :func:`named_values`.
     """
     left_out = {id(param) for param in trained}
     found = {}
     for name, (value, param) in named_values(model).items():
-        if isinstance(value, Tensor) and id(param) not in left_out:
-            found[name] = (value, param)
+        own = value if param is None else param
+        if isinstance(own, Tensor) and id(own) not in left_out:
+            found[name] = own
     return found
 
 
@@ -403,9 +390,7 @@ def find_others(
     Raises:
         LayerWiseError: something has another shape.
     """
-    held = {}
-    for name, (value, param) in untrained(model, trained).items():
-        held[name] = value if param is None else param
+    held = untrained(model, trained)
     # A parameter may have several names. Activation checkpointing adds its wrapper to the names of
     # parameters, but not to those in state_dict.
     names: dict[int, list[str]] = {}

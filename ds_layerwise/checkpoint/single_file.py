@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic
-from ds_layerwise.checkpoint.plain_values import load_bytes_safely, naming
-from ds_layerwise.checkpoint.record import Header, PieceRecord, flat
-from ds_layerwise.checkpoint.regular import KEY, check_format, describe, header_of
+from ds_layerwise.checkpoint.plain_values import check_format, load_bytes_safely, naming
+from ds_layerwise.checkpoint.record import Header, PieceRecord, in_one_piece
+from ds_layerwise.checkpoint.regular import FORMAT, KEY, describe, header_of
 from ds_layerwise.errors import LayerWiseError
 
 #: The end and the checksum of blocks, by the name of a tensor in the file and the block's first
@@ -75,9 +75,9 @@ class Beside:
             if hashlib.sha256(body).digest() != raw[-_DIGEST:]:
                 raise ValueError("its header or its checksums differ from the saved ones")
             found = load_bytes_safely(body, path)
-            check_format(found[KEY]["format"], path)
+            check_format(found[KEY]["format"], FORMAT, path)
             self.header = header_of(found)
-            self.save = str(found[_SAVE])
+            self.save_id = found[_SAVE]
             self.sums: Sums = found[_SUMS]
 
     def around(self, name: str, start: int, stop: int) -> tuple[int, int]:
@@ -190,58 +190,49 @@ class OneFile:
         LayerWiseError: the file is missing, damaged, or of another kind.
     """
 
+    _file: Any
+
     def __init__(self, path: Path) -> None:
         if not path.is_file():
             raise LayerWiseError(
                 f"{path} is not a file; every rank reads it, so it must be on a disk that all share"
             )
         try:
-            opened: Any = safe_open(path, framework="pt")
-            names = set(opened.keys())
+            self._file = safe_open(path, framework="pt")
+            names = set(self._file.keys())
         except (SafetensorError, OSError) as e:
             raise LayerWiseError(
                 f"{path} is not a complete safetensors file ({e}); write it again with "
                 "save_state_dict_to_file()"
             ) from e
-        self._file = opened
         if HEADER not in names:
             raise LayerWiseError(
                 f"{path} was not written by save_state_dict_to_file(): it has no {HEADER}"
             )
         self.beside = Beside(self._file.get_tensor(HEADER), path)
         self.header = self.beside.header
+        self.save_id = self.beside.save_id
         for name in self.header.rules:
-            for key in self._keys(name):
+            for key in self.header.keys(name):
                 if name_in_file(name, key) not in names:
                     raise LayerWiseError(
                         f"{path} lacks {name_in_file(name, key)}, so it is not complete; write it "
                         "again with save_state_dict_to_file()"
                     )
 
-    def _keys(self, name: str) -> tuple[str, ...]:
-        """Return the keys of the master and the states of ``name``."""
-        return ("", *self.header.rules[name].state_keys)
-
-    def identity(self) -> list[str]:
-        """Return lines that are equal for all ranks that read the same save."""
-        return [f"save {self.beside.save}"]
-
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece, the whole parameter. The elements ``[start, stop)`` are compared with
         their checksums.
         """
         shape = tuple(self.header.shapes[name])
-        state: dict[str, Tensor] = {}
-        for key in self._keys(name):
+        tensors = {}
+        for key in self.header.keys(name):
             path = name_in_file(name, key)
             value = self._file.get_tensor(path)
+            tensors[key] = value
             first = 0
             last = value.numel()
             if not key or tuple(value.shape) == shape:
                 first, last = self.beside.around(path, start, stop)
             self.beside.check(path, value.reshape(-1)[first:last], first)
-            if key:
-                state[key] = flat(value, shape)
-            else:
-                state[key] = value.reshape(-1)
-        return [PieceRecord(name, 0, state.pop(""), state)]
+        return in_one_piece(name, tensors, shape)

@@ -36,7 +36,7 @@ from deepspeed.checkpoint.constants import (
 )
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.manifest import FILE_NAME, leads_out
+from ds_layerwise.checkpoint.manifest import Manifest, leads_out
 from ds_layerwise.checkpoint.plain_values import load_safely, naming
 from ds_layerwise.checkpoint.record import (
     ADAM,
@@ -44,19 +44,14 @@ from ds_layerwise.checkpoint.record import (
     PieceRecord,
     RuleRecord,
     Saved,
-    flat,
-    joined,
+    in_one_piece,
     step_tensor,
     travels_as,
+    value_in,
 )
-from ds_layerwise.checkpoint.regular import (
-    KEY,
-    RegularCheckpoint,
-    describe,
-    header_of,
-    ours_of,
-)
+from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, describe, header_of, ours_of
 from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.optimizers.recipe import Shape
 
 #: The pointer file beside universal checkpoints, and the sub-folder for states that DeepSpeed does
 #: not know.
@@ -66,7 +61,7 @@ OWN_STATES = "layerwise"
 _OF_ONE_RANK = (BASE_OPTIMIZER_STATE, PARAM_SLICE_MAPPINGS, SINGLE_PARTITION_OF_FP32_GROUPS)
 
 
-def told_the_converter(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+def told_the_converter(shapes: Mapping[str, Shape]) -> dict[str, Any]:
     """Return the entries that DeepSpeed's converter needs in the model's file, for uncut parameters
     of ``shapes``.
     """
@@ -95,13 +90,14 @@ class UniversalCheckpoint:
             names it.
     """
 
+    save_id = ""
+
     def __init__(self, folder: Path) -> None:
         self._zero = folder / "zero"
         state_path = self._zero / "optimizer_state.pt"
+        state_dict: Any = {}
         if state_path.exists():
             state_dict = load_safely(state_path, with_objects=True)
-        else:
-            state_dict = {}
         if not isinstance(state_dict, dict):
             raise LayerWiseError(
                 f"{state_path} holds no dict; it is not an optimizer state of DeepSpeed"
@@ -120,17 +116,13 @@ class UniversalCheckpoint:
             self.header = self._foreign_header(state_dict, shapes)
 
     def _own_header(
-        self, state_dict: Mapping[str, Any], path: Path, shapes: dict[str, tuple[int, ...]]
+        self, state_dict: Mapping[str, Any], path: Path, shapes: dict[str, Shape]
     ) -> Header:
         with naming(path):
             ours = ours_of(state_dict, path)
             header = header_of(state_dict)
-        listing = self._zero.parent / FILE_NAME
-        if ours.get("listed") and not listing.exists():
-            raise LayerWiseError(
-                f"{listing} is missing: the save was never finished, or files were lost since; "
-                "load another checkpoint"
-            )
+        if ours.get("listed"):
+            Manifest.read(self._zero.parent)
         if missing := header.shapes.keys() - shapes.keys():
             raise LayerWiseError(
                 f"{self._zero / min(missing) / 'fp32.pt'} is missing; the checkpoint is not whole"
@@ -141,10 +133,8 @@ class UniversalCheckpoint:
             shapes = {**shapes, **header.shapes}
         return replace(header, shapes=shapes, num_parts=1)
 
-    def _foreign_header(
-        self, state_dict: Mapping[str, Any], shapes: dict[str, tuple[int, ...]]
-    ) -> Header:
-        step = self._foreign_step(state_dict, shapes)
+    def _foreign_header(self, state_dict: Mapping[str, Any], shapes: dict[str, Shape]) -> Header:
+        step = self._foreign_step(state_dict)
         rules = {}
         for name in shapes:
             keys = {file.stem for file in (self._zero / name).glob("*.pt")} - {"fp32", "step"}
@@ -152,16 +142,14 @@ class UniversalCheckpoint:
                 rules[name] = ADAM
             elif keys:
                 rules[name] = RuleRecord("an unknown optimizer", tuple(sorted(keys)), None)
-        return Header(step=step or 0, shapes=shapes, param_groups=None, dtypes=None, rules=rules)
+        return Header(step=step or 0, shapes=shapes, rules=rules)
 
-    def _foreign_step(self, state_dict: Mapping[str, Any], names: Iterable[str]) -> int | None:
+    def _foreign_step(self, state_dict: Mapping[str, Any]) -> int | None:
         """Return the number of updates. The converter writes it for each parameter; for ZeRO-3 it
         leaves it in the dict.
         """
-        for name in names:
-            path = self._zero / name / "step.pt"
-            if path.exists():
-                return int(load_safely(path))
+        for path in self._zero.rglob("step.pt"):
+            return int(load_safely(path))
         states = state_dict.get(OPTIMIZER_STATE_DICT, {}).get("state", {})
         steps = []
         for state in states.values():
@@ -193,11 +181,10 @@ class UniversalCheckpoint:
             LayerWiseError: the file is missing or damaged.
         """
         folder = self._zero / name
-        if key == "fp32":
-            return self._read(folder / "fp32.pt")
-        if (folder / OWN_STATES / f"{key}.pt").exists():
-            return self._read(folder / OWN_STATES / f"{key}.pt")
-        carried = travels_as(self.header.rules[name].state_keys).get(key, key)
+        own = folder / OWN_STATES / f"{key}.pt"
+        if own.exists():
+            return self._read(own)
+        carried = travels_as(self.header.keys(name)).get(key, key)
         if carried == "step" and not (folder / "step.pt").exists():
             return step_tensor(self.header.step)
         path = folder / f"{carried}.pt"
@@ -211,12 +198,8 @@ class UniversalCheckpoint:
 
     def pieces(self, name: str, start: int, stop: int) -> Sequence[PieceRecord]:
         """Return one piece, the whole parameter; see :meth:`.record.Saved.pieces`."""
-        master = self.value(name, "fp32").reshape(-1)
-        rule = self.header.rules.get(name)
-        state = {}
-        for key in rule.state_keys if rule else ():
-            state[key] = flat(self.value(name, key), self.header.shapes[name])
-        return [PieceRecord(name, 0, master, state)]
+        tensors = {key: self.value(name, key or "fp32") for key in self.header.keys(name)}
+        return in_one_piece(name, tensors, self.header.shapes[name])
 
 
 def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[str]:
@@ -231,10 +214,9 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
         axis, runs, *_ = (saved.header.cuts or {}).get(name) or (0, 1)
         # DeepSpeed's optimizers cut it so.
         cut = {CAT_DIM: axis, PARAM_N_SUB_PARAMS: runs}
-        rule = saved.header.rules[name]
-        numel = math.prod(shape)
-        pieces = saved.pieces(name, 0, numel)
-        _check_paths(name, rule.state_keys)
+        keys = saved.header.keys(name)
+        pieces = saved.pieces(name, 0, math.prod(shape))
+        _check_paths(name, keys[1:])
         in_place = {"": "fp32", **pieces[0].convertible()}
 
         def write(file: str, content: Any) -> None:
@@ -243,18 +225,15 @@ def write_parameters(saved: Saved, folder: Path, names: Iterable[str]) -> list[s
             torch.save(content, path)
             written.append(path.relative_to(folder).as_posix())
 
-        for key in ("", *rule.state_keys):
-            values = [piece.values_of(key) for piece in pieces]
-            content: Any = values[0].clone()
+        for key in keys:
+            content: Any = pieces[0].values_of(key).clone()
             if pieces[0].is_elementwise(key) and key != "step":
-                content = {PARAM: joined(name, values, shape), **cut}
+                content = {PARAM: value_in(pieces, key, shape), **cut}
             elif key != "step":
                 content = {PARAM: content}
             write(in_place.get(key, f"{OWN_STATES}/{key}"), content)
-        zeros = torch.zeros(1, dtype=torch.float32, device="cpu").expand(numel)
-        unused = dict.fromkeys(
-            ("exp_avg", "exp_avg_sq"), {PARAM: joined(name, [zeros], shape), **cut}
-        )
+        zeros = torch.zeros((), dtype=torch.float32, device="cpu").expand(shape)
+        unused = dict.fromkeys(("exp_avg", "exp_avg_sq"), {PARAM: zeros, **cut})
         for key, content in {**unused, "step": step_tensor(saved.header.step)}.items():
             if key not in in_place.values():
                 write(key, content)
@@ -289,14 +268,19 @@ def write_common(saved: RegularCheckpoint, header: Header, folder: Path) -> list
         header: the header of the whole model.
     """
     state_dict = saved.state_dict(0)
-    ours = {**state_dict[KEY], **describe(header)[KEY]}
     (folder / "zero").mkdir(parents=True, exist_ok=True)
     common = {}
     for key, value in state_dict.items():
         if key not in _OF_ONE_RANK:
             common[key] = value
     common[PARAM_GROUPS] = state_dict[BASE_OPTIMIZER_STATE][PARAM_GROUPS]
-    common[KEY] = {**ours, "extra_states": {}, "param_starts": {}, "listed": True}
+    common[KEY] = {
+        **state_dict[KEY],
+        **describe(header)[KEY],
+        "extra_states": {},
+        "param_starts": {},
+        "listed": True,
+    }
     # DeepSpeed's stage 3 takes the step from here. It would give every group the settings of the
     # first one; without any, its groups keep those of its config.
     step = {"step": step_tensor(header.step)}
@@ -328,19 +312,12 @@ def write_model(model_file: Path, others: Mapping[str, Any], folder: Path) -> li
             # A tied parameter is listed under one of its names.
             seen.add(id(value))
         _check_paths(name)
-        (folder / "zero" / name).mkdir(parents=True, exist_ok=True)
+        place = folder / "zero" / name
+        place.mkdir(parents=True, exist_ok=True)
         # float32 represents every number of shorter floating-point types, but not all of int64 or
         # float64.
         if value.is_floating_point() and value.element_size() < 4:
-            exact = value.float()
-        else:
-            exact = value
-        torch.save({PARAM: exact.detach().clone()}, folder / "zero" / name / "fp32.pt")
+            value = value.float()
+        torch.save({PARAM: value.detach().clone()}, place / "fp32.pt")
         written.append(f"zero/{name}/fp32.pt")
     return written
-
-
-def by_size(saved: Saved) -> list[str]:
-    """Return the parameters of ``saved``, the largest first, in the same order on all ranks."""
-    shapes = saved.header.shapes
-    return sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))

@@ -24,7 +24,7 @@ def others_in(folder: Path, *, replaces: Sequence[str] = ()) -> list[str]:
     """
     try:
         listed = {*Manifest.read(folder).files}
-    except LayerWiseError:
+    except (LayerWiseError, OSError):
         listed = set()
     found = []
     for name in _entries(folder):

@@ -19,12 +19,11 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
-    Bars,
     ModelFile,
+    Reading,
     check_bytes,
     check_target,
     find,
-    in_parallel,
     refuse_stages,
 )
 from ds_layerwise.checkpoint.manifest import Manifest
@@ -68,17 +67,14 @@ _PEFT = re.compile(r"\.(lora|vera|oft|ia3|hada)_|\.(base_layer|modules_to_save)\
 WEIGHTS = (INDEX, "model.safetensors", "model-*-of-*.safetensors")
 
 
-def to_universal(
-    path: Path, out: Path, *, workers: int, trust: bool, overwrite: bool, bars: Bars
-) -> str:
+def to_universal(path: Path, out: Path, reading: Reading, *, overwrite: bool) -> str:
     """Write the regular checkpoint at ``path`` as the universal one ``out``, which appears
     atomically.
 
-    It needs memory for the states of one parameter for each of ``workers``, if these have several
-    pieces; else none.
+    It needs memory for the states of one parameter for each worker, if these have several pieces;
+    else none.
 
     Args:
-        trust: True to let the model's file run code.
         overwrite: True to replace another universal checkpoint at ``out``.
 
     Returns:
@@ -94,20 +90,17 @@ def to_universal(
     refuse_stages(source)
     refuse_parts(source)
     check_target(out, source, overwrite=overwrite, replaceable=universal.is_universal(out))
-    check_bytes(source, workers=workers, bars=bars)
+    check_bytes(source, reading)
     saved = RegularCheckpoint(source)
-    for rank in range(saved.world_size):
-        saved.state_dict(rank)
-    model = ModelFile.read(source, trust=trust)
+    saved.open_all()
+    model = ModelFile.read(source, trust=reading.trust)
     if model is None:
         raise LayerWiseError(
             f"{source} has no model file, so its frozen parameters and buffers are lost"
         )
     try:
         atomic.begin(out)
-        parts = _write_universal(
-            saved, model, atomic.incomplete_folder(out), workers=workers, bars=bars
-        )
+        parts = _write_universal(saved, model, atomic.incomplete_folder(out), reading)
         atomic.commit(out, Manifest.merged(parts))
     finally:
         atomic.abandon(out)
@@ -118,7 +111,7 @@ def to_universal(
 
 
 def _write_universal(
-    saved: RegularCheckpoint, model: ModelFile, folder: Path, *, workers: int, bars: Bars
+    saved: RegularCheckpoint, model: ModelFile, folder: Path, reading: Reading
 ) -> list[Manifest]:
     def write(name: str) -> Manifest:
         try:
@@ -134,7 +127,7 @@ def _write_universal(
         (name, 4 * math.prod(shape) * (1 + len(header.rules[name].state_keys)))
         for name, shape in header.shapes.items()
     ]
-    parts = in_parallel(write, sized, what="write", workers=workers, bars=bars)
+    parts = reading.in_parallel(write, sized, "write")
     rest = universal.write_common(saved, header, folder)
     rest += universal.write_model(model.path, model.others(header.shapes), folder)
     return [*parts, Manifest.of(folder, rest)]
@@ -143,13 +136,11 @@ def _write_universal(
 def consolidate(
     path: Path,
     out: Path,
+    reading: Reading,
     *,
     dtype: str,
     max_shard_bytes: int,
-    workers: int,
-    trust: bool,
     overwrite: bool,
-    bars: Bars,
     config: Path | None,
 ) -> list[str]:
     """Write the float32 weights at ``path``, frozen parameters and buffers to ``out``.
@@ -161,7 +152,6 @@ def consolidate(
         out: one file, if it has the name of one; else a folder of files with at most
             ``max_shard_bytes``, or one tensor, each.
         dtype: a key of :data:`DTYPES`, for all floating-point tensors.
-        trust: True to let the model's file run code.
         overwrite: True to replace the weights of an earlier result, or of a Hugging Face model, at
             ``out``. Other files there stay.
         config: Hugging Face's config, or a folder with it, to lay beside the weights; a single file
@@ -189,9 +179,9 @@ def consolidate(
         raise LayerWiseError(
             f"--config lays a config beside weights, and {out} is one file; name a folder"
         )
-    check_bytes(source, workers=workers, bars=bars)
+    check_bytes(source, reading)
     own_config = beside.get(CONFIG, out / CONFIG)
-    weights = NamedWeights(Contents(source, trust=trust), own_config)
+    weights = NamedWeights(Contents(source, trust=reading.trust), own_config)
     sizes = weights.sizes(DTYPES[dtype])
     total = sum(sizes.values())
     of_peft = next(filter(_PEFT.search, sizes), None)
@@ -201,7 +191,7 @@ def consolidate(
             f"find in the model of {own_config}: load the adapter that the "
             f"run saved with peft and merge it there, or write all tensors to a file *{SUFFIX}"
         )
-    with bars("write", total) as done:
+    with reading.bars("write", total) as done:
         if one_file:
             out.parent.mkdir(parents=True, exist_ok=True)
             atomic.write_whole(out, partial(_write, weights, list(sizes), DTYPES[dtype]))

@@ -19,20 +19,17 @@ from torch import Tensor
 
 from ds_layerwise.checkpoint.checkpoint_folder import (
     ZERO3_MODEL_FILE,
-    Bars,
     ModelFile,
+    Reading,
     damaged,
     find,
     manifest_of,
     refuse_stages,
 )
 from ds_layerwise.checkpoint.manifest import FILE_NAME, names_in
+from ds_layerwise.checkpoint.new_names import first_expert
 from ds_layerwise.checkpoint.record import joined, travels_as, weights_in
-from ds_layerwise.checkpoint.regular import (
-    KEY,
-    RegularCheckpoint,
-    mp_size,
-)
+from ds_layerwise.checkpoint.regular import KEY, RegularCheckpoint, mp_size
 from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerWiseError
 
@@ -60,8 +57,7 @@ class Contents:
             self.saved = UniversalCheckpoint(folder)
         else:
             self.saved = RegularCheckpoint(folder, mp_rank=mp_rank)
-            for rank in range(self.saved.world_size):
-                self.saved.state_dict(rank)
+            self.saved.open_all()
         model = self.model
         header = self.saved.header
         known = model.shapes if model else {}
@@ -111,8 +107,7 @@ class Contents:
 
     def keys(self, name: str) -> tuple[str, ...]:
         """Return :data:`WEIGHTS` and the keys of the states of ``name``."""
-        rule = self.saved.header.rules.get(name)
-        return WEIGHTS, *(rule.state_keys if rule else ())
+        return WEIGHTS, *self.saved.header.keys(name)[1:]
 
     def weight(self, name: str) -> Tensor:
         """Return a trained parameter in float32, or a frozen one or a buffer in its saved dtype.
@@ -165,16 +160,15 @@ class Report:
     """The kinds of states, one line each."""
 
 
-def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -> Report:
+def verify(path: Path, reading: Reading, *, states: bool) -> Report:
     """Check the checkpoint at ``path``: every byte, then every tensor.
 
     Args:
         states: False to leave the optimizer states out. Bytes are always checked.
-        trust: True to let the model's file run code.
 
     Raises:
         LayerWiseError: there is no checkpoint that this package reads, or its model file needs
-            ``trust``.
+            to be trusted.
     """
     folder = find(path)
     kind = "universal" if is_universal(folder) else "regular"
@@ -184,14 +178,15 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     if kind == "regular" and names and not (folder / FILE_NAME).exists():
         # Raises an error for a checkpoint of another optimizer.
         RegularCheckpoint(folder)
-    _check_bytes(report, names, workers=workers, bars=bars)
+    _check_bytes(report, names, reading)
     if report.problems:
         # Mapping a damaged file may crash the process.
         return report
     refuse_stages(folder)
     try:
         parts = [
-            Contents(folder, trust=trust, mp_rank=mp_rank) for mp_rank in range(mp_size(folder))
+            Contents(folder, trust=reading.trust, mp_rank=mp_rank)
+            for mp_rank in range(mp_size(folder))
         ]
     except LayerWiseError as e:
         if "--trust-client-state" in str(e):
@@ -219,7 +214,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
         f"{len(first.trained)} parameters, {numel:,} elements, {size:,} bytes"
     )
     for contents in parts:
-        _check_contents(contents, report, states=states, bars=bars)
+        _check_contents(contents, report, reading, states=states)
     if len(steps) > 1:
         report.problems.append(
             f"the parts in {folder} are of steps {', '.join(map(str, sorted(steps)))}"
@@ -227,7 +222,7 @@ def verify(path: Path, *, states: bool, workers: int, trust: bool, bars: Bars) -
     return report
 
 
-def _check_bytes(report: Report, names: list[str], *, workers: int, bars: Bars) -> None:
+def _check_bytes(report: Report, names: list[str], reading: Reading) -> None:
     try:
         manifest = manifest_of(report.folder)
     except LayerWiseError as e:
@@ -246,13 +241,13 @@ def _check_bytes(report: Report, names: list[str], *, workers: int, bars: Bars) 
                 f"{path} differs from the script of the installed DeepSpeed; compare the two "
                 "before running it, or use the installed one"
             )
-    report.problems += damaged(report.folder, manifest, workers=workers, bars=bars)
+    report.problems += damaged(report.folder, manifest, reading)
     for name in names:
         if name not in manifest.files:
             report.warnings.append(f"{report.folder / name} is not of this save")
 
 
-def _check_contents(contents: Contents, report: Report, *, states: bool, bars: Bars) -> None:
+def _check_contents(contents: Contents, report: Report, reading: Reading, *, states: bool) -> None:
     saved = contents.saved
     problems = report.problems
     sound = dict(contents.trained)
@@ -268,7 +263,7 @@ def _check_contents(contents: Contents, report: Report, *, states: bool, bars: B
             "is right, and the optimizer's files have them"
         )
     sizes = {name: contents.num_bytes(name, states=states) for name in sound}
-    with bars("compare", sum(sizes.values())) as done:
+    with reading.bars("compare", sum(sizes.values())) as done:
         for name, size in sizes.items():
             try:
                 for key, value in contents.values(name, states=states):
@@ -356,7 +351,7 @@ def _against_model_file(contents: Contents) -> Iterator[str]:
     for name in sorted(model.shapes.keys() - contents.trained.keys()):
         yield f"{name} is missing in the optimizer's files"
     for name, trained in sorted(contents.trained.items()):
-        shape = model.shape(name)
+        shape = model.shapes.get(name, model.shapes.get(first_expert(name) or name))
         if shape is None:
             yield f"{name} is missing in the param_shapes of {model.path}"
         elif shape != trained:
@@ -378,7 +373,8 @@ def _unlike_model(contents: Contents, name: str, master: Tensor) -> Iterator[str
         return
     if name not in model.module:
         # Only a regular checkpoint has files of experts.
-        if not model.has_own_file(name) or isinstance(contents.saved, RegularCheckpoint):
+        is_of_expert = name in model.stacks or first_expert(name) is not None
+        if not is_of_expert or isinstance(contents.saved, RegularCheckpoint):
             yield f"{name} is missing in the module of {model.path}"
         return
     weights = model.module[name].reshape(-1)

@@ -424,8 +424,7 @@ class LayerWiseZeroOptimizer(ReportingOptimizer):
         with comm.errors_on_all_ranks():
             self.offloading.check_not_offloaded()
         self._before_update.weights.reload()
-        for masters in self._run.owned.masters:
-            masters.follow()
+        self._run.owned.follow_weights()
 
     def update_lp_params(self) -> None:
         """Set the model's weights from the masters, on every rank."""

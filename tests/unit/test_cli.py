@@ -110,5 +110,5 @@ def test_the_script_that_pip_installs_is_this_one():
 def test_a_quiet_command_draws_no_bar(command, monkeypatch):
     for options, drawn in (([], True), (["--quiet"], False)):
         monkeypatch.setattr(sys, "stderr", Terminal())
-        with cli._reading(cli._parser().parse_args([*command, *options]))["bars"]("write", 2_000_000):
+        with cli._reading(cli._parser().parse_args([*command, *options])).bars("write", 2_000_000):
             assert bool(sys.stderr.getvalue()) is drawn

@@ -51,16 +51,17 @@ def _end_at_exit() -> None:
     other than 0.
     """
     failed = False
-    unfinished = list(saving.unfinished)
+    unfinished = dict(saving.unfinished)
     engines = list(_engines)
     # The exit below calls this function again, and so does Python after Ctrl-C in here.
     saving.unfinished.clear()
     _engines.clear()
     alone = _alone_at_exit() if unfinished else ""
-    for engine in unfinished:
+    for engine, save in unfinished.items():
         with (attempt := Attempt()):
             if alone:
                 raise LayerWiseError(f"{alone}; what was saved before is still there")
+            saving.unfinished[engine] = save
             saving.commit_decoupled(engine)
         if attempt.error is not None:
             failed = True

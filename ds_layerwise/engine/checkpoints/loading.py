@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,6 @@ from ds_layerwise.checkpoint import atomic, universal
 from ds_layerwise.checkpoint.checkpoint_folder import (
     MODEL_FILE,
     ZERO3_MODEL_FILE,
-    has_expert_files,
     manifest_of,
     num_expert_layers,
     refuse_stages,
@@ -40,12 +40,7 @@ from ds_layerwise.checkpoint.new_names import bare, check_names, new_names
 from ds_layerwise.checkpoint.plain_values import check_kind, load_safely, naming
 from ds_layerwise.checkpoint.record import fits
 from ds_layerwise.checkpoint.regular import mp_size, parts_in
-from ds_layerwise.engine.checkpoints.stage3_files import (
-    as_at_stage_2,
-    is_cut,
-    load_cuts,
-    with_weights,
-)
+from ds_layerwise.engine.checkpoints.stage3_files import as_at_stage_2, is_cut, load_cuts
 from ds_layerwise.engine.contract.patches import Method, only_ours
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.instance_patches import patch
@@ -86,29 +81,22 @@ def _load_checked(
         return _nothing_loaded(engine, load_dir)
     folder = Path(load_dir, tag)
     states = load_optimizer_states and not load_module_only
-    is_universal, all_files = _checked(engine, folder, states=states, custom_load_fn=custom_load_fn)
+    is_universal, masters_only = _checked(engine, folder, custom_load_fn, states=states)
     checkpointing = engine.optimizer.checkpointing
-    found = None
-    if is_universal or all_files:
-        found = checkpointing.prepare_load(
+    load = Load()
+    if states or masters_only:
+        load = checkpointing.prepare_load(
             folder,
-            universal=is_universal,
+            partial(checkpointing.open_folder, folder),
             states=states,
             strict=load_module_strict,
-            masters=is_universal or engine.zero_load_from_fp32_weights(),
+            masters=masters_only or engine.zero_load_from_fp32_weights(),
+            masters_only=masters_only,
         )
-    if found is not None and not found.header.has_weights and custom_load_fn is not None:
-        raise LayerWiseError(
-            f"{folder} was saved at ZeRO stage 3, or in another number of tensor-parallel parts, "
-            "so that trained weights come from the optimizer's files, and custom_load_fn would get "
-            "none of them; load without it, and change the weights afterwards"
-        )
-    load = Load(
-        found,
-        wants_scheduler=load_lr_scheduler_states and not load_module_only,
-        weights_win=custom_load_fn is not None,
-        has_whole_experts=engine.has_moe_layers and not _reads_experts(engine, folder),
-    )
+    load.wants_scheduler = load_lr_scheduler_states and not load_module_only
+    load.weights_win = custom_load_fn is not None
+    reads_experts = engine.optimizer.settings.reads_experts and num_expert_layers(folder) > 0
+    load.has_whole_experts = engine.has_moe_layers and not reads_experts
     with (
         engine.optimizer.checkpoint_event(),
         checkpointing.loading(load),
@@ -127,17 +115,12 @@ def _load_checked(
                 load_module_only,
                 custom_load_fn,
             )
-        if load.found is not None:
+        if not (states or masters_only):
+            checkpointing.restart_step()
+        elif load.plan is not None:
             # The engine has not looked for masters.
             checkpointing.finish_load()
-        if found is None:
-            checkpointing.restart_step()
         return done
-
-
-def _reads_experts(engine: DeepSpeedEngine, folder: Path) -> bool:
-    """Tell whether the engine reads experts from files of their own in ``folder``."""
-    return engine.optimizer.settings.reads_experts and has_expert_files(folder)
 
 
 def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
@@ -146,8 +129,9 @@ def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     or it has another number of tensor-parallel parts. A file that cannot be read says nothing.
     Every rank must call this at the same point.
     """
-    may_lack = not (engine.optimizer.settings.reads_experts or pipeline.is_pipeline(engine.module))
-    found = may_lack and has_expert_files(folder)
+    settings = engine.optimizer.settings
+    is_pipeline = pipeline.is_pipeline(engine.module)
+    found = not (settings.reads_experts or is_pipeline) and num_expert_layers(folder) > 0
     path = folder / MODEL_FILE.format(mp_rank=0)
     with suppress(LayerWiseError), naming(path):
         content = load_safely(path, with_objects=True)
@@ -157,8 +141,8 @@ def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
         if trained and module is not None and trained.isdisjoint(map(bare, module)):
             found = True
     with suppress(LayerWiseError):
-        parts = parts_in(folder) if pipeline.is_pipeline(engine.module) else mp_size(folder)
-        found = found or parts != engine.optimizer.settings.tp_size
+        parts = parts_in(folder) if is_pipeline else mp_size(folder)
+        found = found or parts != settings.tp_size
     return any(comm.gather_objects(found, group=None))
 
 
@@ -214,10 +198,10 @@ def _nothing_loaded(engine: DeepSpeedEngine, load_dir: str) -> tuple[None, None]
 
 
 def _checked(
-    engine: DeepSpeedEngine, folder: Path, *, states: bool, custom_load_fn: object
+    engine: DeepSpeedEngine, folder: Path, custom_load_fn: object, *, states: bool
 ) -> tuple[bool, bool]:
     """Finish an interrupted save of ``folder``, and check its files. Return whether it is
-    universal, and whether more than the model's file is loaded.
+    universal, and whether the engine loads no trained weights from it.
 
     Raises:
         LayerWiseError: on every rank, if a file is missing or differs from the saved one.
@@ -229,17 +213,20 @@ def _checked(
             atomic.recover(folder)
     if own_disks:
         disks.finish_save(folder, may_move=is_first)
-    all_files = states or _has_masters_only(engine, folder)
+    masters_only = _has_masters_only(engine, folder)
     with comm.errors_on_all_ranks():
-        is_universal = _check_files(engine, folder, states=states, all_files=all_files)
-        if is_universal and custom_load_fn is not None:
-            raise LayerWiseError(
-                f"{folder} is a universal checkpoint, from which the engine loads no model file, "
-                "so it would not call custom_load_fn; load without it, and change the weights "
-                "afterwards"
-            )
+        is_universal = _check_files(engine, folder, states=states, all_files=states or masters_only)
     disks.check_one_save(folder)
-    return is_universal, all_files
+    masters_only = masters_only or is_universal
+    if masters_only and custom_load_fn is not None:
+        what = "was saved at ZeRO stage 3, or in another number of tensor-parallel parts"
+        if is_universal:
+            what = "is a universal checkpoint"
+        raise LayerWiseError(
+            f"{folder} {what}, and the engine would not call custom_load_fn with its trained "
+            "weights; load without it, and change the weights afterwards"
+        )
+    return is_universal, masters_only
 
 
 @contextmanager
@@ -254,16 +241,13 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
     for key in ("global_steps", "global_samples", "skipped_steps"):
         counts[key] = vars(engine)[key]
     schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
-    done = False
-    try:
+    with ExitStack() as undo:
+        undo.callback(vars(engine).update, counts)
+        if schedule:
+            undo.callback(scheduler.load_state_dict, schedule)
         with patch(engine._config, load_universal_checkpoint=universal):
             yield
-        done = True
-    finally:
-        if not done:
-            vars(engine).update(counts)
-            if schedule:
-                scheduler.load_state_dict(schedule)
+        undo.pop_all()
 
 
 @contextmanager
@@ -292,10 +276,9 @@ def _expert_loading(engine: DeepSpeedEngine, load: Load) -> ExitStack:
     """Make the engine look for no files of experts if the model's file has them, or only the
     masters are loaded, until the returned stack is closed.
     """
-    if load.rest is not None and load.found is not None:
+    if load.rest is not None:
         # Each rank reads the first of the files, for what is the same in all.
-        count = mp_size(load.found.folder)
-        undo = patch(engine, has_moe_layers=False, mp_world_size=count)
+        undo = patch(engine, has_moe_layers=False, mp_world_size=mp_size(load.folder))
         # DeepSpeed before 0.19.6 asks the mpu for the number of a file.
         if hasattr(engine, "checkpoint_mp_rank"):
             undo.push(patch(engine, checkpoint_mp_rank=0))
@@ -341,31 +324,30 @@ def _agreed_tag(engine: DeepSpeedEngine, load_dir: Path, tag: object) -> str | N
             no folder.
     """
     with comm.errors_on_all_ranks():
+        mine: str | None = str(tag)
         if tag is None:
             mine = _latest_tag(load_dir, universal_first=engine.load_universal_checkpoint())
-        else:
-            mine = str(tag)
-    places = comm.gather_objects((mine, str(load_dir.absolute())), group=None)
-    differing = [rank for rank, (other, _) in enumerate(places) if other != places[0][0]]
-    if not differing:
-        return mine
-    if tag is None and engine.use_node_local_storage():
-        newest = disks.newest(load_dir, sorted({other for other, _ in places} - {None}))
-        if newest is not None:
-            if comm.rank_of(None) == 0:
-                announce(
-                    f"ds_layerwise: latest is not the same on all nodes; loading {newest!r}, the "
-                    "newest save that all of them have"
-                )
-            return newest
-    rank = differing[0]
-    theirs, there = places[rank]
+    places = comm.gather_objects((mine, load_dir.absolute()), group=None)
     first, where = places[0]
-    raise LayerWiseError(
-        f"ranks would load different checkpoints: rank 0 {first!r} in {where}, and rank {rank} "
-        f"{theirs!r} in {there} (None: there is no file latest); pass the same tag to "
-        "load_checkpoint on all ranks"
-    )
+    for rank, (theirs, there) in enumerate(places):
+        if theirs == first:
+            continue
+        newest = None
+        if tag is None and engine.use_node_local_storage():
+            newest = disks.newest(load_dir, sorted({other for other, _ in places} - {None}))
+        if newest is None:
+            raise LayerWiseError(
+                f"ranks would load different checkpoints: rank 0 {first!r} in {where}, and rank "
+                f"{rank} {theirs!r} in {there} (None: there is no file latest); pass the same tag "
+                "to load_checkpoint on all ranks"
+            )
+        if comm.rank_of(None) == 0:
+            announce(
+                f"ds_layerwise: latest is not the same on all nodes; loading {newest!r}, the "
+                "newest save that all of them have"
+            )
+        return newest
+    return mine
 
 
 def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
@@ -382,8 +364,7 @@ def _latest_tag(load_dir: Path, *, universal_first: bool) -> str | None:
     tag = atomic.pointed(pointer) if pointer.is_file() else ""
     # A tag may be a path. File systems limit each part to 255 bytes. Unprintable text may have no
     # encoding.
-    parts = tag.split("/")
-    if not tag or not tag.isprintable() or max(len(part.encode()) for part in parts) > 255:
+    if not tag or not tag.isprintable() or max(map(len, tag.encode().split(b"/"))) > 255:
         raise LayerWiseError(
             f"{pointer} holds {tag[:40]!r}; write the tag of a checkpoint into it, or pass the tag"
         )
@@ -417,41 +398,37 @@ def _check_files(engine: DeepSpeedEngine, folder: Path, *, states: bool, all_fil
             "weights to a file with the zero_to_fp32.py beside it, and load that into the model "
             "before initialize()"
         )
-    _check_parts(engine, folder, is_universal=is_universal)
+    if not is_universal:
+        _check_parts(engine, folder)
     # DeepSpeed's converter and its other optimizers write no list.
+    manifest = None
     if states or is_listed:
         manifest = manifest_of(folder)
-    else:
-        manifest = None
     if manifest is None:
         return is_universal
     if not all_files and not is_universal:
-        manifest = manifest.only(
-            name for name in manifest.files if name.endswith("model_states.pt")
-        )
+        manifest = manifest.only("model_states.pt")
     rank = engine.global_rank
+    count = dist.get_world_size()
     if engine.use_node_local_storage():
-        manifest.check(folder, quiet=rank != 0)
-    else:
-        manifest.check(folder, rank=rank, world_size=dist.get_world_size(), quiet=rank != 0)
+        count = 1
+    manifest.check(folder, rank=rank % count, world_size=count, quiet=rank != 0)
     return is_universal
 
 
-def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -> None:
+def _check_parts(engine: DeepSpeedEngine, folder: Path) -> None:
     """Refuse a model that is cut differently from this one, and cannot be cut anew.
 
     Raises:
         LayerWiseError: it has experts on other stages of a pipeline.
     """
-    if is_universal:
-        return
     if not pipeline.is_pipeline(engine.module):
         refuse_stages(folder)
         return
     if not engine.has_moe_layers:
         # Pipeline stages are found by name, but files of experts go by stages.
         return
-    saved = num_expert_layers(folder, engine.mpu.get_stage_id())
+    saved = num_expert_layers(folder, f"{engine.mpu.get_stage_id():02d}")
     there = mp_size(folder), parts_in(folder), saved
     here = engine.mp_world_size, engine.optimizer.settings.tp_size, len(engine.num_experts)
     if there != here:
@@ -463,7 +440,7 @@ def _check_parts(engine: DeepSpeedEngine, folder: Path, *, is_universal: bool) -
 
 
 def _load_zero_checkpoint(
-    original: Method, engine: DeepSpeedEngine, load_dir: str, tag: str, **options: Any
+    original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any
 ) -> Any:
     engine.optimizer.checkpointing.finish_load()
     return True
@@ -478,29 +455,30 @@ def _load_module_state_dict(
     **options: Any,
 ) -> Any:
     """Load the weights in ``checkpoint`` under the names of ``layerwise.rename``, once they fit."""
-    load: Load = engine.optimizer.checkpointing.load
-    place = Path("the model's file")
-    has_no_weights = False
-    if load.found is not None:
-        place = load.found.folder
-        has_no_weights = not load.found.header.has_weights
-    with _agreeing(load), naming(place):
+    checkpointing = engine.optimizer.checkpointing
+    load: Load = checkpointing.load
+    with _agreeing(load), naming(load.folder):
         if custom_load_fn is None:
             module = checkpoint["module"]
-            rename = engine.optimizer.config.rename
-            renamed = new_names(module, rename, use_all=not has_no_weights)
+            renamed = new_names(
+                module, engine.optimizer.config.rename, use_all=not load.masters_only
+            )
             with whole_shapes(engine.module.parameters()):
+                values = engine.module.state_dict(keep_vars=True)
                 given = {renamed[name]: value for name, value in module.items()}
                 if load.has_whole_experts:
-                    given |= engine.optimizer.checkpointing.own_experts(given)
+                    given |= checkpointing.own_experts(given)
                 module = given
                 if load.rest is not None:
                     given = dict(load.rest)
-                if has_no_weights:
-                    module = with_weights(engine, given)
+                if load.masters_only:
+                    # What was trained follows from the masters, which are loaded after it.
+                    module = {**values, **given}
                 # Frozen parameters appear again in this key, under their checkpoint names.
                 checkpoint = {**checkpoint, "module": module, FROZEN_PARAM_FRAGMENTS: None}
-                _check_model(engine, checkpoint, strict=strict)
+                _check_names_and_shapes(engine, "the checkpoint", module, values, strict=strict)
+                if load.plan is not None:
+                    _check_tied(module, values)
     if is_cut(engine):
         checkpoint = {**checkpoint, FROZEN_PARAM_FRAGMENTS: None}
         if custom_load_fn is None:
@@ -517,18 +495,6 @@ def _get_all_ckpt_names(
     return names or sorted(map(str, of_stage_3))
 
 
-def _check_model(engine: DeepSpeedEngine, checkpoint: Mapping[str, Any], *, strict: bool) -> None:
-    """Check for errors that loading the module would find only half-way.
-
-    Raises:
-        LayerWiseError: names or shapes differ, or there are two values for one parameter.
-    """
-    values = engine.module.state_dict(keep_vars=True)
-    _check_names_and_shapes(engine, "the checkpoint", checkpoint["module"], values, strict=strict)
-    if engine.optimizer.checkpointing.load.found is not None:
-        _check_tied(checkpoint["module"], values)
-
-
 def _check_names_and_shapes(
     engine: DeepSpeedEngine,
     what: str,
@@ -537,7 +503,8 @@ def _check_names_and_shapes(
     *,
     strict: bool,
 ) -> None:
-    loaded = {id(wanted[name]) for name in wanted.keys() & saved.keys()}
+    both = wanted.keys() & saved.keys()
+    loaded = {id(wanted[name]) for name in both}
     # The layers of a pipeline have numbers, not names.
     rename = None if pipeline.is_pipeline(engine.module) else engine.optimizer.config.rename
     check_names(
@@ -550,7 +517,7 @@ def _check_names_and_shapes(
         strict=strict,
         quiet=engine.optimizer.rank != 0,
     )
-    for name in wanted.keys() & saved.keys():
+    for name in both:
         own = wanted[name]
         if not isinstance(own, Tensor) or own.shape == saved[name].shape:
             continue
@@ -590,11 +557,12 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
         number = module._local_start + index
         paths = module.ckpt_layer_path_list(escape(str(folder)), index)
         grid = engine.mpu
-        if len(paths) != grid.get_slice_parallel_world_size():
+        needed = grid.get_slice_parallel_world_size()
+        if len(paths) != needed:
             raise LayerWiseError(
-                f"{folder} has {len(paths)} files of layer {number}, and needs "
-                f"{grid.get_slice_parallel_world_size()}; it was saved by a model of other layers, "
-                "in another number of tensor-parallel parts, or not by a pipeline"
+                f"{folder} has {len(paths)} files of layer {number}, and needs {needed}; it was "
+                "saved by a model of other layers, in another number of tensor-parallel parts, or "
+                "not by a pipeline"
             )
         _check_names_and_shapes(
             engine,
@@ -603,12 +571,12 @@ def _check_layers(engine: DeepSpeedEngine, folder: Path, *, strict: bool) -> Non
             layer.state_dict(keep_vars=True),
             strict=strict,
         )
-    saved = set()
+    last = 0
     for path in folder.glob("layer_*-model_states.pt"):
-        saved.add(int(path.name.split("-")[0].removeprefix("layer_")))
-    if strict and max(saved, default=0) >= module._num_layers:
+        last = max(last, int(path.name.split("-")[0].removeprefix("layer_")))
+    if strict and last >= module._num_layers:
         raise LayerWiseError(
-            f"{folder} has a layer {max(saved)}, and the model {module._num_layers} layers; load "
+            f"{folder} has a layer {last}, and the model {module._num_layers} layers; load "
             "what fits with load_module_strict=False"
         )
 

@@ -15,6 +15,7 @@ Note: what is wrapped, and why there
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -47,9 +48,9 @@ from ds_layerwise.zero.checkpoint import disks
 from ds_layerwise.zero.checkpoint.disks import Save
 from ds_layerwise.zero.optimizer import uses_us
 
-#: The engines with a background save, in the order of their saves. They are kept alive until it
-#: ends.
-unfinished: list[DeepSpeedEngine] = []
+#: The background saves that are not committed, in their order, by engines. These are kept alive
+#: until then.
+unfinished: dict[DeepSpeedEngine, Save] = {}
 
 
 def _save_whole(
@@ -69,6 +70,7 @@ def _save_whole(
     """
     optimizer = engine.optimizer
     writer = engine.checkpoint_engine
+    lacks_frozen = options.get("exclude_frozen_parameters")
     with comm.errors_on_all_ranks():
         if not save_dir:
             raise ValueError(f"save_dir must be a non-empty string, got {save_dir!r}")
@@ -78,7 +80,7 @@ def _save_whole(
         tag = check_tag(f"global_step{engine.global_steps}" if tag is None else tag)
         _check_kind(place / tag, is_universal=False)
         if optimizer.config.save_universal:
-            if is_cut(engine) and options.get("exclude_frozen_parameters"):
+            if is_cut(engine) and lacks_frozen:
                 raise LayerWiseError(
                     "exclude_frozen_parameters is true, and a universal checkpoint of ZeRO stage 3 "
                     "takes frozen parameters from the file that would lack them; leave it out, or "
@@ -89,8 +91,9 @@ def _save_whole(
     commit_decoupled(engine)
     optimizer.checkpointing.begin_save()
     with ExitStack() as undo:
-        own_disks = engine.use_node_local_storage()
-        save = disks.begin(place, tag, latest=save_latest, own_disks=own_disks)
+        save = disks.begin(
+            place, tag, latest=save_latest, own_disks=engine.use_node_local_storage()
+        )
         if not writer.is_decoupled():
             # The process of a background save may still write. The next save waits for it and then
             # removes its files.
@@ -100,18 +103,16 @@ def _save_whole(
         with _recorded(writer) as written:
             _choose_writer(engine, save)
             state = {**(client_state or {}), **expert_layers(engine)}
-            with_frozen = not options.get("exclude_frozen_parameters")
             with (
                 optimizer.checkpoint_event(),
-                saving_the_rest(engine, with_frozen=with_frozen),
+                saving_the_rest(engine, with_frozen=not lacks_frozen),
                 as_at_stage_2(engine),
             ):
                 done = original(str(place), tag + atomic.INCOMPLETE, state, False, **options)
         save = replace(save, written=tuple(written))
         if writer.is_decoupled():
             # A background save is committed before the next step, or at the end of the script.
-            optimizer.checkpointing.save = save
-            unfinished.append(engine)
+            unfinished[engine] = save
         else:
             _commit(engine, save)
         undo.pop_all()
@@ -194,11 +195,8 @@ def _choose_writer(engine: DeepSpeedEngine, save: Save) -> None:
         return
     names = comm.gather_objects(_model_file(engine), group=None)
     rank = save.rank
-    writers = []
-    for other in save.here:
-        if names[other] == names[rank]:
-            writers.append(other)
-    engine.save_non_zero_checkpoint = rank == min(writers)
+    writer = min(other for other in save.here if names[other] == names[rank])
+    engine.save_non_zero_checkpoint = rank == writer
 
 
 def _abandon(save: Save) -> None:
@@ -230,9 +228,7 @@ def _commit(engine: DeepSpeedEngine, save: Save) -> None:
     owns = save.is_owner
     here = save.here
     with comm.errors_on_all_ranks():
-        names = []
-        for path in save.written:
-            names.append(path.relative_to(folder).as_posix())
+        names = [path.relative_to(folder).as_posix() for path in save.written]
         written = _listed(engine, folder, names)
         needed = [_model_file(engine)]
         if engine.save_zero_checkpoint:
@@ -305,9 +301,12 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
         if rank == 0:
             atomic.begin(folder)
     with comm.errors_on_all_ranks(), _saying_where(save.save_dir):
-        parts = optimizer.checkpointing.open_regular(regular, whole=True)
+        parts = optimizer.checkpointing.open_folder(regular, whole=True)
         saved = Recut(parts, {})
-        share = universal.by_size(saved)[rank :: dist.get_world_size()]
+        shapes = saved.header.shapes
+        # The largest first, in the same order on all ranks.
+        order = sorted(shapes, key=lambda name: (-math.prod(shapes[name]), name))
+        share = order[rank :: dist.get_world_size()]
         names = universal.write_parameters(saved, incomplete, share)
         if rank == 0:
             names += universal.write_common(parts[0], saved.header, incomplete)
@@ -318,9 +317,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
             if is_cut(engine):
                 others = load_safely(model_file, with_objects=True)["module"]
             elif optimizer.settings.tp_rank == 0:
-                rest = untrained(engine.module, optimizer._params.values())
-                for name, (value, _) in rest.items():
-                    others[name] = value
+                others |= untrained(engine.module, optimizer._params.values())
                 if len(parts) > 1:
                     others |= optimizer.checkpointing.rest_of(regular, saved, parts, {})
             names += universal.write_model(model_file, others, incomplete)
@@ -329,7 +326,7 @@ def _write_universal(engine: DeepSpeedEngine, save: Save) -> None:
     with comm.errors_on_all_ranks():
         if rank == 0:
             disks.check_seen(incomplete, dict(enumerate(everyone)))
-            atomic.seal(folder, Manifest(Manifest.merged(everyone).files, save.save_id))
+            atomic.seal(folder, replace(Manifest.merged(everyone), save_id=save.save_id))
 
 
 @contextmanager
@@ -373,11 +370,7 @@ def _save_model_file(original: Method, engine: DeepSpeedEngine, *args: Any, **op
 
 def _commit_decoupled_checkpoint(_: Method, engine: DeepSpeedEngine) -> None:
     writer = engine.checkpoint_engine
-    checkpointing = engine.optimizer.checkpointing
-    save = checkpointing.save
-    checkpointing.save = None
-    if engine in unfinished:
-        unfinished.remove(engine)
+    save = unfinished.pop(engine, None)
     if save is None and writer.get_commit_info() is None:
         return
     with ExitStack() as undo:

@@ -52,22 +52,15 @@ def saving_the_rest(engine: DeepSpeedEngine, *, with_frozen: bool) -> ExitStack:
         named = _named(engine)
     whole = _gathered(engine) if with_frozen else {}
     rest = {}
-    trained = {id(param) for param in engine.optimizer._params.values()}
     for name, (value, param) in named.items():
-        if param is None or with_frozen and id(param) not in trained:
+        if param is None or id(param) in whole:
             rest[name] = whole.get(id(param), value)
-
-    def fragment(param: nn.Parameter) -> Tensor:
-        return whole.get(id(param), param.detach())
-
-    def module_state_dict(exclude_frozen_parameters: bool) -> dict[str, Any]:
-        return rest
 
     return patch(
         engine,
         _get_shared_params=lambda: shared,
-        _get_param_fragment_func=fragment,
-        module_state_dict=module_state_dict,
+        _get_param_fragment_func=lambda param: whole.get(id(param), param.detach()),
+        module_state_dict=lambda exclude_frozen_parameters: rest,
     )
 
 
@@ -75,13 +68,14 @@ def expert_layers(engine: DeepSpeedEngine) -> dict[str, Any]:
     """Return the entry of the model's file that names stacks of which ranks have a part each. At
     stages 1 and 2 DeepSpeed writes it, with their files.
     """
-    layers = {}
+    layers: dict[str, Any] = {}
     optimizer = engine.optimizer
     for param, names in optimizer.expert_names.items():
         if is_cut(engine) and len(names) > 1:
-            layers[param.rpartition(".")[0]] = optimizer.saved_shapes[names[0]][0]
-    found = [{"expert_key_prefix": prefix, "num_experts": n} for prefix, n in layers.items()]
-    return {AUTOEP_LAYERS_KEY: found} if found else {}
+            prefix = param.rpartition(".")[0]
+            count = optimizer.saved_shapes[names[0]][0]
+            layers[prefix] = {"expert_key_prefix": prefix, "num_experts": count}
+    return {AUTOEP_LAYERS_KEY: list(layers.values())} if layers else {}
 
 
 def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]]:
@@ -94,16 +88,13 @@ def _named(engine: DeepSpeedEngine) -> dict[str, tuple[Any, nn.Parameter | None]
     found = {}
     for name, (value, param) in named_values(engine.module).items():
         if isinstance(value, Tensor):
-            is_known = param is not None or value.numel() or id(value) in buffers
+            if not (param is not None or value.numel() or id(value) in buffers):
+                raise LayerWiseError(
+                    f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
+                    "has cut it, and not as a parameter, or by the name of one, so that it is not "
+                    "known what to save; let its hooks keep either"
+                )
             value = value.detach()
-        else:
-            is_known = True
-        if not is_known:
-            raise LayerWiseError(
-                f"state_dict() of the module gives {name} without elements, as ZeRO stage 3 "
-                "has cut it, and not as a parameter, or by the name of one, so that it is not "
-                "known what to save; let its hooks keep either"
-            )
         found[name] = (value, param)
     return found
 
@@ -126,16 +117,6 @@ def _gathered(engine: DeepSpeedEngine) -> dict[int, Tensor]:
         param.partition()
     comm.raise_on_all_ranks(attempt.error)
     return found
-
-
-def with_weights(engine: DeepSpeedEngine, module: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``module`` of a checkpoint that has no trained weights with what the model has in
-    their places: what was trained follows from the masters, which are loaded after it.
-    """
-    filled = {}
-    for name, (value, _) in _named(engine).items():
-        filled[name] = value
-    return {**filled, **module}
 
 
 @torch.no_grad()

@@ -401,22 +401,19 @@ class Owned:
         return self._forms[name][key].is_live
 
     def take_back(
-        self,
-        record: Iterable[PieceRecord],
-        loaded: Mapping[str, Iterable[str]],
-        *,
-        masters_win: bool,
+        self, loaded: Iterable[tuple[PieceRecord, Iterable[str]]], *, masters_win: bool
     ) -> None:
         """Store the tensors of :meth:`record` that were loaded and are not views of live memory.
 
         Args:
-            loaded: the keys of what was loaded, by name in a checkpoint; that of a master is empty.
+            loaded: pieces of the record, with the keys of what was loaded; that of a master is
+                empty.
             masters_win: True to set weights to the rounded masters; False to set masters to weights
                 that they do not round to.
         """
-        for piece in record:
+        for piece, keys in loaded:
             name = self._known_as[piece.name]
-            for key in loaded[piece.name]:
+            for key in keys:
                 if self._is_live(name, key or MASTER):
                     continue
                 value = piece.values_of(key)
@@ -456,20 +453,21 @@ class Owned:
                 found += form.tensors
         return found
 
-    def restart(self, saved_as: str, keys: Iterable[str]) -> None:
-        """Reset states of a parameter, given by its name in a checkpoint, to their initial
-        values.
-        """
-        name = self._known_as[saved_as]
-        start = self._first_state(name, self.value(name).view_as(self._gradient(name)))
-        for key in keys:
-            self.set_value(name, key, start[key])
+    def follow_weights(self) -> None:
+        """Set masters to weights that they do not round to."""
+        for masters in self.masters:
+            masters.follow()
 
-    def master_from_values(self, saved_as: str) -> None:
-        """Set this rank's piece of a master, given by its name in a checkpoint, from the
-        weights.
+    def restart(self, saved_as: str, keys: Sequence[str]) -> None:
+        """Reset states of a parameter, given by its name in a checkpoint, to their initial values;
+        with the empty key its master to the weights, before.
         """
         name = self._known_as[saved_as]
         values = self._values.piece(name)
-        if values.dtype != torch.float32:
+        if "" in keys and values.dtype != torch.float32:
             self.set_value(name, MASTER, values)
+        states = [key for key in keys if key]
+        if states:
+            start = self._first_state(name, self.value(name).view_as(self._gradient(name)))
+            for key in states:
+                self.set_value(name, key, start[key])

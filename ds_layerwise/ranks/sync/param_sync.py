@@ -239,6 +239,9 @@ class ParamSync:
         if not self._modes:
             self.finish()
 
+    def fetch(self) -> None:
+        """Do nothing: shards are the memory of the parameters."""
+
     def remove_hooks(self) -> None:
         """Undo :meth:`overlap_with_forward`."""
         for hook in self._hooks:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,23 +16,11 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.utils import logger
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.checkpoint_folder import has_expert_files
 from ds_layerwise.checkpoint.dcp import ShardedCheckpoint, unwrapped
 from ds_layerwise.checkpoint.new_names import LENIENT, Renamed, check_names, first_expert, place_of
 from ds_layerwise.checkpoint.plain_values import READABLE, naming
-from ds_layerwise.checkpoint.record import (
-    WITHIN_STEP,
-    Header,
-    PieceRecord,
-    RuleRecord,
-    Saved,
-    weights_in,
-)
-from ds_layerwise.checkpoint.regular import (
-    RegularCheckpoint,
-    parts_in,
-    to_state_dict,
-)
+from ds_layerwise.checkpoint.record import WITHIN_STEP, Header, RuleRecord, Saved, weights_in
+from ds_layerwise.checkpoint.regular import RegularCheckpoint, parts_in, to_state_dict
 from ds_layerwise.checkpoint.reshard import (
     Copy,
     LoadPlan,
@@ -44,55 +32,45 @@ from ds_layerwise.checkpoint.reshard import (
     untrained,
 )
 from ds_layerwise.checkpoint.single_file import OneFile
-from ds_layerwise.checkpoint.universal import UniversalCheckpoint
+from ds_layerwise.checkpoint.universal import UniversalCheckpoint, is_universal
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.output import announce
 from ds_layerwise.parallel import pipeline
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES
-from ds_layerwise.ranks.sync.cut_sync import CutSync
 from ds_layerwise.ranks.sync.param_cuts import whole_shapes, write_cut
 from ds_layerwise.routing.routes import Routes
 from ds_layerwise.routing.tensor_marks import cuts_of
 from ds_layerwise.zero.checkpoint import resumed_groups, whole_states
-from ds_layerwise.zero.checkpoint.disks import Save
-from ds_layerwise.zero.checkpoint.whole_states import tied
 from ds_layerwise.zero.offloading import Offloading
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.setup.rate_checks import check_accuracy
 from ds_layerwise.zero.step.param_guard import Guard
 
 
-@dataclass(frozen=True)
-class Found:
-    """A checkpoint that is complete and fits. Nothing of it has been loaded yet."""
+@dataclass
+class Load:
+    """A load of a checkpoint that is complete and fits. Nothing of it has been loaded yet.
 
-    folder: Path
-    header: Header
-    own: list[PieceRecord]
-    """The memory that the copies of ``plan`` write to."""
-    plan: LoadPlan
-    states: bool
-    masters: bool
-    universal: bool
-    others: list[Copy]
+    :class:`.checkpointing.Checkpointing` holds it while the engine loads, and one without a plan
+    otherwise.
+    """
+
+    folder: Path = Path("the model's file")
+    header: Any = None
+    plan: LoadPlan | None = None
+    """None if only the model is wanted, and after the load."""
+    states: bool = False
+    masters: bool = False
+    universal: bool = False
+    masters_only: bool = False
+    """True if the engine loads no trained weights."""
+    others: Sequence[tuple[Any, Tensor]] = ()
     """The copies of frozen parameters and buffers that the engine does not load."""
     rest: Mapping[str, Tensor] | None = None
     """This run's frozen parameters and buffers in the model's files, if these have another number
     of tensor-parallel parts; else None.
     """
-
-
-@dataclass
-class Load:
-    """The state that the first half of an engine's load passes to the second.
-
-    :class:`.checkpointing.Checkpointing` holds it while the engine loads, and one without anything
-    otherwise.
-    """
-
-    found: Found | None = None
-    """None if only the model is wanted, and after the load, because it keeps files open."""
     wants_scheduler: bool | None = None
     """True if the learning rate scheduler continues from the checkpoint; False if it starts afresh;
     None if the checkpoint never has its state, and the script restores it.
@@ -106,11 +84,6 @@ class Load:
     """True if the model's file has the experts that this run has spread over ranks."""
     alone: bool = False
     """True while an error of this rank has not been agreed on by all ranks."""
-
-    @property
-    def rest(self) -> Mapping[str, Tensor] | None:
-        """The frozen parameters and buffers of ``found``; see there."""
-        return None if self.found is None else self.found.rest
 
     def agree(self, error: Exception | None = None) -> None:
         """Raise ``error`` of any rank on all ranks, which communicate from here on."""
@@ -128,9 +101,13 @@ def recorded(routes: Routes) -> tuple[dict[str, RuleRecord], dict[str, dict[str,
     for name, route in routes.items():
         recipe = route.recipe
         states = route.states(1)
-        keys = tuple(sorted(states))
-        average = recipe.gradient_average
-        rules[name] = RuleRecord(recipe.family, keys, average, route.meaning, recipe.scale)
+        rules[name] = RuleRecord(
+            recipe.family,
+            tuple(sorted(states)),
+            recipe.gradient_average,
+            route.meaning,
+            recipe.scale,
+        )
         for key, spec in states.items():
             if spec.kept_as:
                 kept.setdefault(name, {})[key] = str(spec.kept_as)
@@ -138,7 +115,7 @@ def recorded(routes: Routes) -> tuple[dict[str, RuleRecord], dict[str, dict[str,
 
 
 def converted(
-    header: Header, now: Mapping[str, Mapping[str, str]], fresh: Container[str]
+    header: Header, now: Mapping[str, Mapping[str, str]], fresh: Iterable[str]
 ) -> list[str]:
     """Return a line for each kind of state that was saved in another dtype than ``now``.
 
@@ -146,9 +123,7 @@ def converted(
         fresh: the parameters that do not continue from the checkpoint.
     """
     counts: Counter[tuple[str, str, str]] = Counter()
-    for name in header.rules:
-        if name in fresh:
-            continue
+    for name in header.rules.keys() - set(fresh):
         kept = header.kept.get(name, {})
         kept_now = now.get(name, {})
         for key in {*kept, *kept_now}:
@@ -169,28 +144,19 @@ def check_tied(saved: Saved, folder: Path, here: Container[str], model: nn.Modul
     Args:
         here: the names that parameters are trained under.
     """
-    for second, first in tied(model, here).items():
+    shapes = saved.header.shapes
+    for second, first in whole_states.tied(model, here).items():
         # All ranks have the same two values, which may be large, so one rank compares them.
-        if (
-            {first, second} <= saved.header.shapes.keys()
-            and comm.rank_of(None) == 0
-            and not _are_equal(saved, first, second)
-        ):
+        if comm.rank_of(None) or not {first, second} <= shapes.keys():
+            continue
+        one, other = (weights_in(saved, name, shapes[name]) for name in (first, second))
+        # DeepSpeed's converter may store the rounded master of the parameter under its second name.
+        if not any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values()):
             raise LayerWiseError(
                 f"{first} and {second} are one parameter here, but differ in the checkpoint in "
                 f"{folder}; load it into a model that does not tie them, or with {LENIENT}, which "
                 f"uses {first}"
             )
-
-
-def _are_equal(saved: Saved, first: str, second: str) -> bool:
-    shapes = saved.header.shapes
-    if shapes[first] != shapes[second]:
-        return False
-    one = weights_in(saved, first, shapes[first])
-    other = weights_in(saved, second, shapes[first])
-    # DeepSpeed's converter may store the rounded master of the parameter under its second name.
-    return any(torch.equal(one.to(dtype).to(other.dtype), other) for dtype in DTYPES.values())
 
 
 class Checkpointing:
@@ -228,8 +194,6 @@ class Checkpointing:
         self.load = Load()
         self.save_id = ""
         """The identifier of the save that began last, the same on all ranks."""
-        self.save: Save | None = None
-        """A save that runs in the background, until it is committed."""
         self._has_warned = False
 
     # --- saves
@@ -265,16 +229,16 @@ class Checkpointing:
         shapes = planned.saved_shapes
         for name in planned.saved_elsewhere:
             shapes.pop(name, None)
-        if type(run.scaling.scaler) not in READABLE:
+        scaler = run.scaling.scaler
+        if type(scaler) not in READABLE:
             raise LayerWiseError(
-                f"loss_scaler is a {type(run.scaling.scaler).__qualname__}, an object that only "
+                f"loss_scaler is a {type(scaler).__qualname__}, an object that only "
                 "code could restore, which a checkpoint cannot hold; keep DeepSpeed's own"
             )
         return Header(
             step=run.progress.state.updates,
             num_parts=run.settings.tp_size,
             cuts=self._cuts,
-            has_weights=run.settings.stage < 3,
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
             rules=self._rules,
@@ -283,7 +247,7 @@ class Checkpointing:
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
             configured=resumed_groups.described(run.optimizer.configured),
-            loss_scaler=run.scaling.scaler,
+            loss_scaler=scaler,
             overflow=run.scaling.overflow,
         )
 
@@ -303,8 +267,7 @@ class Checkpointing:
                 run.planned.layout,
                 run.rank,
                 names=run.planned.names,
-                lanes=run.settings.lanes,
-                lane=run.settings.expert_rank % run.settings.lanes,
+                lanes=(run.settings.lanes, run.settings.expert_rank % run.settings.lanes),
                 save_id=self.save_id,
             ),
         }
@@ -317,41 +280,33 @@ class Checkpointing:
 
     # --- loads
 
-    def open_regular(self, folder: Path, *, whole: bool = False) -> list[RegularCheckpoint]:
-        """Open the regular checkpoint in ``folder``, as far as this rank may need it: its part of
-        the model, or all parts if there are not as many, or ``whole`` is set.
+    def open_folder(self, folder: Path, *, whole: bool = False) -> list[Any]:
+        """Open the checkpoint in ``folder``, as far as this rank may need it: of a regular one its
+        part of the model, or all parts if there are not as many, or ``whole`` is set.
         """
+        if is_universal(folder):
+            return [UniversalCheckpoint(folder)]
         run = self._run
-        is_stage = pipeline.is_pipeline(run.model)
         count = parts_in(folder)
         numbers = [run.settings.mp_rank]
-        # The engine reads files of experts only into layers of experts.
-        lacks_weights = not (run.settings.reads_experts or is_stage) and has_expert_files(folder)
-        if count != run.settings.tp_size:
-            lacks_weights = whole = True
-        if whole:
+        if whole or count != run.settings.tp_size:
             numbers = list(range(count))
+        of_stages = count * pipeline.is_pipeline(run.model)
         return [
-            RegularCheckpoint(
-                folder,
-                rank=run.rank,
-                mp_rank=number,
-                parts_of_stages=count * is_stage,
-                lacks_weights=lacks_weights,
-            )
+            RegularCheckpoint(folder, rank=run.rank, mp_rank=number, parts_of_stages=of_stages)
             for number in numbers
         ]
 
     def prepare_load(
         self,
         folder: Path,
-        open_it: Callable[[], Sequence[Any]] | None = None,
+        open_it: Callable[[], Sequence[Any]],
         *,
-        universal: bool = True,
         states: bool,
         masters: bool = True,
+        masters_only: bool = True,
         strict: bool,
-    ) -> Found:
+    ) -> Load:
         """Open the checkpoint in ``folder``, check every byte, and find everything that
         :meth:`finish_load` will load.
 
@@ -359,10 +314,9 @@ class Checkpointing:
         changed yet.
 
         Args:
-            open_it: opens a checkpoint that is not one of the engine's own; returns a list of it.
-            universal: True if the engine loads no weights from it.
-            states, masters: True to load optimizer states, and float32 weights. Float32 weights are
-                loaded anyway if the checkpoint has no others.
+            open_it: opens it, and returns all parts of the model, or one.
+            states, masters: True to load optimizer states, and float32 weights.
+            masters_only: True if the engine loads no trained weights from it.
             strict: True if every parameter must be in it.
 
         Raises:
@@ -376,19 +330,15 @@ class Checkpointing:
         )
         shapes = whole_shapes(run.model.parameters())
         with comm.errors_on_all_ranks(), naming(folder), shapes:
-            if open_it is not None:
-                parts = open_it()
-            elif universal:
-                parts = [UniversalCheckpoint(folder)]
-            else:
-                parts = self.open_regular(folder)
+            parts = open_it()
+            universal = not isinstance(parts[0], RegularCheckpoint)
             saved = self._as_here(parts, universal=universal)
             check_shapes(planned.saved_shapes, saved.header.shapes)
-            masters = masters or not saved.header.has_weights
             if states:
                 self._check_groups(folder, saved.header)
             others: list[Copy] = []
-            if universal or not saved.header.has_weights:
+            rest = None
+            if masters_only:
                 here = planned.saved_shapes.keys()
                 in_file = self._in_file(folder, saved, parts, universal=universal)
                 others, lacking = find_others(
@@ -402,6 +352,8 @@ class Checkpointing:
                 if not universal:
                     # The engine loads the others from there.
                     needed -= in_file.keys()
+                    if isinstance(saved, Recut):
+                        rest = in_file
                 check_names(
                     f"the checkpoint in {folder}",
                     saved.header.shapes.keys(),
@@ -415,23 +367,12 @@ class Checkpointing:
                 if strict and not isinstance(parts[0], ShardedCheckpoint):
                     check_tied(saved, folder, here, run.model)
             mine = run.owned.record()
-            plan = plan_load(
-                mine,
-                saved,
-                self._rules,
-                config,
-                masters=masters,
-                states=states,
-            )
-            found = Found(folder, saved.header, mine, plan, states, masters, universal, others)
-            if isinstance(saved, Recut) and not universal:
-                found = replace(found, rest=in_file)
+            plan = plan_load(mine, saved, self._rules, config, masters=masters, states=states)
         # Each rank may have read its own file or disk, so compare: all ranks must have the same
         # save.
         which = [f"step {saved.header.step}"]
         for part in parts:
-            if not isinstance(part, UniversalCheckpoint):
-                which += part.identity()
+            which.append(f"save {part.save_id}")
         with comm.errors_on_all_ranks():
             comm.same_on_all_ranks(
                 f"the checkpoint in {folder}",
@@ -439,7 +380,17 @@ class Checkpointing:
                 which,
                 group=run.settings.group,
             )
-        return found
+        return Load(
+            folder,
+            saved.header,
+            plan,
+            states,
+            masters,
+            universal,
+            masters_only,
+            others,
+            rest,
+        )
 
     def _as_here(self, parts: Sequence[Any], *, universal: bool) -> Saved:
         """Return an opened checkpoint by this run's names, in this run's part of the model.
@@ -494,7 +445,9 @@ class Checkpointing:
             files.append(in_model_file(folder, rename, part.header.shapes, number))
         trained = saved.header.shapes
         rest = {}
-        for name in files[0].keys() - trained.keys() - tied(self._run.model, trained).keys():
+        for name in (
+            files[0].keys() - trained.keys() - whole_states.tied(self._run.model, trained).keys()
+        ):
             rest[name] = saved.cut_anew(name, [file[name] for file in files])
         return rest
 
@@ -597,9 +550,8 @@ class Checkpointing:
             )
         if not sharded or max(run.groups) == 1:
             return
-        for name, (_, param) in untrained(run.model, run.params.values()).items():
-            is_of_expert = param is not None and is_moe_param(param)
-            if is_of_expert or first_expert(name) is not None:
+        for name, own in untrained(run.model, run.params.values()).items():
+            if is_moe_param(own) or first_expert(name) is not None:
                 raise LayerWiseError(
                     f"{name} belongs to an expert and is not trained: ranks have different ones "
                     "under this name, which a sharded checkpoint cannot tell apart; train it, or "
@@ -615,7 +567,7 @@ class Checkpointing:
 
     def load_file(self, path: Path, **options: bool) -> None:
         """See :meth:`.LayerWiseZeroOptimizer.load_state_dict_from_file`."""
-        self._load_whole(path, lambda: OneFile(path), sharded=False, **options)
+        self._load_whole(path, lambda: [OneFile(path)], sharded=False, **options)
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """See :meth:`.LayerWiseZeroOptimizer.sharded_state_dict`."""
@@ -635,21 +587,21 @@ class Checkpointing:
         """See :meth:`.LayerWiseZeroOptimizer.load_sharded_state_dict`."""
         run = self._run
 
-        def open_it() -> ShardedCheckpoint:
+        def open_it() -> list[ShardedCheckpoint]:
             names = pipeline.names_of_all_stages(run.model, self._rules, None)
             rename = run.config.rename
-            return ShardedCheckpoint(checkpoint, self._rules, names=names, rename=rename)
+            return [ShardedCheckpoint(checkpoint, self._rules, names=names, rename=rename)]
 
         self._load_whole(Path(str(checkpoint)), open_it, sharded=True, **options)
 
     def _load_whole(
-        self, path: Path, open_it: Callable[[], Any], *, sharded: bool, **options: bool
+        self, path: Path, open_it: Callable[[], Sequence[Any]], *, sharded: bool, **options: bool
     ) -> None:
         """Load whole parameters from a file of which the engine loads nothing."""
         with comm.errors_on_all_ranks():
             self._check_whole(sharded=sharded)
-        found = self.prepare_load(path, lambda: [open_it()], **options)
-        with self.loading(Load(found)):
+        load = self.prepare_load(path, open_it, **options)
+        with self.loading(load):
             self.finish_load()
         self.weights_from_masters()
 
@@ -663,64 +615,47 @@ class Checkpointing:
         """
         load = self.load
         load.agree()
-        if load.found is None:
+        plan = load.plan
+        if plan is None:
             raise LayerWiseError(
                 "finish_load() without prepare_load(): load through engine.load_checkpoint()"
             )
-        found = load.found
-        load.found = None
+        load.plan = None
         run = self._run
         owned = run.owned
         # At stage 3, the engine has loaded the model into cuts.
-        self._fetch_cuts()
+        run.param_sync.fetch()
         # A load of float32 masters that share memory with the weights overwrites these, so keep
         # copies.
         loaded = [shard.clone() for shard in run.shards.tensors if load.weights_win]
-        found.plan.copy(quiet=comm.rank_of(None) != 0)
-        masters_win = self._needs_masters(found) and not load.weights_win
-        owned.take_back(found.own, found.plan.loaded, masters_win=masters_win)
-        for name, keys in found.plan.restarts.items():
+        plan.copy(quiet=comm.rank_of(None) != 0)
+        # The engine may have loaded no weights, weights rounded to another dtype, or maybe not
+        # those of a module that layers of a pipeline share; the same on all ranks.
+        masters_win = not load.weights_win and (
+            load.masters_only
+            or load.header.dtypes != run.planned.layout.dtypes
+            or pipeline.shares_modules(run.model)
+        )
+        owned.take_back(plan.loaded, masters_win=masters_win)
+        for name, keys in plan.restarts.items():
             owned.restart(name, keys)
-        for name in found.plan.masters_from_model:
-            owned.master_from_values(name)
         if load.weights_win:
             torch._foreach_copy_(list(run.shards.tensors), loaded)
-            for masters in owned.masters:
-                masters.follow()
-        if not found.masters:
+            owned.follow_weights()
+        if not load.masters:
             self.masters_from_weights()
-        self._copy_others(found.others)
-        if found.states:
-            self._take_over(found.header, wants_scheduler=load.wants_scheduler)
-            self._run.interrupted.forget()
-        self.restart_step()
-        if found.masters and not found.universal and masters_win:
-            self.weights_from_masters()
-        self._report(found)
-
-    def _needs_masters(self, found: Found) -> bool:
-        """Tell whether the engine has loaded no weights, weights rounded to another dtype, or maybe
-        not those of a module that layers of a pipeline share; the same on all ranks.
-        """
-        run = self._run
-        return (
-            found.universal
-            or found.header.dtypes != run.planned.layout.dtypes
-            or pipeline.shares_modules(run.model)
-            or not found.header.has_weights
-        )
-
-    def _copy_others(self, others: Iterable[tuple[Any, Tensor]]) -> None:
-        for own, value in others:
+        for own, value in load.others:
             if hasattr(own, "ds_tensor"):
                 write_cut(own, value.reshape(-1))
             else:
                 own.copy_(value.view(own.shape))
-
-    def _fetch_cuts(self) -> None:
-        """Copy the cuts of stage 3 to the owners."""
-        if isinstance(self._run.param_sync, CutSync):
-            self._run.param_sync.fetch()
+        if load.states:
+            self._take_over(load.header, load.wants_scheduler)
+            run.interrupted.forget()
+        self.restart_step()
+        if load.masters and not load.universal and masters_win:
+            self.weights_from_masters()
+        self._report(load, plan.reasons)
 
     def _resumed(self, header: Header, *schedule: Any) -> list[resumed_groups.ResumedGroup]:
         run = self._run
@@ -733,7 +668,7 @@ class Checkpointing:
         wins = run.config.on_hyper_change
         return resumed_groups.resumed(run.optimizer, header, wins, otherwise, *schedule)
 
-    def _take_over(self, header: Header, *, wants_scheduler: bool | None) -> None:
+    def _take_over(self, header: Header, wants_scheduler: bool | None) -> None:
         """Load the part that is not tensors: step count, hyper-parameters, loss scale."""
         run = self._run
         planned = run.planned
@@ -752,19 +687,19 @@ class Checkpointing:
             is_half="float16" in planned.layout.dtypes and "float16" in (header.dtypes or ()),
         )
 
-    def _report(self, found: Found) -> None:
+    def _report(self, load: Load, mine: Mapping[str, str]) -> None:
         """Report once, for all ranks, everything that could not be loaded."""
         run = self._run
         everywhere: dict[str, str] = {}
-        for reasons in comm.gather_objects(found.plan.reasons, group=run.settings.group):
+        for reasons in comm.gather_objects(mine, group=run.settings.group):
             everywhere.update(reasons)
         self.fresh_states = everywhere
         if run.rank != 0:
             return
         lines = []
-        if found.states and found.header.repeats:
+        if load.states and load.header.repeats:
             lines.append(
-                f"{found.folder} was saved {found.header.repeats}: no gradients are loaded, and "
+                f"{load.folder} was saved {load.header.repeats}: no gradients are loaded, and "
                 "training continues with the first micro-batch of that step"
             )
         if everywhere:
@@ -773,10 +708,10 @@ class Checkpointing:
             )
             lines.append(
                 f"{len(everywhere)} of {len(run.planned.specs)} parameters do not continue from "
-                f"the optimizer state in {found.folder}: {counts}"
+                f"the optimizer state in {load.folder}: {counts}"
             )
-        if found.states:
-            lines += converted(found.header, self._kept, everywhere)
+        if load.states:
+            lines += converted(load.header, self._kept, everywhere)
         # Printed, because DeepSpeed's logger shows only warnings by default, and this must not be
         # missed.
         for line in lines:
@@ -788,7 +723,7 @@ class Checkpointing:
     def masters_from_weights(self) -> None:
         """Set the masters from the model's weights, after a load of the weights alone."""
         self.load.agree()
-        self._fetch_cuts()
+        self._run.param_sync.fetch()
         for masters in self._run.owned.masters:
             masters.take_values()
 

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from ds_layerwise.checkpoint import atomic
 from ds_layerwise.checkpoint.manifest import FILE_NAME, Manifest
-from ds_layerwise.errors import LayerWiseError
+from ds_layerwise.errors import LayerWiseError, few
 from ds_layerwise.ranks.comm import comm
 
 #: The time, in seconds, for which a rank looks for the files of another. Network file systems show
@@ -38,11 +38,7 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class Save:
-    """A save of an engine, and the disks that its ranks write to.
-
-    :class:`.checkpointing.Checkpointing` holds it during a background save, until the engine
-    commits.
-    """
+    """A save of an engine, and the disks that its ranks write to."""
 
     save_dir: Path
     tag: str
@@ -133,9 +129,7 @@ def check_arrived(
             f"{incomplete} was replaced during this save: another job saves to the same folder; "
             "give each job its own save_dir"
         )
-    written: set[str] = set()
-    for part in parts.values():
-        written.update(part.files)
+    written = Manifest.merged(parts.values()).files
     for rank, names in needed.items():
         for name in names:
             if name not in written:
@@ -154,17 +148,15 @@ def check_seen(folder: Path, parts: Mapping[int, Manifest]) -> None:
         LayerWiseError: a file is missing or differs; names it.
     """
     for rank, part in parts.items():
-        lines: list[str] = []
 
-        def is_whole(part: Manifest = part, lines: list[str] = lines) -> bool | None:
-            lines[:] = part.differing(folder)
-            return None if lines else True
+        def is_whole(part: Manifest = part) -> bool | None:
+            return not part.differing(folder) or None
 
         if patiently(is_whole, folder) is None:
             raise LayerWiseError(
                 f"rank {comm.rank_of(None)}, which puts the checkpoint in place, does not see in "
-                f"{folder} what rank {rank} has written there: {lines[0]}; what was saved before "
-                f"is still there; {_WAY_OUT}"
+                f"{folder} what rank {rank} has written there: {few(part.differing(folder))}; "
+                f"what was saved before is still there; {_WAY_OUT}"
             )
 
 
@@ -191,18 +183,14 @@ def finish_save(folder: Path, *, may_move: bool) -> None:
     Args:
         may_move: True on the one rank per disk that moves it.
     """
-    with comm.errors_on_all_ranks():
-        mine = atomic.save_ids(folder)
-    everyone = comm.gather_objects(mine, group=None)
-    in_place = set()
-    for here, _ in everyone:
-        in_place.add(here)
+    everyone = _save_ids(folder)
+    in_place = {here for here, _ in everyone}
     if len(in_place) == 1:
         return
     for save_id in sorted(filter(None, in_place)):
         if all(save_id in ids for ids in everyone):
             with comm.errors_on_all_ranks():
-                if may_move and mine[0] != save_id:
+                if may_move and everyone[comm.rank_of(None)][0] != save_id:
                     atomic.publish(folder)
             return
 
@@ -211,17 +199,14 @@ def newest(save_dir: Path, tags: Sequence[str]) -> str | None:
     """Return the newest of the saves that are in place on every rank's disk; None if there
     is none.
     """
-    with comm.errors_on_all_ranks():
-        mine = {
-            tag: (save_id, (save_dir / tag / FILE_NAME).stat().st_mtime)
-            for tag in tags
-            if (save_id := atomic.save_ids(save_dir / tag)[0])
-        }
-    first, *others = comm.gather_objects(mine, group=None)
-    common = {*first}
-    for found in others:
-        common = {tag for tag in common if tag in found and found[tag][0] == first[tag][0]}
-    return max(sorted(common), key=lambda tag: first[tag][1], default=None)
+    times = {}
+    for tag in tags:
+        in_place = {here for here, _ in _save_ids(save_dir / tag)}
+        if len(in_place) == 1 and "" not in in_place:
+            with comm.errors_on_all_ranks():
+                times[tag] = (save_dir / tag / FILE_NAME).stat().st_mtime
+    times = comm.gather_objects(times, group=None)[0]
+    return max(times, key=times.__getitem__, default=None)
 
 
 def check_one_save(folder: Path) -> None:
@@ -230,12 +215,18 @@ def check_one_save(folder: Path) -> None:
     Raises:
         LayerWiseError: on all ranks; names two of them.
     """
-    with comm.errors_on_all_ranks():
-        found = atomic.save_ids(folder)[0]
-    everyone = comm.gather_objects((found, str(folder.absolute())), group=None)
-    for rank, (other, place) in enumerate(everyone):
-        if other != everyone[0][0]:
+    in_place = [here for here, _ in _save_ids(folder)]
+    places = comm.gather_objects(folder.absolute(), group=None)
+    for rank, place in enumerate(places):
+        if in_place[rank] != in_place[0]:
             raise LayerWiseError(
-                f"ranks see different saves: rank 0 in {everyone[0][1]}, rank {rank} in {place}; "
+                f"ranks see different saves: rank 0 in {places[0]}, rank {rank} in {place}; "
                 "load a tag for which all nodes have the same save"
             )
+
+
+def _save_ids(folder: Path) -> list[tuple[str, str]]:
+    """Return the result of :func:`.atomic.save_ids` on every rank."""
+    with comm.errors_on_all_ranks():
+        mine = atomic.save_ids(folder)
+    return comm.gather_objects(mine, group=None)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ds_layerwise.checkpoint.dcp import MODEL, STATE, PieceTensor, unwrapped
+from ds_layerwise.checkpoint.dcp import PieceTensor, held_of, path_of, unwrapped
 from ds_layerwise.checkpoint.record import Header, PieceRecord
 from ds_layerwise.checkpoint.reshard import untrained
 from ds_layerwise.checkpoint.single_file import (
@@ -56,31 +56,30 @@ def state_dict(
     """
     is_first = comm.rank_of(None) == 0
     model: dict[str, Any] = {}
-    param: Any
-    for name, (value, param) in untrained(module, trained).items():
-        if hasattr(param, "ds_tensor"):
-            cut, start = filled_cut(param)
-            model[unwrapped(name)] = PieceTensor(cut, start, param.ds_shape)
+    own: Any
+    for name, own in untrained(module, trained).items():
+        if hasattr(own, "ds_tensor"):
+            cut, start = filled_cut(own)
+            model[unwrapped(name)] = PieceTensor(cut, start, own.ds_shape)
         elif is_first:
-            model[unwrapped(name)] = value.detach()
+            model[unwrapped(name)] = own.detach()
     state: dict[str, dict[str, Any]] = {}
+    named = {}
     for name, key, value in tensors_of(pieces, shapes):
         of = state.setdefault(unwrapped(name), {})
         if not key:
             model[unwrapped(name)] = value
-        elif shapes[name]:
-            of[key] = value
-        else:
+            continue
+        if not shapes[name]:
             # In torch's format, a state of a 0-d parameter is not cut.
-            of[key], _ = held_of(value)
+            value, _ = held_of(value)
+        of[key] = named[path_of(unwrapped(name), key)] = value
     for name, other in tied(module, shapes).items():
         if unwrapped(other) in model:
             model[unwrapped(name)] = model[unwrapped(other)]
-    named = {f"{MODEL}.{name}": value for name, value in model.items()}
-    for name, of in state.items():
-        for key, value in of.items():
-            named[f"{STATE}.{name}.{key}"] = value
-    sums = _all_sums(_parts_of(named))
+    for name, value in model.items():
+        named[path_of(name, "")] = value
+    _, sums = _parts_of(named)
     content: dict[str, Any] = {
         "model": model,
         "optim": {"state": state, "param_groups": groups},
@@ -106,13 +105,6 @@ def tensors_of(
                 yield piece.name, key, value
 
 
-def held_of(value: Tensor) -> tuple[Tensor, int]:
-    """Return this rank's elements of a tensor of the file, and the number of the first one."""
-    if isinstance(value, PieceTensor):
-        return value.held, value.start
-    return value, 0
-
-
 @dataclass(frozen=True)
 class _Part:
     """The elements of a tensor of the file that one rank has."""
@@ -126,8 +118,9 @@ class _Part:
     sums: dict[int, tuple[int, int]]
 
 
-def _parts_of(named: Mapping[str, Tensor]) -> dict[str, dict[int, _Part]]:
-    """Return the parts that all ranks have of the tensors of a file, by name and first element.
+def _parts_of(named: Mapping[str, Tensor]) -> tuple[dict[str, dict[int, _Part]], Sums]:
+    """Return the parts that all ranks have of the tensors of a file, by name and first element, and
+    their checksums.
 
     Args:
         named: the parts of this rank, by their names in the file.
@@ -136,24 +129,22 @@ def _parts_of(named: Mapping[str, Tensor]) -> dict[str, dict[int, _Part]]:
     mine = {}
     for name, value in named.items():
         held, start = held_of(value)
-        sums = sums_of(held, start)
-        mine[name] = _Part(rank, start, held.numel(), tuple(value.shape), value.dtype, sums)
+        mine[name] = _Part(
+            rank,
+            start,
+            held.numel(),
+            tuple(value.shape),
+            value.dtype,
+            sums_of(held, start),
+        )
     parts: dict[str, dict[int, _Part]] = {}
+    sums: dict[str, dict[int, tuple[int, int]]] = {}
     for of_rank in comm.gather_objects(mine, group=None):
         for name, part in of_rank.items():
             # Ranks that hold the same elements hold the same values.
             parts.setdefault(name, {}).setdefault(part.start, part)
-    return parts
-
-
-def _all_sums(parts: Mapping[str, Mapping[int, _Part]]) -> Sums:
-    """Return the checksums of tensors, by their names in the file."""
-    sums: dict[str, dict[int, tuple[int, int]]] = {}
-    for name, of in parts.items():
-        sums[name] = {}
-        for part in of.values():
-            sums[name].update(part.sums)
-    return sums
+            sums.setdefault(name, {}).update(part.sums)
+    return parts, sums
 
 
 def tied(module: nn.Module, trained: Container[str]) -> dict[str, str]:
@@ -188,11 +179,10 @@ def groups_of(
     for name, route in routes.items():
         hyper = route.hyper(groups[route.group])
         of_class = hyper.pop("of_client", None) or _group_of_class(route)
-        own = {}
+        values = dict(of_class or {})
         for key in ("lr", "weight_decay", *route.recipe.hyper):
             if of_class is None or key in of_class:
-                own[key] = hyper[key]
-        values = {**(of_class or {}), **own}
+                values[key] = hyper[key]
         same = found.setdefault(repr(sorted(values.items(), key=str)), {**values, "params": []})
         same["params"].extend(map(unwrapped, names[name]))
     return list(found.values())
@@ -203,9 +193,9 @@ def _group_of_class(route: Route) -> dict[str, Any] | None:
     class does.
     """
     recipe = route.recipe
-    shape = route.matrix_shape or (1,)
+    axes = len(route.matrix_shape or (1,))
     if isinstance(recipe, AnyTorch):
-        made = recipe.make(torch.zeros([2] * len(shape), dtype=torch.float32, device="cpu"))
+        made = recipe.make(torch.zeros([2] * axes, dtype=torch.float32, device="cpu"))
     elif recipe.rule in _CLASSES:
         made = _CLASSES[recipe.rule]([torch.zeros(1, dtype=torch.float32, device="cpu")])
     else:
@@ -226,7 +216,7 @@ def save_one_file(
     named = {}
     for name, key, value in tensors_of(pieces, header.shapes):
         named[name_in_file(name, key)] = value
-    parts = _parts_of(named)
+    parts, sums = _parts_of(named)
     first = {name: of[min(of)] for name, of in parts.items()}
     tensors = {}
     for name in sorted(first, key=lambda name: (-first[name].dtype.itemsize, name)):
@@ -235,7 +225,7 @@ def save_one_file(
     with comm.errors_on_all_ranks():
         with (attempt := Attempt()):
             if comm.rank_of(None) == 0:
-                beside = write_beside(header, _all_sums(parts))
+                beside = write_beside(header, sums)
                 layout = {**tensors, HEADER: (beside.dtype, tuple(beside.shape))}
                 write(path, layout, chain(brought, [beside]))
         # If rank 0 cannot write, it still receives what the other ranks send.

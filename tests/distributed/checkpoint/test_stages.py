@@ -182,7 +182,7 @@ class TestPartsOfACheckpoint(DistributedTest):
             raise LayerWiseError("of rank 1 alone")
 
         if dist.get_rank() == 1:
-            monkeypatch.setattr(loading, "_check_model", wrong)
+            monkeypatch.setattr(loading, "_check_names_and_shapes", wrong)
         with pytest.raises(LayerWiseError, match="of rank 1 alone"):
             engine.load_checkpoint(str(saved), tag=f"stage{stage}-bf16-2ranks")
         assert whole_ones(engine) == stay != []
@@ -219,7 +219,7 @@ class TestPartsOfACheckpoint(DistributedTest):
     @pytest.mark.parametrize("into", [2, 3])
     def test_a_custom_load_of_stage_3_is_refused(self, saved, into):
         engine = start(make(True), config_of(into))
-        with pytest.raises(LayerWiseError, match="was saved at ZeRO stage 3, where trained weights are only"):
+        with pytest.raises(LayerWiseError, match="was saved at ZeRO stage 3, or in another number"):
             engine.load_checkpoint(str(saved), tag="stage3-bf16-2ranks", custom_load_fn=self.load)
 
 

@@ -92,8 +92,8 @@ def test_parts_of_ranks_are_put_together_and_read(tmp_path, monkeypatch):
 def test_each_save_has_a_name_of_its_own(tmp_path):
     for name in ("one", "other"):
         write_one_file(tmp_path / name, WHOLE, HEADER)
-    one, other = (OneFile(tmp_path / name).identity() for name in ("one", "other"))
-    assert one != other and one == OneFile(tmp_path / "one").identity() and len(one) == 1
+    one, other = (OneFile(tmp_path / name).save_id for name in ("one", "other"))
+    assert one != other and one == OneFile(tmp_path / "one").save_id
 
 
 def test_a_newer_format_is_refused_by_its_number(tmp_path, monkeypatch):
