@@ -242,7 +242,7 @@ def _as_before(engine: DeepSpeedEngine, *, universal: bool) -> Iterator[None]:
         counts[key] = vars(engine)[key]
     schedule = scheduler.state_dict() if hasattr(scheduler, "state_dict") else None
     with ExitStack() as undo:
-        undo.callback(vars(engine).update, counts)
+        undo.callback(lambda: vars(engine).update(counts))
         if schedule:
             undo.callback(scheduler.load_state_dict, schedule)
         with patch(engine._config, load_universal_checkpoint=universal):
