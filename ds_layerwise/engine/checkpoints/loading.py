@@ -129,20 +129,21 @@ def _has_masters_only(engine: DeepSpeedEngine, folder: Path) -> bool:
     or it has another number of tensor-parallel parts. A file that cannot be read says nothing.
     Every rank must call this at the same point.
     """
-    settings = engine.optimizer.settings
-    is_pipeline = pipeline.is_pipeline(engine.module)
-    found = not (settings.reads_experts or is_pipeline) and num_expert_layers(folder) > 0
-    path = folder / MODEL_FILE.format(mp_rank=0)
-    with suppress(LayerWiseError), naming(path):
-        content = load_safely(path, with_objects=True)
-        trained = set(map(bare, shapes_in(content)))
-        module = content["module"]
-        # A pipeline has its layers in files of their own.
-        if trained and module is not None and trained.isdisjoint(map(bare, module)):
-            found = True
-    with suppress(LayerWiseError):
-        parts = parts_in(folder) if is_pipeline else mp_size(folder)
-        found = found or parts != settings.tp_size
+    with comm.errors_on_all_ranks():
+        settings = engine.optimizer.settings
+        is_pipeline = pipeline.is_pipeline(engine.module)
+        found = not (settings.reads_experts or is_pipeline) and num_expert_layers(folder) > 0
+        path = folder / MODEL_FILE.format(mp_rank=0)
+        with suppress(LayerWiseError), naming(path):
+            content = load_safely(path, with_objects=True)
+            trained = set(map(bare, shapes_in(content)))
+            module = content["module"]
+            # A pipeline has its layers in files of their own.
+            if trained and module is not None and trained.isdisjoint(map(bare, module)):
+                found = True
+        with suppress(LayerWiseError):
+            parts = parts_in(folder) if is_pipeline else mp_size(folder)
+            found = found or parts != settings.tp_size
     return any(comm.gather_objects(found, group=None))
 
 
