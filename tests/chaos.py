@@ -889,6 +889,10 @@ class Campaign:
         rng = self.rng
         if rng.random() < 0.5:
             self.train(self.some_micro_batches(1))
+        if self.options.stage == 3:
+            # Before its second pass DeepSpeed compares modules over ranks, of which one may wait elsewhere.
+            self.finish_step()
+            self.train(1)
         batches = self.micro_batches(self.options.gas - self.micro)
         at = rng.randrange(len(batches))
         victims = sorted(rng.sample(range(self.num_ranks), rng.randint(1, self.num_ranks)))
