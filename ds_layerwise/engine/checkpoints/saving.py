@@ -125,6 +125,17 @@ def _save_16bit_model(original: Method, engine: DeepSpeedEngine, *args: Any, **o
     return original(*args, **options)
 
 
+def _put_together(original: Method, engine: DeepSpeedEngine) -> Any:
+    """Put whole weights together of those that AutoTP has cut, as a Trainer's save does. DeepSpeed
+    leaves copies in place of the parameters' memory, which they get back.
+    """
+    places = [(param, param.data) for param in engine.module.parameters()]
+    weights = original()
+    for param, place in places:
+        param.data = place
+    return weights
+
+
 def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:
     # The pipeline engine has not committed the save.
     commit_decoupled(engine)
@@ -426,6 +437,7 @@ WRAPS = {
             "_save_zero_checkpoint": _raised_on_all_ranks,
             "_commit_decoupled_checkpoint": _commit_decoupled_checkpoint,
             "save_16bit_model": _save_16bit_model,
+            "_replace_module_consolidated_state_dict": _put_together,
         },
     ),
 }

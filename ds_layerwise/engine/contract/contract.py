@@ -139,6 +139,7 @@ CONTRACT = (
     Name(f"{_ENGINE}._save_zero_checkpoint", "self save_path tag"),
     Name(f"{_ENGINE}._commit_decoupled_checkpoint", "self"),
     Name(f"{_ENGINE}.save_16bit_model", "self save_dir"),
+    Name(f"{_ENGINE}._replace_module_consolidated_state_dict", "self"),
     Name(f"{_ENGINE}.destroy", "self"),
     Name(
         f"{_ENGINE}.load_checkpoint",

@@ -551,6 +551,32 @@ class TestAutoTp(DistributedTest):
                 assert_holds(engine, saved)
             engine.destroy()
 
+    @pytest.mark.world_size(2)
+    @pytest.mark.parametrize("stage", [1, 2])
+    def test_training_goes_on_after_whole_weights_were_put_together(self, stage):
+        """As in a Trainer's save, which asks for ``gather_16bit_weights_on_model_save``."""
+        ids, results = torch.arange(16).view(2, 8), []
+        for saves in (False, True):
+            module = llama()
+            engine = start(module, ds_config(clip=0.5, stage=stage, tensor_parallel={"autotp_size": 2}))
+            for _ in range(2):
+                engine.backward(engine(input_ids=ids, labels=ids).loss)
+                engine.step()
+                if saves:
+                    places = [param.data_ptr() for param in module.parameters()]
+                    weights = engine._consolidated_16bit_state_dict()
+                    assert [param.data_ptr() for param in module.parameters()] == places
+            results.append({name: param.detach().clone() for name, param in module.named_parameters()})
+            engine.destroy()
+        plain, saved = results
+        assert all(torch.equal(plain[name], value) for name, value in saved.items())
+        if dist.get_rank() == 0:
+            shapes = {name: param.shape for name, param in llama().named_parameters()}
+            assert {name: weights[name].shape for name in shapes} == shapes
+            for name, value in saved.items():
+                dim = [size != whole for size, whole in zip(value.shape, shapes[name], strict=True)]
+                assert torch.equal(weights[name].chunk(2, dim.index(True))[0] if any(dim) else weights[name], value)
+
     def test_groups_of_tp_model_init_that_are_others_are_refused(self):
         """Gradients would be averaged over ranks with other parts."""
         groups = [dist.new_group(ranks) for ranks in ([0, 2], [1, 3])]
