@@ -554,7 +554,7 @@ class TestAutoTp(DistributedTest):
     @pytest.mark.world_size(2)
     @pytest.mark.parametrize("stage", [1, 2])
     def test_training_goes_on_after_whole_weights_were_put_together(self, stage):
-        """As in a Trainer's save, which asks for ``gather_16bit_weights_on_model_save``."""
+        """A Trainer's save asks for ``gather_16bit_weights_on_model_save``."""
         ids, results = torch.arange(16).view(2, 8), []
         for saves in (False, True):
             module = llama()
