@@ -74,7 +74,7 @@ def test_a_transposed_layer_that_tensor_parallelism_has_cut_is_refused():
     model = build("gpt2", **GPT2)
     for param in model.parameters():
         param.tensor_model_parallel, param.partition_dim = param.dim() == 2, 1
-    with pytest.raises(RoutingError, match="c_attn.weight: 12 heads of a Conv1D that tensor parallelism has cut are "
+    with pytest.raises(RoutingError, match="c_attn.weight: 24 heads of a Conv1D that tensor parallelism has cut are "
                                            "not supported; orthogonalise it as one matrix"):
         route(model, per_head=True, tp_size=2)
 
