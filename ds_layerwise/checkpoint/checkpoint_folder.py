@@ -229,6 +229,8 @@ class ModelFile:
     aliases: Mapping[str, str]
     """The stored name of each tied parameter that is not stored itself."""
     world_size: int
+    num_parts: int
+    """The number of tensor-parallel parts of the model, of which this is one."""
 
     @classmethod
     def read(cls, folder: Path, *, trust: bool, mp_rank: int = 0) -> ModelFile | None:
@@ -277,7 +279,8 @@ class ModelFile:
                 weights[name] = value
         aliases = _aliases(content, weights)
         world_size = int(content.get("dp_world_size") or 1)
-        return cls(path, weights, shapes, frozenset(stacks), frozen, aliases, world_size)
+        parts = int(content.get("mp_world_size", 1))
+        return cls(path, weights, shapes, frozenset(stacks), frozen, aliases, world_size, parts)
 
     def others(self, trained: Iterable[str]) -> dict[str, Tensor]:
         """Return frozen parameters and buffers."""

@@ -89,6 +89,14 @@ class Contents:
         return others
 
     @property
+    def compared(self) -> ModelFile | None:
+        """The model's file, unless it is of one tensor-parallel part, and parameters are whole."""
+        is_universal = isinstance(self.saved, UniversalCheckpoint)
+        if is_universal and self.model and self.model.num_parts > 1:
+            return None
+        return self.model
+
+    @property
     def world_size(self) -> int | None:
         """The number of ranks that saved the checkpoint, if it is known."""
         if isinstance(self.saved, RegularCheckpoint):
@@ -257,6 +265,11 @@ def _check_contents(contents: Contents, report: Report, reading: Reading, *, sta
         problems.append(line)
         sound.pop(name, None)
     problems += _against_model_file(contents)
+    if contents.compared is not contents.model:
+        report.warnings.append(
+            f"{contents.folder} has the model's file of one tensor-parallel part alone, which is "
+            "not compared with the whole parameters"
+        )
     if contents.model and contents.model.module.keys().isdisjoint(contents.trained):
         report.warnings.append(
             f"{contents.model.path} has no trained weights to compare with; at ZeRO stage 3 that "
@@ -329,9 +342,9 @@ def _misshapen(contents: Contents, saved: UniversalCheckpoint) -> Iterator[tuple
                 continue
             if key in elementwise and tuple(value.shape) not in (shape, (math.prod(shape),)):
                 yield name, f"{name}: {key} is {tuple(value.shape)}, the parameter is {shape}"
-    if contents.model is None:
+    if contents.compared is None:
         return
-    for name, value in contents.model.others(contents.trained).items():
+    for name, value in contents.compared.others(contents.trained).items():
         if name not in saved.header.shapes:
             path = contents.folder / "zero" / name / "fp32.pt"
             yield name, f"{path} is missing, and {name} is in the model's file"
@@ -347,6 +360,7 @@ def _against_model_file(contents: Contents) -> Iterator[str]:
     model = contents.model
     if model is None:
         yield f"{contents.folder} has no model file to compare the weights with"
+    if contents.compared is None or model is None:
         return
     for name in sorted(model.shapes.keys() - contents.trained.keys()):
         yield f"{name} is missing in the optimizer's files"
@@ -367,7 +381,7 @@ def _against_model_file(contents: Contents) -> Iterator[str]:
 
 def _unlike_model(contents: Contents, name: str, master: Tensor) -> Iterator[str]:
     """Yield a line if the model's weights are not ``master`` rounded to their dtype."""
-    model = contents.model
+    model = contents.compared
     if model is None or model.module.keys().isdisjoint(contents.trained):
         # The file is of ZeRO-3, or is missing, which has a line of its own.
         return

@@ -427,6 +427,7 @@ class TestOtherCuts(DistributedTest):
                                          cuts[name][1]["partition_dim"])
                 assert torch.equal(value, expected), (name, key, tag)
             engine.destroy()
+        assert dist.get_rank() or main(["verify", str(tmp_path / "2_universal"), "--quiet"]) == 0
         # The weights of the whole run, after the same steps of the same gradients.
         whole.load_checkpoint(tmp_path, tag="None")
         for key, value in everything(whole).items():
