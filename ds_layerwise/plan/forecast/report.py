@@ -242,7 +242,7 @@ def as_json(
         numbers["fits"] = left >= 0
     if gb_s is not None:
         numbers["gb_s"] = gb_s
-        numbers["sent_seconds"] = busiest / gb_s / 1e9
+        numbers["sent_seconds"] = forecast.sent_in_step / gb_s / 1e9
     return numbers
 
 

@@ -105,6 +105,8 @@ def test_a_part_of_a_model_has_its_share_of_what_transformers_cuts(command):
     out = run(*command(llama, config(), "8", "--tp", "2", "--gb_s", "1"))[1]
     assert "sent over tensor" in out
     all_axes = sum(cut["sent_by_axis_bytes"].values())
+    told, = plans(command(llama, config(), "8", "--tp", "2", "--gb_s", "1"))
+    assert told["sent_seconds"] == pytest.approx(all_axes / 1e9)
     assert f"{all_axes / 1000:.1f} us" in re.search(r"sent at 1 GB/s.*", out)[0]
     assert whole["sent_by_axis_bytes"] == {"data": whole["sent_by_busiest_bytes"], "expert-data": 0, "tensor": 0,
                                            "pipeline ties": 0}
