@@ -120,6 +120,9 @@ def agree_on_parts(model: nn.Module, *, group: comm.Group) -> None:
     Raises:
         LayoutError: on every rank, if parts of a parameter are not pieces of one axis.
     """
+    for param in model.parameters():
+        # Those of an earlier engine.
+        vars(param).pop(PART_SHAPES, None)
     if group is None:
         return
     mine = {name: tuple(param.shape) for name, param in model.named_parameters()}

@@ -130,10 +130,11 @@ def _put_together(original: Method, engine: DeepSpeedEngine) -> Any:
     leaves copies in place of the parameters' memory, which they get back.
     """
     places = [(param, param.data) for param in engine.module.parameters()]
-    weights = original()
-    for param, place in places:
-        param.data = place
-    return weights
+    try:
+        return original()
+    finally:
+        for param, place in places:
+            param.data = place
 
 
 def _take_model_step(original: Method, engine: DeepSpeedEngine, *args: Any, **options: Any) -> Any:

@@ -57,6 +57,7 @@ class Load:
     """
 
     folder: Path = Path("the model's file")
+    """The checkpoint, or without a plan what errors say in its place."""
     header: Any = None
     plan: LoadPlan | None = None
     """None if only the model is wanted, and after the load."""

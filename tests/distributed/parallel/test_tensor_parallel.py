@@ -13,7 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ds_layerwise.cli import main
 from ds_layerwise.errors import ConfigError, LayerWiseError
+from ds_layerwise.parallel.tensor import agree_on_parts
 from ds_layerwise.ranks.comm import nodes
+from ds_layerwise.routing.tensor_marks import PART_SHAPES
 from tests.support import internals
 from tests.support.checkpoints import loaded, on_rank_0
 from tests.support.expected import mean_gradient
@@ -514,6 +516,14 @@ def llama():
         num_key_value_heads=2, max_position_embeddings=16, attn_implementation="eager"))
 
 
+def save_parts(engine, folder):
+    """Save, and beside it what the two parts of the model are expected to have."""
+    engine.save_checkpoint(folder, tag="parts")
+    saved = everything(engine)
+    if dist.get_rank() < 2:
+        torch.save(saved, folder / f"expected_{dist.get_rank()}.pt")
+
+
 class TestAutoTp(DistributedTest):
     world_size = 4
 
@@ -610,10 +620,7 @@ class TestAutoTp(DistributedTest):
             ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(step))
             engine.backward(engine(input_ids=ids, labels=ids).loss)
             engine.step()
-        engine.save_checkpoint(folder, tag="parts")
-        saved = everything(engine)
-        if dist.get_rank() < 2:
-            torch.save(saved, folder / f"expected_{dist.get_rank()}.pt")
+        save_parts(engine, folder)
 
     @needs("deepspeed>=0.19.8", "its ds_to_universal.py looks for the parts of AutoTP elsewhere")
     @pytest.mark.world_size(2)
@@ -680,6 +687,14 @@ def train_unequal(engine, mpu, steps, gas=1, check=None):
 
 class TestUnequalParts(DistributedTest):
     world_size = [3, 4]
+
+    @pytest.mark.world_size(3)
+    def test_parts_of_an_earlier_engine_are_forgotten(self):
+        for group in (None, dist.get_world_group()):
+            module = nn.Linear(4, 4)
+            setattr(module.weight, PART_SHAPES, [(4, 4), (5, 4), (4, 4)])
+            agree_on_parts(module, group=group)
+            assert not hasattr(module.weight, PART_SHAPES)
 
     @pytest.mark.parametrize("tp_mode, stage, changes", [
         ("duplicated", 1, {}), ("owner", 2, {}), ("distributed", 1, {"ns_method": "standard"}), ("auto", 2, {}),
@@ -892,10 +907,7 @@ class TestUnevenAutoTp(DistributedTest):
     def save(self, folder):
         engine = start(uneven_llama(), ds_config(params={"eps": 1e-8}, tensor_parallel={"autotp_size": 2}))
         self.train(engine)
-        engine.save_checkpoint(folder, tag="parts")
-        saved = everything(engine)
-        if dist.get_rank() < 2:
-            torch.save(saved, folder / f"expected_{dist.get_rank()}.pt")
+        save_parts(engine, folder)
 
     @needs("deepspeed>=0.19.8", "its ds_to_universal.py looks for the parts of AutoTP elsewhere")
     @pytest.mark.world_size(2)
