@@ -123,8 +123,6 @@ def _parser() -> argparse.ArgumentParser:
 
     _plan_arguments(command("plan", _plan, "print a run's start-up table; no devices"))
 
-    command("schema", _schema, "a JSON schema of this backend's part of a config, for editors")
-
     checkpoint = "the folder of a checkpoint, or one with a file named latest"
     either = f"{checkpoint}, regular or universal"
     add = command(
@@ -384,13 +382,6 @@ def _plan_that_fits(options: argparse.Namespace) -> int:
         mesh=vars(options),
     )
     say_last(f"{rendered(assumed)}\n{fit.as_text(found, options.ranks, options.fit)}".lstrip())
-    return 0
-
-
-def _schema(_: argparse.Namespace) -> int:
-    from ds_layerwise.config.schema import json_schema
-
-    say_last(json.dumps(json_schema(), indent=2))
     return 0
 
 

@@ -125,11 +125,6 @@ class Override(Conditions):
     """
 
     @classmethod
-    def entry_keys(cls) -> tuple[str, ...]:
-        """Return the keys of an entry, without settings of recipes."""
-        return tuple(key for key in cls.keys() if key not in ("settings", "key"))
-
-    @classmethod
     def from_entry(cls, where: str, entry: object, *, key: ParamKey | None = None) -> Override:
         """Parse one entry.
 
@@ -145,7 +140,7 @@ class Override(Conditions):
             raise ConfigError(
                 f'{where} must be an object like {{"name": "*.bias", ...}}, got {entry!r}'
             )
-        own_keys = cls.entry_keys()
+        own_keys = {*cls.keys()} - {"settings", "key"}
         of_recipes = merged_keys(recipes_of_settings())
         for name in entry:
             if name not in own_keys and name not in of_recipes:

@@ -300,7 +300,7 @@ class OptimizerConfig(GroupSettings):
             scalar = matrix
         model = params_model(matrix, scalar, general)
         refuse_of_others(params, matrix, scalar, {*model.keys()})
-        _only_ours("optimizer.params", params, {*model.keys(), *ALWAYS_TRUE, "adam_w_mode"})
+        _only_ours("optimizer.params", params, {*model.keys(), *_ALWAYS_TRUE, "adam_w_mode"})
         _drop_switches(params, scalar)
         preset = _preset(params, model)
         checked = build(model, "optimizer.params", {**preset, **params})
@@ -322,7 +322,7 @@ class OptimizerConfig(GroupSettings):
 
 def _drop_switches(params: dict[str, Any], scalar: type[Recipe]) -> None:
     """Remove the switches of stock DeepSpeed's Adam from ``params``; refuse unsupported values."""
-    for key, why in ALWAYS_TRUE.items():
+    for key, why in _ALWAYS_TRUE.items():
         if params.pop(key, True) is not True:
             raise ConfigError(f"optimizer.params.{key} must be true, got false: {why}; remove it")
     is_adamw = check(bool, "optimizer.params.adam_w_mode", params.pop("adam_w_mode", True))
@@ -348,7 +348,7 @@ def _matrix_names() -> tuple[str, ...]:
 _FOR_THE_RUN = ("per_head_muon", "decay_vectors", "scalar_weight_decay", "preset")
 
 #: The switches of stock DeepSpeed's auxiliary Adam that describe what this backend always does.
-ALWAYS_TRUE = {
+_ALWAYS_TRUE = {
     "torch_adam": "the scalar optimizer runs on torch's own AdamW",
     "foreach": "all updates run on lists of tensors",
     "fp32_optimizer_states": "masters and states are float32",
@@ -398,8 +398,8 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     kinds = (*others, matrix)
     fields = {}
     for kind in kinds:
-        fields.update(fields_of(kind, kind.model_fields))
-    fields.update(fields_of(OptimizerConfig, _FOR_THE_RUN))
+        fields.update(_fields_of(kind, kind.model_fields))
+    fields.update(_fields_of(OptimizerConfig, _FOR_THE_RUN))
     fields["scalar_optimizer"] = (any_of(*names(whole=False)), "adamw")
     if general:
         fields["matrix_optimizer"] = (any_of(*_matrix_names()), "muon")
@@ -407,7 +407,7 @@ def params_model(matrix: type[Recipe], scalar: type[Recipe], general: bool) -> t
     return model
 
 
-def fields_of(section: type[Section], keys: Iterable[str]) -> dict[str, Any]:
+def _fields_of(section: type[Section], keys: Iterable[str]) -> dict[str, Any]:
     """Return the fields ``keys`` of ``section`` in the form for pydantic's ``create_model``."""
     fields = section.model_fields
     return {key: (fields[key].annotation, fields[key]) for key in keys}

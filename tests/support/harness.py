@@ -210,7 +210,7 @@ def _import_what_engines_import() -> None:
                    "ds_layerwise.engine.engine_hooks", "ds_layerwise.optimizers.rules.muon_family",
                    "ds_layerwise.optimizers.rules.elementwise"):
         importlib.import_module(module)
-    # The schema of each section is made once.
+    # What errors say of each section is made once.
     importlib.import_module("ds_layerwise.config.run_config").RunConfig.from_ds_config(
         {"optimizer": {"type": "LayerWiseMuon", "params": {"lr": 1.0, "muon_lr": 1.0}},
          "zero_optimization": {"stage": 1}, "layerwise": {"overrides": [{"name": "*", "lr_scale": 1.0}]}})

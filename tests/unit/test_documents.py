@@ -661,7 +661,7 @@ MEGATRON = """
 def test_every_name_of_megatron_is_told_and_what_it_is_here_is_there():
     (_, *rows), = (table for table in tables_of(DOCS / "megatron.md"))
     assert sorted(name for row in rows for name in names_in(row[0])) == sorted(MEGATRON)
-    sections = {*LayerWiseConfig.keys(), *Override.entry_keys()}
+    sections = {*LayerWiseConfig.keys(), *Override.keys()}
     params = {key for entry in REGISTRY.values() for key in (*params_model(entry, AdamW, True).keys(),)}
     of_deepspeed = {name for page in [DOCS / "config_keys.md"] for name in re.findall(r"`([\w.]+)`", page.read_text())}
     for row in rows:
@@ -683,6 +683,6 @@ def test_every_setting_of_others_has_another_name_here():
     for theirs, ours in FOREIGN.items():
         section, _, key = ours.rpartition(".")
         known = {"optimizer.params": params, "layerwise": LayerWiseConfig.keys(),
-                 "layerwise.overrides[]": Override.entry_keys()}.get(section, of_deepspeed)
+                 "layerwise.overrides[]": Override.keys()}.get(section, of_deepspeed)
         assert key in known or ours in known, ours
         assert theirs not in {*params, *LayerWiseConfig.keys()}, theirs
