@@ -1,12 +1,14 @@
 """Measurements that need GPUs: tests over NCCL, speed, races of streams, and memory, on those of
 one node.
 
-    python examples/benchmarks/gpu.py --minutes 20 --out report.md
+    python examples/benchmarks/gpu.py --out report.md
 
 This is one command, on one GPU or on all of a node. docs/gpu_report.md says what each section
 shows, how to run it on two nodes, and how to bring it to a machine without network. A section that
-is not done in time is given up, so that everything takes less than ten minutes, or ``--minutes``.
-The report is written after every section, and names those that have not run. All sides of a table
+is not done in time is given up, so that everything ends within the minutes of its sections, or
+``--minutes``. ``--quick first``, then ``--quick second``, ask what one GPU can say in ten minutes;
+``--quick node`` asks what only several can. The report is written after every section, and
+names those that have not run. All sides of a table
 take turns in the same processes; the numbers are medians of the slowest rank. A section that fails
 says so in the report, the others run all the same, and the exit code is 1. On a CPU, ``--device cpu
 --tiny`` goes through everything once, and measures nothing. torch compiles nothing, on no side,
@@ -21,6 +23,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import math
 import os
 import signal
 import subprocess
@@ -47,8 +50,8 @@ MEETINGS = itertools.count()
 #: The largest difference of a rank's memory from the prediction, and of a step's peak from the
 #: forecast.
 MEMORY_BAR_PERCENT = 2.0
-#: Seconds after the start from which no section runs any more.
-TOTAL_S = 560.0
+#: Seconds that the start of this script takes, beside its sections.
+START_S = 40.0
 #: Seconds that pytest has to write its results down, when its time is over.
 ENDING_S = 10.0
 
@@ -133,7 +136,9 @@ def tests(place: Place, limit_s: float) -> Found:
             Path(folder, "report.xml"),
             Path(folder, "cache", "v", "cache", "nodeids"),
         )
-        env = {**os.environ, "THOROUGH": "1", "PYTHONPATH": str(ROOT)}
+        # Packages may be found by this path alone, where they were installed beside a Python.
+        places = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
+        env = {**os.environ, "THOROUGH": "1", "PYTHONPATH": os.pathsep.join(places)}
         command = [
             sys.executable,
             "-m",
@@ -223,6 +228,129 @@ def read_report(xml: str, chosen: Sequence[str] = ()) -> Found:
     elif not sum(counts.values()):
         problems.append("there was no test")
     return Found([", ".join(f"{number} {kind}" for kind, number in counts.items()) + "."], problems)
+
+
+def first_steps(place: Place, limit_s: float) -> Found:
+    """Train some steps at each stage, the first update verified."""
+    from gpu_first import first_steps as trained
+
+    everyone = on_ranks(place, trained, limit_s=limit_s)
+    lines = [
+        "The same model and the same sequence in each step. off: the largest difference of a loss "
+        "from that of stage 1.",
+        "",
+        "| stage | first loss | last | off | ms |",
+        "|--:|--:|--:|--:|--:|",
+    ]
+    problems = []
+    for rank, rows in enumerate(everyone):
+        for row in rows:
+            losses = row["losses"]
+            off = max(
+                abs(one - other) for one, other in zip(losses, rows[0]["losses"], strict=True)
+            )
+            if rank == 0:
+                lines.append(
+                    f"| {row['stage']} | {losses[0]:.5f} | {losses[-1]:.5f} | {off:.1e} "
+                    f"| {row['ms']:.2f} |"
+                )
+            where = f"stage {row['stage']}, rank {rank}"
+            if not all(map(math.isfinite, losses)):
+                problems.append(f"{where}: a loss is not finite: {losses}")
+            elif losses[-1] >= losses[0]:
+                problems.append(f"{where}: the loss does not fall: {losses}")
+            elif off > LOSS_BAR:
+                problems.append(f"{where}: a loss is {off:.1e} off that of stage 1")
+    return Found(lines, problems)
+
+
+def waits(place: Place, limit_s: float) -> Found:
+    """Name the lines of `engine.step()` at which the host waits for the device."""
+    from gpu_first import AGREEMENT
+    from gpu_first import waits as counted
+
+    lines = [
+        "returns: when `step()` gives the host back; done: when the device has done it. One wait "
+        "of ours belongs there, the decision of all ranks.",
+        "",
+        "| stage | rank | returns, ms | done, ms | waits |",
+        "|--:|--:|--:|--:|---|",
+    ]
+    problems = []
+    for rank, rows in enumerate(on_ranks(place, counted, limit_s=limit_s)):
+        for row in rows:
+            said = ", ".join(f"{where} x {number}" for where, number in row["waits"].items())
+            lines.append(
+                f"| {row['stage']} | {rank} | {row['returned']:.2f} | {row['done']:.2f} | {said} |"
+            )
+            for where, number in row["waits"].items():
+                is_agreement = where.startswith(AGREEMENT) and number == 1
+                if where.startswith("ds_layerwise") and not is_agreement:
+                    problems.append(
+                        f"stage {row['stage']}, rank {rank}: waits {number} times at {where}"
+                    )
+    return Found(lines, problems)
+
+
+def timer(place: Place, limit_s: float) -> Found:
+    """Measure what DeepSpeed's throughput timer takes of a step that hides its gathers."""
+    from gpu_first import BLOCK, timer_times
+
+    ms = slowest(on_ranks(place, timer_times, limit_s=limit_s))
+    first = next(iter(ms.values()))
+    return Found(
+        [
+            f"{BLOCK} whole steps with `overlap_param_gather`.",
+            "",
+            "| DeepSpeed's throughput timer | ms | over without |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {each / first:.2f} |" for name, each in ms.items()),
+        ]
+    )
+
+
+def launches(place: Place, limit_s: float) -> Found:
+    """Count what the host launches in a step, and leave a trace."""
+    from gpu_first import launches as counted
+
+    rows = on_ranks(place, counted, limit_s=limit_s)[0]
+    lines = [
+        "One optimizer step of rank 0 under torch's profiler, whose traces lie beside this report. "
+        "busy: of the device, at least one kernel.",
+        "",
+        "| stage | launches | ms | busy, ms |",
+        "|--:|--:|--:|--:|",
+        *(
+            f"| {row['stage']} | {row['launches']} | {row['ms']:.2f} | {row['busy_ms']:.2f} |"
+            for row in rows
+        ),
+        "",
+        "| stage | kernel | ms |",
+        "|--:|---|--:|",
+    ]
+    for row in rows:
+        for name, each in row["longest"].items():
+            lines.append(f"| {row['stage']} | `{name}` | {each:.2f} |")
+    return Found(lines)
+
+
+def ways(place: Place, limit_s: float) -> Found:
+    """Measure a step without overlap with buckets as equal shards and in cuts."""
+    from gpu_first import ways_times
+
+    if place.ranks * place.nodes == 1:
+        return Found(problems=["one rank sends nothing; it takes two"])
+    everyone = on_ranks(place, ways_times, limit_s=limit_s)
+    ms, sent = slowest(everyone), everyone[0]["sent"]
+    return Found(
+        [
+            "One optimizer step with its sums and gathers, stage 1, nothing overlaps.",
+            "",
+            "| buckets | ms | MB sent |",
+            "|---|---:|---:|",
+            *(f"| {name} | {each:.2f} | {sent[name] / 1e6:.1f} |" for name, each in ms.items()),
+        ]
+    )
 
 
 def newton_schulz(place: Place, limit_s: float) -> Found:
@@ -331,6 +459,11 @@ def offload(place: Place, limit_s: float) -> Found:
     )
 
 
+#: The largest difference of a loss between stages, whose sums have other orders.
+LOSS_BAR = 1e-2
+#: The setups that an environment makes impossible, by variable: a graph allocates no memory that no
+#: allocator keeps.
+IMPOSSIBLE = {"PYTORCH_NO_CUDA_MEMORY_CACHING": ("captured",)}
 #: Variants of a race: whether there is overlap, the seed of disturbances, and the environment.
 VARIANTS: dict[str, tuple[bool, int | None, dict[str, str]]] = {
     "overlapped": (True, None, {}),
@@ -355,13 +488,14 @@ def streams(place: Place, limit_s: float) -> Found:
     )
     for name in names:
         overlap, seed, env = VARIANTS[name]
+        without = [setup for key in env for setup in IMPOSSIBLE.get(key, ())]
         if (left := until - time.monotonic()) < 1:
             missing[name] = f"not run for want of time, of which there were {limit_s:g} seconds"
             continue
         try:
             digests[name] = on_ranks(
                 place,
-                functools.partial(race, overlap=overlap, seed=seed),
+                functools.partial(race, overlap=overlap, seed=seed, without=without),
                 limit_s=round(left, 1),
                 env={"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **env},
             )
@@ -393,14 +527,16 @@ def compare(
         cells = dict.fromkeys(first[0], "same bits")
         for digests_here, wanted in zip(everyone, first, strict=True):
             for setup in wanted:
-                if ": " in digests_here[setup]:
+                if setup not in digests_here:
+                    cells[setup] = "left out"
+                elif ": " in digests_here[setup]:
                     cells[setup] = f"failed: {digests_here[setup]}"
                 elif digests_here[setup] != wanted[setup] and cells[setup] == "same bits":
                     cells[setup] = "other bits"
         said = {setup: cell.partition(":")[0] for setup, cell in cells.items()}
         lines.append(f"| {name} | {' | '.join(said.values())} |")
         for setup, cell in sorted(cells.items()):
-            if cell != "same bits":
+            if cell not in ("same bits", "left out"):
                 problems.append(f"{name}: {cell.replace('failed: ', 'failed, ')} at {setup}")
     lines += [f"| {name} | {' | '.join(['no result'] * len(first[0]))} |" for name in missing or ()]
     return Found(lines, problems)
@@ -442,7 +578,9 @@ def whole_steps(place: Place, limit_s: float) -> Found:
     """Measure forward, backward and optimizer, beside stock's, with and without overlap."""
     from gpu_steps import TORCH, whole_step_times
 
-    everyone = on_ranks(place, whole_step_times, limit_s=limit_s)
+    # Engines of many sizes, one after the other: segments that can grow leave no holes.
+    env = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    everyone = on_ranks(place, whole_step_times, limit_s=limit_s, env=env)
     ms = slowest(everyone)
     ours = ms["ours, ZeRO-1"]
     return Found(
@@ -486,8 +624,13 @@ def rank_of_many(place: Place, limit_s: float) -> Found:
 
 #: Sections by title: the function, and the seconds after which it is given up.
 SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
+    "First steps": (first_steps, 60),
+    "Waits": (waits, 40),
     "Tests": (tests, 180),
+    "Timer": (timer, 40),
     "Newton-Schulz": (newton_schulz, 60),
+    "Launches": (launches, 40),
+    "Ways": (ways, 60),
     "Step": (step, 90),
     "Batches": (batches, 30),
     "Offload": (offload, 70),
@@ -495,6 +638,29 @@ SECTIONS: dict[str, tuple[Callable[[Place, float], Found], float]] = {
     "Memory": (memory, 60),
     "Whole steps": (whole_steps, 120),
     "Rank of many": (rank_of_many, 120),
+}
+#: The section that says nothing on one rank.
+OF_SEVERAL = "Ways"
+#: The sections of quick calls, with their seconds: two for one GPU, which take ten minutes
+#: together, and one for a node. Those whose wrong numbers are worth more than any speed come first.
+QUICK: dict[str, dict[str, float]] = {
+    "first": {
+        "First steps": 40,
+        "Waits": 25,
+        "Tests": 95,
+        "Timer": 25,
+        "Newton-Schulz": 40,
+        "Launches": 25,
+    },
+    "second": {"Streams": 120, "Memory": 35, "Step": 45, "Whole steps": 70},
+    "node": {
+        "First steps": 60,
+        "Waits": 40,
+        "Tests": 150,
+        "Streams": 150,
+        "Ways": 50,
+        "Whole steps": 90,
+    },
 }
 #: Sections in which ranks of several nodes take part.
 BETWEEN_NODES = ("Step", "Streams", "Whole steps")
@@ -510,12 +676,18 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--tiny", action="store_true", help="everything once, as small as it goes")
     parser.add_argument("--ranks", type=int, help="how many GPUs; all of them by default")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS))
+    chosen_by = parser.add_mutually_exclusive_group()
+    chosen_by.add_argument("--sections", nargs="+", choices=list(SECTIONS))
+    chosen_by.add_argument(
+        "--quick",
+        choices=list(QUICK),
+        help="five minutes of one GPU, the next five, or ten minutes of a node",
+    )
     parser.add_argument(
         "--minutes",
         type=float,
-        default=TOTAL_S / 60,
-        help="when all must be over; 9.3 by default, and each section has more time with more",
+        help="when all must be over; by default what the sections add up to, and each has more "
+        "time with more",
     )
     parser.add_argument("--commit", help="what the report is of, where there is no .git")
     parser.add_argument(
@@ -536,7 +708,10 @@ def main() -> None:
         "--compile", action="store_true", help="let stock compile what it does by default"
     )
     args = parser.parse_args()
-    if args.sections is None:
+    takes_all = args.sections is None
+    if args.quick:
+        args.sections = list(QUICK[args.quick])
+    elif takes_all:
         args.sections = list(SECTIONS if args.nnodes == 1 else BETWEEN_NODES)
     if args.nnodes > 1 and (alone := set(args.sections) - set(BETWEEN_NODES)):
         parser.error(
@@ -572,6 +747,8 @@ def main() -> None:
             f"--ranks must be from 1 to {available}, as many as this machine has devices, got "
             f"{ranks}"
         )
+    if takes_all and ranks == args.nnodes == 1 and OF_SEVERAL in args.sections:
+        args.sections.remove(OF_SEVERAL)
     from gpu_ranks import Place, describe
 
     # An import may have begun to use the GPU; so does counting without NVML. Then forks cannot use
@@ -589,7 +766,14 @@ def main() -> None:
             "another file"
         )
     place = Place(
-        args.device, ranks, args.tiny, 0, spawns, args.nnodes, args.node_rank, args.master
+        args.device,
+        ranks,
+        args.tiny,
+        spawns=spawns,
+        nodes=args.nnodes,
+        node=args.node_rank,
+        master=args.master,
+        folder=str(args.out.resolve().parent),
     )
     found = on_ranks(place, describe, limit_s=60, ranks=1)[0]
     place = dataclasses.replace(place, memory_bytes=found["memory"])
@@ -599,13 +783,17 @@ def main() -> None:
         args.out.write_text("\n".join([*head, *lines]))
 
     write(not_yet(args.sections))
+    limits = {title: SECTIONS[title][1] for title in args.sections}
+    if args.quick:
+        limits = QUICK[args.quick]
+    needed = sum(limits.values()) + START_S
+    minutes = args.minutes or needed / 60
     # With more time for all, each section has more.
-    more = max(1.0, 60 * args.minutes / TOTAL_S)
-    chosen = {title: SECTIONS[title] for title in args.sections}
+    more = max(1.0, 60 * minutes / needed)
     whole = run(
         place,
-        {title: (section, more * limit_s) for title, (section, limit_s) in chosen.items()},
-        until=begun + 60 * args.minutes,
+        {title: (SECTIONS[title][0], more * limit_s) for title, limit_s in limits.items()},
+        until=begun + 60 * minutes,
         write=write,
     )
     print(

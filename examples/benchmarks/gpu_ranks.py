@@ -13,7 +13,7 @@ import sys
 import time
 import unittest.mock
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
+from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.ranks.comm import nodes
 from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned import host_memory
@@ -74,6 +75,8 @@ class Place:
     master: str = ""
     """The host of node 0 and the first of the ports on which ranks meet, if there are several
     nodes."""
+    folder: str = ""
+    """The folder for traces; empty for none."""
 
     @property
     def repetitions(self) -> int:
@@ -247,13 +250,22 @@ def gpt_on(place: Place, config: GPTConfig) -> GPT:
 
 
 def engine_of(
-    optimizer: str, model: nn.Module, layerwise: Mapping[str, Any] | None = None, **zero: Any
+    optimizer: str,
+    model: nn.Module,
+    layerwise: Mapping[str, Any] | None = None,
+    *,
+    synchronized: bool = False,
+    **zero: Any,
 ) -> Any:
-    """Return an engine in bf16, at stage 1."""
+    """Return an engine in bf16, at stage 1.
+
+    Args:
+        synchronized: True for DeepSpeed's throughput timer as it is by default.
+    """
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 10**9,
-        "timers": {"throughput": {"synchronized": False}},
+        "timers": {"throughput": {"synchronized": synchronized}},
         "bf16": {"enabled": True},
         "gradient_clipping": 1.0,
         "optimizer": OPTIMIZERS[optimizer],
@@ -276,10 +288,16 @@ def windows(config: GPTConfig, device: Any) -> Tensor:
     return torch.randint(VOCABULARY, (1, config.context + 1), generator=generator).to(device)
 
 
-def backward_of(engine: Any, config: GPTConfig) -> Callable[[], object]:
-    """Return a function that runs a forward and a backward pass."""
+def backward_of(engine: Any, config: GPTConfig) -> Callable[[], Tensor]:
+    """Return a function that runs a forward and a backward pass, and returns the loss."""
     tokens = windows(config, engine.device)
-    return lambda: engine.backward(engine(tokens[:, :-1], tokens[:, 1:]))
+
+    def backward() -> Tensor:
+        loss: Tensor = engine(tokens[:, :-1], tokens[:, 1:])
+        engine.backward(loss)
+        return loss.detach()
+
+    return backward
 
 
 def step_times(place: Place) -> dict[str, Any]:
@@ -466,15 +484,24 @@ def disturb(place: Place, seed: int) -> None:
     host_memory.transfer = late(host_memory.transfer)
 
 
-def every_other_in_cuts() -> AbstractContextManager[object]:
-    """Let engines that are made inside have every other whole bucket in cuts, which few ranks
-    choose by themselves."""
-    plan, turns = run_plan.plan_layout, itertools.cycle((True, False))
+def planned(
+    only: Callable[[Bucket], bool], *, even: bool = False
+) -> AbstractContextManager[object]:
+    """Let engines that are made inside have the whole buckets that ``only`` selects in cuts, and
+    with ``even`` the others as shards of one length."""
+    plan = run_plan.plan_layout
     return unittest.mock.patch.object(
         run_plan,
         "plan_layout",
-        lambda *args, **kwargs: in_cuts(plan(*args, **kwargs), lambda bucket: next(turns)),
+        lambda *args, **kwargs: in_cuts(plan(*args, **kwargs), only, even=even),
     )
+
+
+def every_other_in_cuts() -> AbstractContextManager[object]:
+    """Let engines that are made inside have every other whole bucket in cuts, which few ranks
+    choose by themselves."""
+    turns = itertools.cycle((True, False))
+    return planned(lambda bucket: next(turns))
 
 
 def two_nodes() -> AbstractContextManager[object]:
@@ -520,6 +547,14 @@ SETUPS = {
         {"offload_optimizer": {"device": "cpu", "ratio": 0.5, "pin_memory": True}},
     ),
     "stage 3": Setup(3),
+    # Then nothing of DeepSpeed's waits between the step and the first fetches.
+    "stage 3, nothing persistent": Setup(
+        3,
+        zero={
+            "stage3_param_persistence_threshold": 0,
+            "stage3_model_persistence_threshold": 0,
+        },
+    ),
     "two levels": Setup(2, around=two_nodes, least_ranks=4),
     "fp16": Setup(precision={"fp16": {"enabled": True, "initial_scale_power": 8}}),
     "experts": Setup(has_experts=True),
@@ -528,9 +563,15 @@ SETUPS = {
 }
 
 
-def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
+def race(
+    place: Place, *, overlap: bool, seed: int | None, without: Sequence[str] = ()
+) -> dict[str, str]:
     """Return a digest of losses and weights after some steps for each setup, or the reason why
-    there is none."""
+    there is none.
+
+    Args:
+        without: the names of setups that the environment makes impossible.
+    """
     if seed is not None:
         disturb(place, seed)
     if place.device == "cpu":
@@ -538,7 +579,7 @@ def race(place: Place, *, overlap: bool, seed: int | None) -> dict[str, str]:
         type(get_accelerator()).is_fp16_supported = lambda self: True
     digests = {}
     for name, setup in SETUPS.items():
-        if dist.get_world_size() < setup.least_ranks:
+        if name in without or dist.get_world_size() < setup.least_ranks:
             continue
         try:
             digests[name] = _digest(place, setup, overlap=overlap)

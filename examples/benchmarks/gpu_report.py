@@ -108,6 +108,15 @@ def header(place: Place, device: Mapping[str, Any], commit: str | None = None) -
         "slowest.",
         "",
         *(
+            [
+                "**One rank: no collective runs.** Nothing here shows sums, gathers and exchanges "
+                "over NCCL, fetches of stage 3, or what a network takes.",
+                "",
+            ]
+            if place.ranks * place.nodes == 1
+            else []
+        ),
+        *(
             ["**A tiny run on a CPU: shows that all of it works, and measures nothing.**", ""]
             if place.tiny
             else []

@@ -69,17 +69,28 @@ def test_every_section_runs(tmp_path, gpu):
     assert "`python examples/benchmarks/gpu.py --device cpu --tiny --minutes 30 --commit told --out" in head
     assert "; commit told" in head
     assert [section.split("\n")[0] for section in sections] == [
-        "Tests", "Newton-Schulz", "Step", "Batches", "Offload", "Streams", "Memory", "Whole steps", "Rank of many"]
-    assert "1 passed, 0 failed, 0 skipped." in sections[0]
+        "First steps", "Waits", "Tests", "Timer", "Newton-Schulz", "Launches", "Step", "Batches", "Offload", "Streams",
+        "Memory", "Whole steps", "Rank of many"]
+    assert head.count("One rank: no collective runs") == 1
+    of_first = {section.split("\n")[0]: section for section in sections[:4]}
+    del sections[5], sections[:4]
+    assert "1 passed, 0 failed, 0 skipped." in of_first["Tests"]
+    for section in ("First steps", "Waits"):
+        assert [row.split("|")[1].strip() for row in of_first[section].splitlines() if row.startswith("| ")] == [
+            "stage", "1", "2", "3"]
+    assert "| without waits |" in of_first["Timer"] and "| by default |" in of_first["Timer"]
+    for stage in (1, 3):
+        assert (tmp_path / f"step_stage{stage}.json.gz").stat().st_size
     rows = [{row.strip("|").split("|")[column].strip() for row in section.splitlines() if row.startswith("| ")}
-            for section, column in zip(sections[1:], (2, 0, 0, 0, 0, 0, 0, 1), strict=True)]
+            for section, column in zip(sections, (2, 0, 0, 0, 0, 0, 0, 1), strict=True)]
     assert rows[0] >= {"ours gram", "stock gram", "ours standard", "stock standard", "torch"}
     assert rows[1] >= {"LayerWiseMuon", "stock Muon", "torch AdamW, fused"}
     assert rows[2] >= {"one by one", "batches over buckets", "one bucket"}
-    assert "a bucket has 1 matrix." in sections[3]
+    assert "a bucket has 1 matrix." in sections[2]
     assert rows[3] >= {"on the device", "on the host, copies beside updates", "on the host, one after another"}
-    assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[5]
-    assert "| stage 3 | fp16 | experts | captured | compiled |" in sections[5] and "failed" not in sections[5]
+    assert rows[4] >= {"overlapped", "no overlap", "streams late at random"} and "other bits" not in sections[4]
+    assert "| stage 3 | stage 3, nothing persistent | fp16 | experts | captured | compiled |" in sections[4]
+    assert "failed" not in sections[4]
     assert "stage-1-bf16" in rows[5]
     steps = importlib.import_module("gpu_steps")
     assert rows[6] >= {*steps.SIDES, steps.TORCH} and rows[7] >= {*steps.AS_ONE_OF_MANY}
@@ -157,8 +168,102 @@ def test_all_sections_share_one_deadline(gpu, place, monkeypatch):
     assert given == {"A": 60, "B": 60, "C": 40} and clock == [1150.0]
     assert whole.problems == [f"{title}: TimeoutError: not run for want of time; --sections {title} runs it alone"
                               for title in "DE"]
-    assert sum(limit_s for _, limit_s in gpu.SECTIONS.values()) > gpu.TOTAL_S
-    assert gpu.TOTAL_S + gpu.ENDING_S < 590
+
+
+def test_quick_calls_end_within_their_minutes(gpu):
+    needed = {name: gpu.START_S + sum(limits.values()) for name, limits in gpu.QUICK.items()}
+    assert needed["first"] + needed["second"] <= 600 and needed["node"] + gpu.ENDING_S < 600
+    for limits in gpu.QUICK.values():
+        assert limits.keys() <= gpu.SECTIONS.keys()
+    # What is wrong comes before what is slow, and no speed before it.
+    assert [*gpu.QUICK["first"]][:3] == ["First steps", "Waits", "Tests"] and [*gpu.QUICK["second"]][0] == "Streams"
+
+
+@pytest.mark.parametrize("args, sections, seconds", [
+    ([], None, None), (["--quick", "second"], ["Streams", "Memory", "Step", "Whole steps"], 310),
+    (["--sections", "Waits", "Timer"], ["Waits", "Timer"], 120)])
+def test_all_chosen_sections_have_their_time(args, sections, seconds, gpu, main, tmp_path, monkeypatch):
+    given = {}
+
+    def run(place, chosen, *, until, write):
+        given.update({title: limit_s for title, (_, limit_s) in chosen.items()}, until=until)
+        return gpu.Found()
+
+    monkeypatch.setattr(gpu, "run", run)
+    begun = time.monotonic()
+    assert main("--out", tmp_path / "report.md", *args) == 0
+    until = given.pop("until") - begun
+    if sections is None:
+        # One rank sends nothing.
+        sections = [title for title in gpu.SECTIONS if title != "Ways"]
+        seconds = gpu.START_S + sum(gpu.SECTIONS[title][1] for title in sections)
+    assert [*given] == sections and sum(given.values()) == pytest.approx(seconds - gpu.START_S)
+    assert seconds <= until < seconds + 30
+
+
+@pytest.mark.parametrize("losses, problem", [
+    ([3.0, 2.0], None), ([3.0, float("nan")], "a loss is not finite"), ([3.0, 3.0], "the loss does not fall"),
+    ([3.0, 2.02], "a loss is 2.0e-02 off that of stage 1")])
+def test_first_steps_are_finite_fall_and_are_alike_at_all_stages(losses, problem, gpu, place, monkeypatch):
+    rows = [{"stage": 1, "losses": [3.0, 2.0], "ms": 1.0}, {"stage": 3, "losses": losses, "ms": 1.0}]
+    monkeypatch.setattr(gpu, "on_ranks", lambda *_, **__: [rows[:1] * 2, rows])
+    problems = gpu.first_steps(place, 1).problems
+    assert len(problems) == (problem is not None)
+    for said in problems:
+        assert said.startswith(f"stage 3, rank 1: {problem}")
+
+
+AGREES = "ds_layerwise/ranks/comm/step_agreement.py:71"
+
+
+@pytest.mark.parametrize("where, number, is_wrong", [
+    (AGREES, 1, False), (AGREES, 2, True),
+    ("ds_layerwise/zero/step/clip.py:3", 1, True), ("deepspeed/runtime/zero/partition_parameters.py:84", 9, False)])
+def test_a_second_wait_of_ours_is_a_problem(where, number, is_wrong, gpu, place, monkeypatch):
+    row = {"stage": 2, "returned": 1.0, "done": 2.0, "waits": {where: number}}
+    monkeypatch.setattr(gpu, "on_ranks", lambda *_, **__: [[row]])
+    found = gpu.waits(place, 1)
+    assert found.problems == [f"stage 2, rank 0: waits {number} times at {where}"] * is_wrong
+    assert found.lines[-1] == f"| 2 | 0 | 1.00 | 2.00 | {where} x {number} |"
+
+
+def test_waits_are_named_by_the_line_that_waits(place, monkeypatch):
+    first = importlib.import_module("gpu_first")
+    # What calls it is a file of the package.
+    path = ROOT / "ds_layerwise" / "x.py"
+    code = compile("def waits(accelerator):\n    accelerator.synchronize()", str(path), "exec")
+    of_package = {}
+    exec(code, of_package)
+    accelerator = first.get_accelerator()
+    with first.waits_counted(place) as found:
+        of_package["waits"](accelerator)
+        warnings.warn("called a synchronizing CUDA operation")
+        warnings.warn("of something else")
+    of_package["waits"](accelerator)
+    assert found == {"ds_layerwise/x.py:2": 1, "torch": 1}
+
+
+def test_a_device_is_busy_while_any_kernel_runs(gpu):
+    first = importlib.import_module("gpu_first")
+    assert first.busy_us(iter([(0.0, 2.0), (5.0, 6.0), (1.0, 3.0), (1.5, 2.5)])) == 4.0
+
+
+def test_tests_find_packages_where_this_script_found_them(gpu, place, monkeypatch, tmp_path):
+    given = {}
+
+    class Started:
+        returncode = 1
+
+        def __init__(self, command, *, env, **_):
+            given.update(env)
+
+        def wait(self, timeout):
+            return None
+
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(subprocess, "Popen", Started)
+    gpu.tests(place, 1)
+    assert given["PYTHONPATH"].split(os.pathsep) == [str(ROOT), str(tmp_path)]
 
 
 def test_a_failed_or_skipped_test_is_a_problem(gpu):
@@ -175,6 +280,11 @@ def test_other_bits_on_any_rank_are_named(gpu):
     found = gpu.compare({"overlapped": first, "again": first, "late": [first[0], {"stage 1": "a", "stage 2": "c"}]})
     assert found.problems == ["late: other bits at stage 2"]
     assert found.lines[-2:] == ["| again | same bits | same bits |", "| late | same bits | other bits |"]
+    found = gpu.compare({"overlapped": first, "uncached": [{"stage 1": "a"}] * 2})
+    assert not found.problems and found.lines[-1] == "| uncached | same bits | left out |"
+    for key, setups in gpu.IMPOSSIBLE.items():
+        assert any(key in env for _, _, env in gpu.VARIANTS.values())
+        assert {*setups} <= importlib.import_module("gpu_ranks").SETUPS.keys()
 
 
 @pytest.mark.parametrize("ranks, tiny, problems", [
