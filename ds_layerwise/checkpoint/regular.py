@@ -68,8 +68,8 @@ def to_state_dict(
     rank: int,
     *,
     names: Mapping[str, tuple[str, ...]],
-    lanes: tuple[int, int] = (1, 0),
-    save_id: str = "",
+    lanes: tuple[int, int],
+    save_id: str,
 ) -> dict[str, Any]:
     """Return the part of ``optimizer_state_dict`` with masters and states. Tensors share the
     record's memory.

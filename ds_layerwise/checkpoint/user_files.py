@@ -49,7 +49,7 @@ def is_a_saves(folder: Path) -> bool:
     return any((folder / mark).exists() for mark in MARKS) or not others_in(folder)
 
 
-def carry_over(old: Path, new: Path, *, replaces: Sequence[str] = ()) -> None:
+def carry_over(old: Path, new: Path, *, replaces: Sequence[str]) -> None:
     """Add to ``new`` everything in ``old`` that no save wrote, as links if the disk
     supports them.
     """

@@ -105,7 +105,7 @@ def check_experts(has_experts: bool) -> None:
 
 
 def elsewhere(
-    model: nn.Module, group: comm.Group, overrides: Sequence[Override] = ()
+    model: nn.Module, group: comm.Group, overrides: Sequence[Override]
 ) -> Elsewhere | None:
     """Return the facts about the other stages; None if ``model`` is whole.
 

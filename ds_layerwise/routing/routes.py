@@ -198,9 +198,7 @@ class Route:
 
     def lr_ratio(self, group: Mapping[str, Any]) -> float:
         """Return its rate divided by ``lr`` of ``group``, its parameter group."""
-        if self.lr is not None:
-            return self.lr / float(group["configured_lr"])
-        return float(group[self.recipe.lr_ratio]) * self.lr_scale
+        return self._rate(group, 1.0)
 
     def views(self, param: Tensor, grad: Tensor, state: State) -> list[Seen]:
         """Return the master, gradient and state of the parameter, or of each of its parts, in the

@@ -34,7 +34,7 @@ class Offloading:
         ]
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def offload(self, include: Container[Any] | None = None, *, pin_memory: bool = True) -> None:
+    def offload(self, include: Container[Any] | None, *, pin_memory: bool) -> None:
         """Move the kinds in ``include`` to the host; see
         :meth:`.LayerWiseZeroOptimizer.offload_states`.
 

@@ -23,7 +23,7 @@ GLUE = "\ue000"
 _LEAST = 10
 
 
-def table_of(title: str, headers: Iterable[str], texts: Container[str] = ()) -> Table:
+def table_of(title: str, headers: Iterable[str], texts: Container[str]) -> Table:
     """Return a table without rows. Only columns of ``texts`` may be folded, others never are."""
     table = Table(title=title, title_justify="left")
     for header in headers:
