@@ -178,8 +178,14 @@ def _product(
     right``.
     """
     multiply, add = _BY_AXES[left.dim()]
+    count = len(left)
+    if left.device.type == "cpu" and left.itemsize == 2 and left.shape == (1, *2 * [ALIGNMENT]):
+        # torch multiplies a single matrix of that size otherwise than those of a batch, with other
+        # bits where a CPU has units for float16.
+        left = left.expand(2, -1, -1)
+        right = right.expand(2, -1, -1)
     if base is None:
         result: Tensor = multiply(left, right, out=out)
     else:
         result = add(base, left, right, beta=beta, alpha=alpha, out=out)
-    return result
+    return result[:count]
