@@ -174,6 +174,8 @@ def newton_schulz(
 
 def _normalised(x: Tensor) -> Tensor:
     """Return float32 copies of ``(k, rows, cols)`` with Frobenius norm 1, or 0."""
+    if x.device.type == "cuda":
+        return _normalised_in_float64(x)
     if x.device.type != "cpu":
         return _normalised_by_peak(x)
     # Checking norms costs nothing here, and most matrices do not need the peak, which takes four
@@ -185,6 +187,13 @@ def _normalised(x: Tensor) -> Tensor:
         if not _EXACT_NORMS[0] < norm < _EXACT_NORMS[1]:
             out[index : index + 1] = _normalised_by_peak(x[index : index + 1])
     return out
+
+
+def _normalised_in_float64(x: Tensor) -> Tensor:
+    """Do what :func:`_normalised` does in two passes, of which squares in float64 need no peak."""
+    norms = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    return torch.div(x, norms.clamp_min_(torch.finfo(torch.float64).tiny), out=out)
 
 
 def _normalised_by_peak(x: Tensor) -> Tensor:
