@@ -1,5 +1,12 @@
 """Matrix products. If the result is known to be symmetric, one half is computed and mirrored.
 
+Note: kernels
+    On Hopper and on data-centre Blackwell, quack-kernels (Apache 2.0), if it is installed, computes
+    one half of symmetric products in half precision and mirrors it; its authors measured up to
+    twice the speed of whole ones. Below 1,024 rows there is too little to save. It is used only
+    after one product of it was compared with torch's, and not with DS_LAYERWISE_KERNELS=0 in the
+    environment.
+
 Note: strips
     The lower triangle is computed as ``n`` strips of rows, each up to its diagonal, and mirrored
     into the upper one. This takes (n + 1) / 2n of the full product, 0.56 with eight strips, with
@@ -26,12 +33,17 @@ Note: one by one
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ds_layerwise.errors import FOREIGN_ERRORS, ConfigError
 
 #: Matrices are padded with zeros, which stay zeros, to sides that are multiples of this. On a CPU,
 #: the start of a matrix in memory changes the last bits of a product; with this padding, every
@@ -46,6 +58,12 @@ _NARROWEST = {4: 80, 2: 144}
 
 #: The product, and the product with an addend, by the number of axes: of matrices and of batches.
 _BY_AXES: dict[int, Any] = {2: (torch.mm, torch.addmm), 3: (torch.bmm, torch.baddbmm)}
+
+#: The least number of rows of a symmetric product for a kernel; see the note on kernels.
+KERNEL_FROM = 1024
+
+#: The generations of CUDA devices with kernels.
+_KERNEL_ON = (9, 10)
 
 #: Matrices with a smaller side of at least this size are multiplied one by one on a CPU.
 _ONE_BY_ONE_FROM = 256
@@ -63,6 +81,45 @@ def one_by_one(side: int, device: torch.device) -> bool:
     the note.
     """
     return device.type == "cpu" and side >= _ONE_BY_ONE_FROM
+
+
+def _generation(device: torch.device) -> int:
+    """Return the first number of the compute capability of an NVIDIA GPU; 0 for other devices."""
+    if device.type == "cuda" and torch.version.cuda is not None:
+        return torch.cuda.get_device_capability(device)[0]
+    return 0
+
+
+@lru_cache(maxsize=None)
+def kernel_on(device: torch.device) -> Any:
+    """Return quack's function for symmetric products on ``device``; None if it is not installed, or
+    has none for it.
+
+    Raises:
+        ConfigError: it is installed, and does not work here.
+    """
+    is_wanted = os.environ.get("DS_LAYERWISE_KERNELS") != "0" and find_spec("quack") is not None
+    if not is_wanted or _generation(device) not in _KERNEL_ON:
+        return None
+    try:
+        from quack.gemm_interface import gemm_symmetric
+
+        # Whole numbers, which float16 holds, and so do all of their sums.
+        chosen = torch.Generator().manual_seed(0)
+        x = torch.randint(-1, 2, (1, KERNEL_FROM, KERNEL_FROM), generator=chosen).half().to(device)
+        base = x + x.mT
+        found = gemm_symmetric(x, x.mT, C=base, alpha=1.0, beta=-1.0)
+        is_right = torch.equal(found, torch.baddbmm(base, x, x.mT, alpha=1.0, beta=-1.0))
+        why = "its product of two matrices is another than torch's"
+    except FOREIGN_ERRORS as error:
+        is_right = False
+        why = f"{type(error).__name__}: {error}"
+    if not is_right:
+        raise ConfigError(
+            f"quack-kernels is installed, and cannot multiply on {device} ({why}); upgrade it, or "
+            "set DS_LAYERWISE_KERNELS=0 in the environment of all ranks, so that torch multiplies"
+        )
+    return gemm_symmetric
 
 
 def padded(x: Tensor) -> Tensor:
@@ -123,6 +180,9 @@ def _symmetric(
 ) -> Tensor:
     """Return the symmetric product. ``right_rows`` is the transpose of ``right``."""
     side = left.shape[-2]
+    if side >= KERNEL_FROM and left.itemsize == 2 and (kernel := kernel_on(left.device)):
+        result: Tensor = kernel(left, right, C=base, alpha=alpha, beta=beta)
+        return result
     if not one_by_one(side, left.device):
         return _product(left, right, base, beta, alpha)
     strips = num_strips(side, left.dtype, left.device)

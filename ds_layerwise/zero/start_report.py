@@ -16,6 +16,7 @@ from torch import nn
 from ds_layerwise.checkpoint.atomic import write_whole
 from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.rules.update_hooks import keeps_zeros
+from ds_layerwise.orthogonalize.symmetric import KERNEL_FROM
 from ds_layerwise.plan.forecast.forecast import Forecast
 from ds_layerwise.plan.forecast.report import as_json, listed, plan_table
 from ds_layerwise.ranks.comm import comm
@@ -150,6 +151,11 @@ class ReportingOptimizer(EngineOptimizer):
                 products=products,
             )
         ]
+        if products and run.products.has_kernel:
+            parts.append(
+                f"symmetric products in half precision from {KERNEL_FROM:,} rows on: one half, by "
+                "quack-kernels"
+            )
         if planned.left_out:
             names = few(planned.left_out)
             parts.append(f"in no parameter group, so not trained here: {names}")

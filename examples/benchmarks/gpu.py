@@ -381,8 +381,8 @@ def newton_schulz(place: Place, limit_s: float) -> Found:
     lines += [
         "",
         "One product of each matrix with its own transpose in bf16: in full (1), and in strips of "
-        "rows up to the diagonal, which are mirrored. Where strips are faster, symmetric.py may "
-        "use them here, too.",
+        "rows up to the diagonal, which are mirrored; by quack-kernels, if it is there. Where "
+        "strips are faster, symmetric.py may use them here, too.",
         "",
         "| model | matrices | strips | ms | over in full |",
         "|---|---|---:|---:|---:|",

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 import ds_layerwise
 from ds_layerwise.optimizers.devices import fast_dtypes
+from ds_layerwise.orthogonalize import symmetric
 from ds_layerwise.orthogonalize.batching import MAX_BATCH_NUMEL
 from ds_layerwise.orthogonalize.newton_schulz import coefficients, compute_dtype, newton_schulz
 from ds_layerwise.plan.layout.layout import Bucket
@@ -154,17 +155,13 @@ def strip_times(place: Place) -> list[dict[str, Any]]:
         x = torch.randn(batch, m, n, generator=torch.Generator().manual_seed(0)).to(
             place.device, torch.bfloat16
         )
+        sides = {str(strips): functools.partial(by_strips, x, strips) for strips in (1, 2, 4, 8)}
+        if kernel := symmetric.kernel_on(x.device):
+            sides["by quack"] = functools.partial(kernel, x, x.mT)
         rows.append(
             {
                 "shape": f"{batch} x {m} x {n}",
-                "ms": in_turns(
-                    {
-                        str(strips): functools.partial(by_strips, x, strips)
-                        for strips in (1, 2, 4, 8)
-                    },
-                    place.repetitions,
-                    finish=place.finish,
-                ),
+                "ms": in_turns(sides, place.repetitions, finish=place.finish),
             }
         )
     return rows

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ds_layerwise.errors import few
+from ds_layerwise.errors import ConfigError, few
 from ds_layerwise.optimizers.devices import fast_dtypes
 from ds_layerwise.optimizers.recipe import Recipe
+from ds_layerwise.orthogonalize.symmetric import kernel_on
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.owned.buffers import DTYPES, dtype_name
 
@@ -26,14 +27,28 @@ class Products:
 
     by_rank: tuple[frozenset[torch.dtype] | None, ...]
     """The dtypes of each rank; None for a rank where no recipe leaves the dtype open."""
+    has_kernel: bool
+    """True if a kernel computes one half of large symmetric products."""
 
     @classmethod
     def agree(cls, recipes: Iterable[Recipe], device: torch.device) -> Products:
-        """Gather them. Every rank of the world must call this at the same point."""
+        """Gather them. Every rank of the world must call this at the same point.
+
+        Raises:
+            ConfigError: on every rank, if some have a kernel and others none, or one does not work.
+        """
         mine = None
         if any(map(_is_open, recipes)):
             mine = fast_dtypes(device)
-        return cls(tuple(comm.gather_objects(mine, group=None)))
+        with comm.errors_on_all_ranks():
+            has_kernel = kernel_on(device) is not None
+        dtypes, kernels = zip(*comm.gather_objects((mine, has_kernel), group=None), strict=True)
+        if len({*kernels}) > 1:
+            raise ConfigError(
+                f"rank {kernels.index(True)} multiplies symmetric matrices by quack-kernels, and "
+                f"rank {kernels.index(False)} does not; install it on every node, or on none"
+            )
+        return cls(dtypes, has_kernel)
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:

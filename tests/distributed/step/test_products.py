@@ -6,8 +6,10 @@ import deepspeed.comm as dist
 import pytest
 import torch
 
+from ds_layerwise.errors import ConfigError, LayerWiseError
 from ds_layerwise.optimizers import devices
 from ds_layerwise.optimizers.devices import Traits
+from ds_layerwise.zero.setup import matmul_dtype
 from tests.support.harness import DistributedTest
 from tests.support.rooms import rooms
 from tests.support.training import Net, ds_config, start, train_engine, weights
@@ -42,6 +44,27 @@ class TestProducts(DistributedTest):
         assert torch.equal(weights(engine.module), weights(trained(taken).module))
         other = {"bf16": "fp32", "fp32": "bf16"}[taken]
         assert not torch.equal(weights(engine.module), weights(trained(other).module))
+
+    @pytest.mark.parametrize("with_kernel", [True, False])
+    def test_the_table_says_who_multiplies(self, with_kernel, monkeypatch):
+        monkeypatch.setattr(matmul_dtype, "kernel_on", lambda device: len if with_kernel else None)
+        told = start(Net(), ds_config()).optimizer.describe()
+        assert ("symmetric products in half precision from 1,024 rows on: one half, by quack" in told) is with_kernel
+
+    def test_all_ranks_have_a_kernel_or_none(self, monkeypatch):
+        monkeypatch.setattr(matmul_dtype, "kernel_on", lambda device: [None, len][dist.get_rank()])
+        with pytest.raises(ConfigError, match="rank 1 multiplies .* by quack-kernels, and rank 0 does not"):
+            start(Net(), ds_config())
+
+    def test_a_kernel_that_fails_on_one_rank_is_an_error_on_all(self, monkeypatch):
+        def kernel_on(device):
+            if dist.get_rank():
+                raise ConfigError("quack-kernels is installed, and cannot multiply")
+            return len
+
+        monkeypatch.setattr(matmul_dtype, "kernel_on", kernel_on)
+        with pytest.raises(LayerWiseError, match="cannot multiply"):
+            start(Net(), ds_config())
 
     def test_nothing_is_asked_where_nothing_is_open(self, monkeypatch):
         asked = on_cpus(monkeypatch, True)

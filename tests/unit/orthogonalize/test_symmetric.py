@@ -1,10 +1,15 @@
 """Products that are computed by half, against products in full."""
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
 import pytest
 import torch
 
+from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.orthogonalize.newton_schulz import coefficients, newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz import _normalised_in_float64, coefficients, newton_schulz
 from tests.support.rooms import rooms
 
 pytestmark = rooms("symmetric", "newton_schulz")
@@ -72,3 +77,132 @@ def test_rows_are_apart_where_a_column_would_fall_on_few_lines_of_a_cache(side, 
     x = noise(2, side, side).to(dtype)
     for square in (symmetric.gram(x), symmetric.commuting(x, x, x, beta=1.0)):
         assert square.shape == (2, side, side) and square.stride() == (side * (side + gap), side + gap, 1)
+
+
+def by_half(a, b, *, C=None, alpha=1.0, beta=1.0):
+    """What quack's gemm_symmetric promises: sums in float32, the upper half a copy of the lower."""
+    product = alpha * a.float() @ b.float()
+    if C is not None:
+        product += beta * C.float()
+    lower = product.tril().to(a.dtype)
+    return lower + lower.tril(-1).mT
+
+
+class Quack:
+    """A stand-in for the package, and the calls of its function."""
+
+    def __init__(self, monkeypatch, multiply=by_half, generation=9):
+        self.calls = []
+
+        def gemm_symmetric(a, b, **options):
+            self.calls.append((tuple(a.shape), a.dtype, *sorted(options)))
+            return multiply(a, b, **options)
+
+        inner = ModuleType("quack.gemm_interface")
+        inner.gemm_symmetric = gemm_symmetric
+        package = ModuleType("quack")
+        package.__spec__ = ModuleSpec("quack", None)
+        monkeypatch.setitem(sys.modules, "quack", package)
+        monkeypatch.setitem(sys.modules, "quack.gemm_interface", inner)
+        monkeypatch.setattr(symmetric, "_generation", lambda device: generation)
+        symmetric.kernel_on.cache_clear()
+        monkeypatch.setattr(symmetric, "one_by_one", lambda side, device: False)
+
+
+@pytest.fixture
+def quack(monkeypatch):
+    monkeypatch.setattr(symmetric, "KERNEL_FROM", 48)
+    yield lambda **options: Quack(monkeypatch, **options)
+    symmetric.kernel_on.cache_clear()
+
+
+SHAPES = [(rows, cols) for rows in (1, 16, 47, 49, 64, 96) for cols in (1, 33, 64, 80, 130)]
+
+
+@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 0.1), (torch.float16, 0.03)])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_newton_schulz_with_a_kernel_is_as_exact_as_without(shape, dtype, bound, quack, monkeypatch):
+    x = noise(3, *shape, seed=4)
+    exact = newton_schulz(x.double(), SIMPLE5, method="standard", dtype=torch.float64)
+
+    def error():
+        made = newton_schulz(x, SIMPLE5, method="standard", dtype=dtype)
+        return float((made - exact).norm() / exact.norm())
+
+    without = error()
+    calls = quack().calls
+    # The package is asked for one product first.
+    assert symmetric.kernel_on(CPU) is not None and len(calls) == 1
+    assert error() < max(1.3 * without, 0.01) and error() < bound
+    by_kernel = -(-min(shape) // 16) * 16 >= 48
+    assert (len(calls) == 1 + 2 * 2 * 5) is by_kernel and (len(calls) == 1) is not by_kernel
+
+
+def test_the_kernel_gets_what_the_product_needs(quack):
+    calls = quack().calls
+    x = noise(2, 64, 40).half()
+    gram = symmetric.gram(x)
+    torch.testing.assert_close(gram, x @ x.mT)
+    base = gram / 2
+    value = symmetric.commuting(base, gram, gram, beta=3.0, alpha=-0.25)
+    torch.testing.assert_close(value, torch.baddbmm(base, gram, gram, beta=3.0, alpha=-0.25), rtol=2e-3, atol=2e-2)
+    given = (torch.float16, "C", "alpha", "beta")
+    assert calls[1:] == [((2, 64, 40), *given), ((2, 64, 64), *given)]
+    # Not in float32, not for few rows, and no product that is not symmetric.
+    symmetric.gram(x.float()), symmetric.gram(x[:, :32]), symmetric.product(gram, x, x)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("generation, is_there", [(0, False), (8, False), (9, True), (10, True), (12, False)])
+def test_kernels_are_for_devices_that_their_authors_measured(generation, is_there, quack):
+    found = quack(generation=generation)
+    assert (symmetric.kernel_on(CPU) is not None) is is_there and len(found.calls) == is_there
+
+
+def test_no_kernel_without_the_package_or_where_nobody_wants_it(quack, monkeypatch):
+    found = quack()
+    monkeypatch.setenv("DS_LAYERWISE_KERNELS", "0")
+    assert symmetric.kernel_on(CPU) is None
+    monkeypatch.setenv("DS_LAYERWISE_KERNELS", "1")
+    symmetric.kernel_on.cache_clear()
+    monkeypatch.setattr(symmetric, "find_spec", lambda name: None)
+    assert symmetric.kernel_on(CPU) is None and not found.calls
+
+
+def one_off(a, b, **options):
+    value = by_half(a, b, **options)
+    value[0, 3, 5] += 1
+    return value
+
+
+def fails(a, b, **options):
+    raise RuntimeError("no such device")
+
+
+@pytest.mark.parametrize("multiply, why", [
+    (one_off, "its product of two matrices is another than torch's"), (fails, "RuntimeError: no such device"),
+    (lambda a, b, C, alpha, beta: by_half(a, b, C=C), "another than torch's")])
+def test_a_kernel_that_does_not_work_is_an_error(multiply, why, quack):
+    quack(multiply=multiply)
+    with pytest.raises(ConfigError, match=f"(?s)cannot multiply on cpu .*{why}.*set DS_LAYERWISE_KERNELS=0"):
+        symmetric.kernel_on(CPU)
+
+
+def test_a_release_without_such_a_function_is_an_error(quack, monkeypatch):
+    quack()
+    monkeypatch.delattr(sys.modules["quack.gemm_interface"], "gemm_symmetric")
+    with pytest.raises(ConfigError, match="ImportError.*upgrade it"):
+        symmetric.kernel_on(CPU)
+
+
+@pytest.mark.parametrize("scale, dtype", [
+    (1e-43, torch.float32), *((scale, dtype) for scale in (1e-38, 1e-20, 1.0, 1e20, 3e37)
+                              for dtype in (torch.float32, torch.bfloat16))])
+def test_norms_in_float64_take_two_passes_and_every_scale(scale, dtype):
+    x = (noise(3, 20, 30, seed=2) * scale).to(dtype)
+    x[1] = 0
+    out = _normalised_in_float64(x)
+    exact = x.double()
+    exact[[0, 2]] /= exact[[0, 2]].norm(dim=(-2, -1), keepdim=True)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-9)
