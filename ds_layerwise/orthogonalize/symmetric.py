@@ -237,15 +237,13 @@ def _product(
     """Return the product of matrices, or of batches of them; without ``base``, only ``left @
     right``.
     """
-    multiply, add = _BY_AXES[left.dim()]
-    count = len(left)
     if left.device.type == "cpu" and left.itemsize == 2 and left.shape == (1, *2 * [ALIGNMENT]):
         # torch multiplies a single matrix of that size otherwise than those of a batch, with other
         # bits where a CPU has units for float16.
-        left = left.expand(2, -1, -1)
-        right = right.expand(2, -1, -1)
+        return _product(left.expand(2, -1, -1), right.expand(2, -1, -1), base, beta, alpha)[:1]
+    multiply, add = _BY_AXES[left.dim()]
     if base is None:
         result: Tensor = multiply(left, right, out=out)
     else:
         result = add(base, left, right, beta=beta, alpha=alpha, out=out)
-    return result[:count]
+    return result

@@ -6,10 +6,12 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ds_layerwise.errors import ConfigError
 from ds_layerwise.orthogonalize import symmetric
-from ds_layerwise.orthogonalize.newton_schulz import _normalised_in_float64, coefficients, newton_schulz
+from ds_layerwise.orthogonalize.newton_schulz import _normalised, _normalised_in_float64, coefficients, newton_schulz
 from tests.support.rooms import rooms
 
 pytestmark = rooms("symmetric", "newton_schulz")
@@ -206,3 +208,25 @@ def test_norms_in_float64_take_two_passes_and_every_scale(scale, dtype):
     exact[[0, 2]] /= exact[[0, 2]].norm(dim=(-2, -1), keepdim=True)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out.double(), exact, rtol=1e-6, atol=1e-9)
+
+
+class Dispatched(TorchDispatchMode):
+    """The names of the operations that are dispatched."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_on_a_gpu_a_batch_is_normalised_by_one_norm_and_one_quotient():
+    with FakeTensorMode():
+        x = torch.empty(2, 64, 96, device="cuda")
+        with Dispatched() as seen:
+            out = _normalised(x)
+    assert out.dtype == torch.float32 and out.device.type == "cuda"
+    assert seen.names == ["aten.linalg_vector_norm.default", "aten.empty.memory_format", "aten.clamp_min_.default",
+                          "aten.div.out"]
