@@ -152,7 +152,9 @@ class TestNumbers(DistributedTest):
     def ep_sizes(self):
         return [size for size in (2, 4) if dist.get_world_size() % size == 0]
 
-    @pytest.mark.parametrize("mesh", [partial(Mpu, TP), TensorsAndSequences], ids=["tensors", "tensors_and_sequences"])
+    @pytest.mark.parametrize("mesh", [
+        pytest.param(partial(Mpu, TP), marks=pytest.mark.thorough, id="tensors"),
+        pytest.param(TensorsAndSequences, id="tensors_and_sequences")])
     def test_gradients_norm_and_weights(self, mesh, stage):
         mpu = mesh()
         for ep_size in self.ep_sizes():

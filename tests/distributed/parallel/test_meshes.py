@@ -520,7 +520,9 @@ class TestExpertsAndTensors(DistributedTest):
     world_size = [4, 8]
     thorough_on = (4,)
 
-    @pytest.mark.parametrize("mesh", [partial(Mpu, 2), TensorsAndSequences], ids=["tensors", "tensors_and_sequences"])
+    @pytest.mark.parametrize("mesh", [
+        pytest.param(partial(Mpu, 2), marks=pytest.mark.thorough, id="tensors"),
+        pytest.param(TensorsAndSequences, id="tensors_and_sequences")])
     def test_whole_numbers(self, mesh):
         mpu = mesh()
         size = sharing(mpu)[1]
