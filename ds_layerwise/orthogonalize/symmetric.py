@@ -105,8 +105,14 @@ def kernel_on(device: torch.device) -> Any:
         from quack.gemm_interface import gemm_symmetric
 
         # Whole numbers, which float16 holds, and so do all of their sums.
-        chosen = torch.Generator().manual_seed(0)
-        x = torch.randint(-1, 2, (1, KERNEL_FROM, KERNEL_FROM), generator=chosen).half().to(device)
+        x = torch.randint(
+            -1,
+            2,
+            (1, KERNEL_FROM, KERNEL_FROM),
+            generator=torch.Generator(device).manual_seed(0),
+            dtype=torch.float16,
+            device=device,
+        )
         base = x + x.mT
         found = gemm_symmetric(x, x.mT, C=base, alpha=1.0, beta=-1.0)
         is_right = torch.equal(found, torch.baddbmm(base, x, x.mT, alpha=1.0, beta=-1.0))
