@@ -82,7 +82,7 @@ def test_rows_are_apart_where_a_column_would_fall_on_few_lines_of_a_cache(side, 
 
 
 def by_half(a, b, *, C=None, alpha=1.0, beta=1.0):
-    """What quack's gemm_symmetric promises: sums in float32, the upper half a copy of the lower."""
+    """Return the product that gemm_symmetric of quack promises: sums in float32, the upper half a copy of the lower."""
     product = alpha * a.float() @ b.float()
     if C is not None:
         product += beta * C.float()
