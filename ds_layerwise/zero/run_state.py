@@ -118,7 +118,7 @@ class RunState:
             if self.settings.stage == 1:
                 layout = self.planned.layout
                 stored_as = {}
-                for dtype in layout.dtypes:
+                for dtype in layout.buffers:
                     stored_as[dtype] = DTYPES[self.settings.stored_as(dtype)]
                 self.grads = FlatBuffer(layout, self.device, stored_as=stored_as)
             check_recipes(recipes, self.device)

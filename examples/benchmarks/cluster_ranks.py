@@ -178,7 +178,7 @@ class Syncs:
     def __init__(self, layout: Layout, wires: Wires, dtype: torch.dtype) -> None:
         self.layout, rank = layout, dist.get_rank()
         self._values, grads = (
-            FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.dtypes, dtype))
+            FlatBuffer(layout, torch.device("cpu"), dict.fromkeys(layout.buffers, dtype))
             for _ in range(2)
         )
         self._trained = {

@@ -127,7 +127,7 @@ class LayoutReport:
                     whole[owner] += slot.numel
                     to_peers[owner] += by_name[slot.name].to_peers
         numel = sum(spec.numel for spec in specs)
-        padding = sum(map(layout.buffer_numel, layout.dtypes)) - numel
+        padding = sum(layout.buffers.values()) - numel
         return cls(len(layout.buckets), numel, padding, tuple(work), tuple(whole), tuple(to_peers))
 
 
@@ -176,7 +176,7 @@ class Forecast:
             tied: the number of pipeline stages that hold a parameter, by name; 1 for others.
         """
         wires = wires_of(layout, specs)
-        stored_as = {dtype: run.stored_as(dtype) for dtype in layout.dtypes}
+        stored_as = {dtype: run.stored_as(dtype) for dtype in layout.buffers}
         master_dtype = run.layerwise.master_dtype
         whole = _whole(specs, run)
         memory = memory_bytes(

@@ -142,9 +142,9 @@ def memory_bytes(
         LayoutError: the size of a dtype is unknown.
     """
     grads = 0
-    for dtype in layout.dtypes:
+    for dtype, numel in layout.buffers.items():
         stored = itemsize((stored_as or {}).get(dtype, dtype))
-        grads += stored * layout.buffer_numel(dtype) * (stage == 1)
+        grads += stored * numel * (stage == 1)
     params, hosted = _param_bytes(layout, stage, params_on_host)
     masters = [0] * layout.world_size
     states = [0] * layout.world_size
@@ -185,7 +185,7 @@ def _param_bytes(layout: Layout, stage: int, on_host: bool) -> tuple[list[int], 
     others are their shards.
     """
     if stage < 3:
-        whole = sum(itemsize(dtype) * layout.buffer_numel(dtype) for dtype in layout.dtypes)
+        whole = sum(itemsize(dtype) * numel for dtype, numel in layout.buffers.items())
         return [whole] * layout.world_size, 0
     cuts = 0
     owned = [0] * layout.world_size

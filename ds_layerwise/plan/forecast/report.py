@@ -100,7 +100,7 @@ def _costs(forecast: Forecast, memory_bytes: int | None, gb_s: float | None) -> 
         "padding": f"{count_text(report.padding)}, "
         f"{100 * report.padding / max(report.numel, 1):.3f}{GLUE}%",
     }
-    for dtype in layout.dtypes:
+    for dtype in layout.buffers:
         rows[f"of {dtype}"] = f"{forecast.stored_as[dtype]}, {forecast.wire_as(dtype)}"
     rows["sent, gradients"] = size_text(gradients)
     rows["sent, parameters"] = size_text(parameters)

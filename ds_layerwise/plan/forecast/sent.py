@@ -55,7 +55,7 @@ def sent_bytes(
         experts_alone: True to leave out what all ranks of the layout hold alike.
     """
     sent = {}
-    for dtype in layout.dtypes:
+    for dtype in layout.buffers:
         gradients = np.zeros(layout.world_size, np.int64)
         parameters = np.zeros(layout.world_size, np.int64)
         buckets = []

@@ -376,7 +376,8 @@ class Layout:
     world_size: int
     alignment: int
     buckets: tuple[Bucket, ...]
-    _buffers: dict[str, int] = field(init=False, repr=False, compare=False)
+    buffers: dict[str, int] = field(init=False, repr=False, compare=False)
+    """The length of the buffer of each dtype, with padding, in launch order of its first bucket."""
     _homes: dict[str, tuple[Bucket, Slot]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -392,7 +393,7 @@ class Layout:
                         f"{index}"
                     )
                 homes[slot.name] = bucket, slot
-        object.__setattr__(self, "_buffers", buffers)
+        object.__setattr__(self, "buffers", buffers)
         object.__setattr__(self, "_homes", homes)
 
     def _check_bucket(self, bucket: Bucket, index: int, expected_start: int) -> None:
@@ -419,20 +420,6 @@ class Layout:
                 raise LayoutError(
                     f"{slot.name} starts at {slot.start}, not a multiple of {self.alignment}"
                 )
-
-    @property
-    def dtypes(self) -> tuple[str, ...]:
-        """Every dtype that has a buffer, in launch order of its first bucket."""
-        return tuple(self._buffers)
-
-    def buffer_numel(self, dtype: str) -> int:
-        """Return the length of the buffer of ``dtype``, with padding."""
-        if dtype not in self._buffers:
-            raise LayoutError(
-                f"no parameter of this layout is {dtype}; it has "
-                f"{', '.join(self._buffers) or 'none'}"
-            )
-        return self._buffers[dtype]
 
     def bucket_of(self, name: str) -> Bucket:
         """Return the bucket that holds the parameter ``name``."""

@@ -243,7 +243,7 @@ class Checkpointing:
             repeats=WITHIN_STEP * run.progress.is_within_step(),
             shapes=shapes,
             rules=self._rules,
-            dtypes=planned.layout.dtypes,
+            dtypes=tuple(planned.layout.buffers),
             kept=self._kept,
             fast_dtypes=run.products.fast,
             param_groups=resumed_groups.described(run.optimizer.param_groups),
@@ -634,7 +634,7 @@ class Checkpointing:
         # those of a module that layers of a pipeline share; the same on all ranks.
         masters_win = not load.weights_win and (
             load.masters_only
-            or load.header.dtypes != run.planned.layout.dtypes
+            or load.header.dtypes != tuple(run.planned.layout.buffers)
             or pipeline.shares_modules(run.model)
         )
         owned.take_back(plan.loaded, masters_win=masters_win)
@@ -685,7 +685,7 @@ class Checkpointing:
                 announce(f"ds_layerwise: {line}")
         run.scaling.take_over(
             header.loss_scaler,
-            is_half="float16" in planned.layout.dtypes and "float16" in (header.dtypes or ()),
+            is_half="float16" in planned.layout.buffers and "float16" in (header.dtypes or ()),
         )
 
     def _report(self, load: Load, mine: Mapping[str, str]) -> None:

@@ -53,7 +53,7 @@ def test_offsets_beyond_32_bits(world_size, policy, bucket_numel):
     specs, layout = planned(world_size, policy, bucket_numel=bucket_numel)
     numel_of = {spec.name: spec.numel for spec in specs}
     assert sum(numel > LIMIT for numel in numel_of.values()) == 2
-    buffer_numel = layout.buffer_numel("bfloat16")
+    buffer_numel = layout.buffers["bfloat16"]
     assert buffer_numel >= sum(numel_of.values()) > 3 * LIMIT
 
     # Every element has exactly one place, and every rank's pieces make up the whole.
@@ -85,7 +85,7 @@ def test_offsets_beyond_32_bits(world_size, policy, bucket_numel):
 @pytest.mark.parametrize("world_size", [1, 8, 64])
 def test_costs_are_whole_numbers(world_size):
     specs, layout = planned(world_size, "balanced", bucket_numel=500_000_000)
-    numel = layout.buffer_numel("bfloat16")
+    numel = layout.buffers["bfloat16"]
     whole, split = (sum(spec.numel for spec in specs if spec.whole is kind) for kind in (True, False))
     memory = memory_bytes(layout)
     sent = sent_bytes(layout, wires=["bfloat16"] * len(layout.buckets), reduction="native", stage=1)["bfloat16"]

@@ -187,7 +187,7 @@ def test_lpt_waits_until_the_largest_is_no_more_than_a_shard_and_a_tenth():
 def test_lpt_pads_llama_2_at_64_ranks_by_what_is_published():
     specs = [spec for spec in load_model_specs("llama-2-7b") if spec.whole]
     layout = plan_layout(specs, 64, bucket_numel=64_000_000, policy="lpt")
-    assert layout.buffer_numel("bfloat16") / sum(spec.numel for spec in specs) == pytest.approx(1.337, abs=5e-4)
+    assert layout.buffers["bfloat16"] / sum(spec.numel for spec in specs) == pytest.approx(1.337, abs=5e-4)
     assert len(layout.buckets) == 3
 
 

@@ -166,7 +166,7 @@ def test_bytes_sent_and_held_are_those_of_the_plan(world_size, monkeypatch):
     cut = {spec.name: -(-spec.numel // world_size) for spec in specs}
     wires = [bucket.dtype for bucket in layout.buckets]
     of_stages = [sent_bytes(layout, wires=wires, reduction="native", stage=stage) for stage in (2, 3)]
-    for dtype in layout.dtypes:
+    for dtype in layout.buffers:
         reduced, sent = (each[dtype] for each in of_stages)
         size = DTYPES[dtype].itemsize * (world_size - 1)
         assert sum(sent.parameters) == size * sum(
