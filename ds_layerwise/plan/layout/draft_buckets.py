@@ -11,7 +11,7 @@ import numpy as np
 
 from ds_layerwise.plan.layout.layout import Shards
 from ds_layerwise.plan.layout.owners import Item
-from ds_layerwise.plan.layout.transport import Transport, padded_for_cuts, transport_of
+from ds_layerwise.plan.layout.transport import Transport, padded, transport_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +57,13 @@ def cut_stream(items: Iterable[Item], bucket_numel: int, equal_shards: int = 0) 
 def draft_split(items: Sequence[Item], holders: int, alignment: int) -> Draft:
     """Lay out ``items`` back to back, cut into equal shards."""
     *offsets, total = accumulate((item.span for item in items), initial=0)
-    shard = -(-total // holders)
-    shard += -shard % alignment
-    return Draft(False, Shards(((holders, shard),)), items, offsets)
+    shards = Shards(((holders, padded(total, alignment, holders) // holders),))
+    return Draft(False, shards, items, offsets)
 
 
 def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft:
     """Lay out ``items`` back to back, each with room for ``holders`` equal, aligned cuts."""
-    rooms = []
-    for item in items:
-        cut = -(-item.numel // holders)
-        rooms.append(holders * (cut + -cut % alignment))
+    rooms = (padded(item.numel, alignment, holders) for item in items)
     *offsets, total = accumulate(rooms, initial=0)
     shards = Shards(((holders, total // holders),))
     return Draft(False, shards, items, offsets, "by_param")
@@ -75,10 +71,9 @@ def draft_by_param(items: Sequence[Item], holders: int, alignment: int) -> Draft
 
 def draft_owned(items: Sequence[Item], owners: Iterable[int], holders: int, shard: int) -> Draft:
     """Lay out whole parameters with one owner each, in shards of ``shard`` elements."""
-    by_rank = _by_rank(items, owners)
     in_order = []
     offsets = []
-    for rank, own in sorted(by_rank.items()):
+    for rank, own in _by_rank(items, owners).items():
         end = rank * shard
         for item in own:
             in_order.append(item)
@@ -91,27 +86,26 @@ def draft_balanced(
     items: Sequence[Item], owners: Iterable[int], holders: int, alignment: int
 ) -> Draft:
     """Lay out whole parameters with one owner each, for the transport that sends less."""
-    by_rank = _by_rank(items, owners)
     lengths = {}
-    for rank, own in sorted(by_rank.items()):
+    in_order = []
+    for rank, own in _by_rank(items, owners).items():
         lengths[rank] = sum(item.span for item in own)
+        in_order += own
     numel = sum(lengths.values())
     longest = max(lengths.values())
     if transport_of(numel, longest, holders) == "even":
         return draft_owned(items, owners, holders, longest)
-    in_order = []
-    for rank in lengths:
-        in_order += by_rank[rank]
     *offsets, _ = accumulate((item.span for item in in_order), initial=0)
-    lengths[max(lengths)] += padded_for_cuts(numel, holders, alignment) - numel
+    lengths[max(lengths)] += padded(numel, alignment, holders) - numel
     return Draft(True, Shards.of(lengths, holders), in_order, offsets, "cuts")
 
 
 def _by_rank(items: Sequence[Item], owners: Iterable[int]) -> dict[int, list[Item]]:
+    """Return the items of each owner that has any, in the order of ranks."""
     by_rank = defaultdict(list)
     for item, owner in zip(items, owners, strict=True):
         by_rank[owner].append(item)
-    return by_rank
+    return dict(sorted(by_rank.items()))
 
 
 #: A row has at most this fraction (1 / 16) of the model, unless it fits into a bucket anyway: a

@@ -89,17 +89,14 @@ def choose_owners(buckets: Sequence[Sequence[Item]], world_size: int) -> dict[in
     for bucket in buckets:
         by_ep_size[bucket[0].ep_size].append(bucket)
         for item in bucket:
-            by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item)
-    if not by_kind:
-        return {}
-    placed = _place({kind: len(items) for kind, items in by_kind.items()}, world_size)
+            by_kind[_Kind(item.ep_size, item.work, item.numel)].append(item.position)
+    placed = _place({kind: len(positions) for kind, positions in by_kind.items()}, world_size)
     owners: dict[int, int] = {}
-    for kind, items in by_kind.items():
-        in_model_order = sorted((item.position for item in items), reverse=True)
+    for kind, positions in by_kind.items():
+        in_model_order = sorted(positions, reverse=True)
         owners.update(zip(in_model_order, placed[kind], strict=True))
     for ep_size, alike in by_ep_size.items():
-        if world_size > ep_size:
-            owners.update(spread(alike, owners, world_size // ep_size))
+        owners.update(spread(alike, owners, world_size // ep_size))
     return owners
 
 
@@ -151,10 +148,7 @@ def _longest_first(
     """
     sizes = shares or exact
     placed = _Placed({kind: [] for kind in counts}, np.zeros((2, world_size), np.int64))
-    if shares is None:
-        loads = placed.loads
-    else:
-        loads = np.zeros_like(placed.loads)
+    loads = np.zeros_like(placed.loads)
 
     def longest(kind: _Kind) -> tuple[int, int, int, int]:
         work, numel = sizes[kind]
@@ -190,8 +184,7 @@ def _longest_first(
             same = len(chosen) == len(after) and (shares is None or len(after) == 1)
             times = left // len(after) if same else 1
             exactly[:, chosen] += times * np.array(exact[kind])[:, None, None]
-            if shares is not None:
-                by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]
+            by_shard[:, chosen] += times * np.array(sizes[kind])[:, None, None]
             left -= times * len(chosen)
             placed.shards[kind] += times * chosen.tolist()
     return placed
@@ -260,7 +253,7 @@ class _Swaps:
 
     def _best(
         self, load: int, loads: Ints, busiest: int, num: int
-    ) -> tuple[int, tuple[int, ...], tuple[int, ...]] | None:
+    ) -> tuple[int, list[int], list[int]] | None:
         """Find the swap that leaves the busier of its two shards with the lowest load. Return the
         other shard, the parameters it gets, and those it gives; None if no swap helps.
 
@@ -302,8 +295,8 @@ class _Swaps:
         best = np.lexsort((after[:, 1 - load], after[:, load]))[0]
         return (
             int(others[best]),
-            tuple(give[gives[rows[best]]].tolist()),
-            tuple(take[takes[rows[best]]].tolist()),
+            give[gives[rows[best]]].tolist(),
+            take[takes[rows[best]]].tolist(),
         )
 
     def _bundles(self, kinds: Iterable[int], num: int) -> Ints:
@@ -318,7 +311,7 @@ class _Swaps:
         has: NDArray[np.bool_] = np.all(self._held[:, shards][bundles] >= needed, axis=1)
         return has
 
-    def _hand_over(self, bundle: tuple[int, ...], giver: int, taker: int) -> None:
+    def _hand_over(self, bundle: list[int], giver: int, taker: int) -> None:
         for kind in bundle:
             if kind != self._nothing:
                 self._shards[kind][self._shards[kind].index(giver)] = taker
@@ -387,12 +380,8 @@ class _Takers:
         """
         found, passed = self._most_to_take(num + 1, held)
         if not found:
-            loads = [held[rank] for rank in self._quota]
-            least = min(loads)
-            found = sorted(
-                (rank for rank, load in zip(self._quota, loads, strict=True) if load == least),
-                key=self._key,
-            )
+            least = min(held[rank] for rank in self._quota)
+            found = sorted((rank for rank in self._quota if held[rank] == least), key=self._key)
         if len(found) > num:
             taken = found[:num]
         else:

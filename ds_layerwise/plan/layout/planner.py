@@ -28,7 +28,7 @@ from ds_layerwise.plan.layout.draft_buckets import (
 )
 from ds_layerwise.plan.layout.layout import Bucket, Layout, ParamSpec, Slot
 from ds_layerwise.plan.layout.owners import Item, choose_owners, spread
-from ds_layerwise.plan.layout.transport import moved_numel
+from ds_layerwise.plan.layout.transport import moved_numel, padded
 
 
 def plan_layout(
@@ -66,13 +66,12 @@ def plan_layout(
                 f"{spec.name} has ep_size {spec.ep_size}, which {world_size} ranks cannot share "
                 "evenly"
             )
-        span = spec.numel + -spec.numel % alignment
         streams[_Stream(spec.dtype, spec.whole, spec.ep_size, spec.wire)].append(
             Item(
                 spec.name,
                 position,
                 spec.numel,
-                span,
+                padded(spec.numel, alignment),
                 spec.work,
                 spec.dtype,
                 spec.ep_size,
@@ -202,13 +201,12 @@ def _match_sizes(items: list[Item], world_size: int, bucket_numel: int) -> list[
             owners += [rank] * len(taken)
             placed.update(item.position for item in taken)
         shard += seed.span
-        if sum(item.numel for item in bucket) >= bucket_numel:
+        is_last = len(placed) == len(items)
+        if is_last or sum(item.numel for item in bucket) >= bucket_numel:
             drafts.append(draft_owned(bucket, owners, world_size, shard))
             bucket = []
             owners = []
             shard = 0
-    if bucket:
-        drafts.append(draft_owned(bucket, owners, world_size, shard))
     return drafts
 
 

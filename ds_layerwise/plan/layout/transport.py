@@ -66,9 +66,9 @@ def moved_numel(numel: int, holders: int, transport: Transport) -> int:
     return numel
 
 
-def padded_for_cuts(numel: int, holders: int, alignment: int) -> int:
-    """Return ``numel`` with the padding that makes all cuts equal and multiples of
-    ``alignment``.
+def padded(numel: int, alignment: int, holders: int = 1) -> int:
+    """Return ``numel`` with the padding that makes it as many equal multiples of ``alignment`` as
+    there are ``holders``.
     """
     return numel + -numel % (holders * alignment)
 
