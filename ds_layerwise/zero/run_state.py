@@ -219,9 +219,7 @@ class RunState:
             )
             self.progress = Progress(self.engine, self.grad_sync.state)
             if self.values is not None:
-                self.param_sync = ParamSync(
-                    planned.layout, self.rank, self.params, self.values, wires=wires
-                )
+                self.param_sync = ParamSync(self.rank, self.params, self.values, wires=wires)
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
 

@@ -195,7 +195,7 @@ class Syncs:
             divide_by=float(layout.world_size),
             wire_dtype=lambda bucket: dtype,
         )
-        self._params = ParamSync(layout, rank, self._trained, self._values, wires=wires)
+        self._params = ParamSync(rank, self._trained, self._values, wires=wires)
 
     @property
     def side(self) -> Side:
@@ -210,7 +210,7 @@ class Syncs:
             param.grad = torch.full_like(param, rank)
             self._grads.accumulate(name, launch=False)
         for bucket in self.layout.buckets:
-            self._values.bucket(bucket).fill_(-1)
+            self._values.tensors[bucket.index].fill_(-1)
             self._values.shard(bucket, rank).fill_(rank)
 
     def reduce(self) -> None:
@@ -233,7 +233,8 @@ class Syncs:
                 raise ValueError(f"bucket {bucket.index} was not averaged")
             for rank in range(size):
                 for piece in bucket.pieces(rank):
-                    place = self._values.bucket(bucket)[piece.start - bucket.start :][: piece.numel]
+                    whole = self._values.tensors[bucket.index]
+                    place = whole[piece.start - bucket.start :][: piece.numel]
                     if not torch.all(place == rank):
                         raise ValueError(f"bucket {bucket.index} did not arrive")
 

@@ -214,7 +214,7 @@ class Step:
             self._param_sync = CutSync(values, Cuts(layout), groups={1: group}, ep_size={})
         else:
             values = FlatBuffer(layout, META)
-            self._param_sync = ParamSync(layout, rank, self._params, values, wires=wires)
+            self._param_sync = ParamSync(rank, self._params, values, wires=wires)
         self._backwards = range(len(layout.buckets) - 1, -1, -1)
 
     def begin(self) -> None:

@@ -72,7 +72,7 @@ def poison_sums(engine: Any) -> None:
     allocate = reduced.allocate
 
     def poisoned(index: int) -> torch.Tensor:
-        had = reduced.bucket(index).untyped_storage().nbytes()
+        had = reduced.tensors[index].untyped_storage().nbytes()
         shard: torch.Tensor = allocate(index)
         if not had:
             shard.fill_(float("nan"))

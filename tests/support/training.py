@@ -201,7 +201,7 @@ def poison(engine):
         first, last = bucket.shard(optimizer.rank)
         own = ~used[first - bucket.start:last - bucket.start]
         for buffer in internals.buffers(engine):
-            buffer.bucket(bucket)[~used] = float("nan")
+            buffer.tensors[bucket.index][~used] = float("nan")
             hit += int((~used).sum())
         for shards in internals.shards(engine):
             if shards[bucket.index].untyped_storage().nbytes():

@@ -39,31 +39,20 @@ class FlatBuffer:
         fill: Callable[[str, Tensor], None] | None = None,
     ) -> None:
         self.layout = layout
-        self._dtypes = DTYPES | dict(stored_as or {})
-        self._params: dict[str, Tensor] = {}
+        self.params: dict[str, Tensor] = {}
+        """Whole parameters as 1-D views, by name."""
+        dtypes = DTYPES | dict(stored_as or {})
         buckets = []
         for bucket in layout.buckets:
-            memory = torch.zeros(bucket.numel, dtype=self.dtype(bucket.dtype), device=device)
+            memory = torch.zeros(bucket.numel, dtype=dtypes[bucket.dtype], device=device)
             buckets.append(memory)
             for slot in bucket.slots:
                 view = memory.narrow(0, slot.start - bucket.start, slot.numel)
-                self._params[slot.name] = view
+                self.params[slot.name] = view
                 if fill is not None:
                     fill(slot.name, view)
         self.tensors = tuple(buckets)
-        """The memory, one tensor per bucket."""
-
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that this buffer allocates for the layout's dtype ``name``."""
-        return self._dtypes[name]
-
-    def param(self, name: str) -> Tensor:
-        """Return the whole parameter ``name`` as a 1-D view."""
-        return self._params[name]
-
-    def bucket(self, bucket: Bucket) -> Tensor:
-        """Return all shards of ``bucket`` in rank order, 1-D, with padding."""
-        return self.tensors[bucket.index]
+        """The memory, one tensor per bucket: its shards in rank order, 1-D, with padding."""
 
     def shard(self, bucket: Bucket, rank: int) -> Tensor:
         """Return the shard of ``rank`` in ``bucket`` as a 1-D view, with padding."""
@@ -132,20 +121,24 @@ class ParamViews:
 
 def lay_in_rows(value: Tensor, rows: Tensor) -> None:
     """Copy 1-D ``value`` into ``rows``, row by row. Elements past the end of ``value`` stay."""
-    length = rows.shape[1]
-    full, rest = divmod(value.numel(), length)
-    rows[:full].copy_(value[: full * length].view(full, length))
-    if rest:
-        rows[full, :rest].copy_(value[full * length :])
+    for row, part in _by_row(rows, value):
+        row.copy_(part)
 
 
 def out_of_rows(rows: Tensor, value: Tensor) -> None:
     """Undo :func:`lay_in_rows`."""
+    for row, part in _by_row(rows, value):
+        part.copy_(row)
+
+
+def _by_row(rows: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return the full ``rows``, and what is filled of the next, each with its part of ``value``."""
     length = rows.shape[1]
     full, rest = divmod(value.numel(), length)
-    value[: full * length].view(full, length).copy_(rows[:full])
+    parts = [(rows[:full], value[: full * length].view(full, length))]
     if rest:
-        value[full * length :].copy_(rows[full, :rest])
+        parts.append((rows[full, :rest], value[full * length :]))
+    return parts
 
 
 def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
@@ -174,10 +167,6 @@ class ShardBuffer:
                 self._views[piece.name] = shard.narrow(0, piece.start - origin, piece.numel)
         self.tensors = tuple(tensors)
         """The memory, one tensor per bucket, with padding."""
-
-    def bucket(self, index: int) -> Tensor:
-        """Return this rank's shard of bucket ``index``, with padding."""
-        return self.tensors[index]
 
     def piece(self, name: str) -> Tensor:
         """Return this rank's piece of the parameter ``name`` as a 1-D view.

@@ -124,7 +124,7 @@ class Owned:
         self._values = values
         self.pieces = values.pieces
         """This rank's pieces, by bucket, in memory order."""
-        self.device = values.bucket(0).device
+        self.device = values.tensors[0].device
         """The device that runs the updates."""
         self.reduced = ReducedGradients(layout, rank, grads, self.device)
         self.host = HostMemory(self.device, pin_memory=settings.pin_memory)
@@ -193,7 +193,7 @@ class Owned:
         """Return the masters of a bucket: those of the whole shard, or, if 16-bit ones are
         ``apart``, of each piece by itself.
         """
-        shard = self._values.bucket(index)
+        shard = self._values.tensors[index]
         apart = apart and shard.dtype != torch.float32
         found = [] if apart else [self._masters_of(shard)]
         for piece in self.pieces[index]:

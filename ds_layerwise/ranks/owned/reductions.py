@@ -71,7 +71,7 @@ class ReducedGradients(ShardBuffer):
         views.
         """
         for bucket in layout.buckets:
-            if grads is not None and grads.dtype(bucket.dtype) == torch.float32:
+            if grads is not None and grads.tensors[bucket.index].dtype == torch.float32:
                 yield grads.shard(bucket, rank).detach()
                 continue
             start, stop = bucket.shard(rank)
@@ -84,7 +84,7 @@ class ReducedGradients(ShardBuffer):
         """Return this rank's shard of bucket ``index``, with padding; uninitialized if it had no
         memory.
         """
-        shard = self.bucket(index)
+        shard = self.tensors[index]
         if index in self._apart and not self._apart[index].nbytes():
             self._apart[index].resize_(shard.nbytes)
         return shard
@@ -113,7 +113,7 @@ class ReducedGradients(ShardBuffer):
     def average_(self, index: int) -> None:
         """Divide bucket ``index`` in place, to the averages over ranks."""
         if self.divide_by != 1:
-            self.bucket(index).div_(self.divide_by)
+            self.tensors[index].div_(self.divide_by)
 
     def average(self, name: str) -> Tensor:
         """Return a copy of :meth:`piece`, averaged."""
@@ -129,7 +129,7 @@ class ReducedGradients(ShardBuffer):
             only: the only parameters that count; None for all.
         """
         parts = self._parts(leave_out, only)
-        return sum_of_squares(parts, self.bucket(0).device, divide_by=self.divide_by)
+        return sum_of_squares(parts, self.tensors[0].device, divide_by=self.divide_by)
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
         """Count the elements that are zero: 0-d, in the widest float of the device. NaN does not
@@ -138,7 +138,7 @@ class ReducedGradients(ShardBuffer):
         Args:
             leave_out: the parameters that do not count.
         """
-        zeros = torch.zeros((), dtype=torch.int64, device=self.bucket(0).device)
+        zeros = torch.zeros((), dtype=torch.int64, device=self.tensors[0].device)
         for part in self._parts(leave_out):
             zeros += part.numel() - torch.count_nonzero(part)
         return zeros.to(widest_float())

@@ -50,8 +50,8 @@ class CutSync:
             begun_backwards(buckets, by_param=True),
             group_of=groups.__getitem__,
             cut_of=lambda number: cuts.of(names[number]),
-            shard_of=values.bucket,
-            device=values.bucket(0).device,
+            shard_of=values.tensors.__getitem__,
+            device=values.tensors[0].device,
         )
 
     # --- owners to cuts

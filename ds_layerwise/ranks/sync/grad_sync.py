@@ -99,14 +99,14 @@ class GradSync:
         self._shaped: dict[str, Tensor] = {}
         if grads is not None:
             for name, param in params.items():
-                self._shaped[name] = grads.param(name).view(param.shape)
+                self._shaped[name] = grads.params[name].view(param.shape)
         self._wires = wires
         self._divide_by = divide_by
         if grads is None:
             self.reduced.divide_by = divide_by
         self._wire_dtype = wire_dtype
         buckets = self.layout.buckets
-        self._device = device = reduced.bucket(0).device
+        self._device = device = reduced.tensors[0].device
         self._transfer = Transfer(
             self.rank,
             deal(buckets, self._sum_dtype),
@@ -139,8 +139,8 @@ class GradSync:
             return self.reduced.allocate(bucket.index)
         if bucket.index not in self._cuts:
             dtype = DTYPES[self._sum_dtype(bucket)]
-            if self._grads is not None and self._grads.dtype(bucket.dtype) == dtype:
-                cut = cut_of(self._grads.bucket(bucket), bucket, self.rank)
+            if self._grads is not None and self._grads.tensors[bucket.index].dtype == dtype:
+                cut = cut_of(self._grads.tensors[bucket.index], bucket, self.rank)
             else:
                 cut = torch.empty(bucket.cut_numel, dtype=dtype, device=self._device)
             self._cuts[bucket.index] = cut
@@ -224,7 +224,7 @@ class GradSync:
         """Return the sum for ``name`` so far, as a 1-D view. Without gradients it is set to
         zeros.
         """
-        whole = grads.param(name)
+        whole = grads.params[name]
         if name not in self._has_grad:
             whole.zero_()
         return whole
@@ -345,7 +345,7 @@ class GradSync:
             memory = turn.empty("travelling", bucket.numel, wire_dtype).zero_()
             self._hand_over(bucket, memory)
         else:
-            memory = self._grads.bucket(bucket)
+            memory = self._grads.tensors[bucket.index]
             for slot in bucket.slots:
                 self._sum_of(self._grads, slot.name)  # zeros if no gradient has come
             if out.dtype == torch.float32:
@@ -399,5 +399,5 @@ class GradSync:
                 dtype = DTYPES[self._sum_dtype(bucket)]
                 if dtype != torch.float32:
                     ranks = self._wires[bucket.ep_size].size
-                    self.reduced.bucket(index).div_(self._divide_by * room_in(dtype, ranks))
+                    self.reduced.tensors[index].div_(self._divide_by * room_in(dtype, ranks))
         side.join()

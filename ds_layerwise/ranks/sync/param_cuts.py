@@ -215,7 +215,7 @@ class ParamCuts:
                     self.apart.append(cut)
                 else:
                     first = bucket.offset_in_shard(slot)
-                    place = values.bucket(bucket.index).narrow(0, first, cut.numel())
+                    place = values.tensors[bucket.index].narrow(0, first, cut.numel())
                     # Elements past the parameter's end keep their zeros.
                     place[: filled.numel()].copy_(filled)
                     self._cut(slot.name).data = cut = place

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ds_layerwise.output import announce
-from ds_layerwise.plan.layout.layout import Layout
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
@@ -49,21 +48,20 @@ class ParamSync:
 
     def __init__(
         self,
-        layout: Layout,
         rank: int,
         params: Mapping[str, nn.Parameter],
         values: FlatBuffer,
         *,
         wires: Wires,
     ) -> None:
-        self.layout = layout
+        self.layout = layout = values.layout
         self.rank = rank
         self._values = values
         self._wires = wires
 
         def cut(index: int) -> Tensor:
             bucket = layout.buckets[index]
-            return cut_of(values.bucket(bucket), bucket, rank)
+            return cut_of(values.tensors[index], bucket, rank)
 
         self._transfer = Transfer(
             rank,
@@ -105,7 +103,7 @@ class ParamSync:
         for index in indices:
             if index not in self._pending:
                 bucket = self.layout.buckets[index]
-                pending = self._wires[bucket.ep_size].gather(self._values.bucket(bucket))
+                pending = self._wires[bucket.ep_size].gather(self._values.tensors[index])
                 self._pending[index] = pending
                 if pending.is_chained:
                     self._chained.append(pending)

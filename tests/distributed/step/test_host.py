@@ -66,7 +66,8 @@ def predicted(engine):
     optimizer = engine.optimizer
     buffer = internals.grads(engine)
     grads = None if buffer is None else {
-        d: str(buffer.dtype(d)).removeprefix("torch.") for d in optimizer.layout.dtypes}
+        bucket.dtype: str(buffer.tensors[bucket.index].dtype).removeprefix("torch.")
+        for bucket in optimizer.layout.buckets}
     return memory_bytes(optimizer.layout, stage=optimizer.settings.stage, stored_as=grads,
                         host_ratio=optimizer.settings.host_ratio)[optimizer.rank]
 

@@ -283,7 +283,7 @@ def bytes_of_cuts(forecast):
 def kept(engine):
     """Every tensor with one element for each of a parameter that the optimizer keeps from step to step."""
     buckets = engine.optimizer.layout.buckets
-    return [*(buffer.bucket(bucket) for buffer in internals.buffers(engine) for bucket in buckets),
+    return [*(tensor for buffer in internals.buffers(engine) for tensor in buffer.tensors),
             *(shards[bucket.index] for shards in internals.shards(engine) for bucket in buckets),
             *internals.cuts(engine),
             *(value for state in internals.states(engine).values() for key, value in state.items() if key != "step")]

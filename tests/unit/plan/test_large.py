@@ -72,7 +72,7 @@ def test_offsets_beyond_32_bits(world_size, policy, bucket_numel):
     buffer = FlatBuffer(layout, torch.device("meta"))
     assert sum(tensor.numel() for tensor in buffer.tensors) == buffer_numel
     for name, numel in numel_of.items():
-        view, slot, bucket = buffer.param(name), layout.slot(name), layout.bucket_of(name)
+        view, slot, bucket = buffer.params[name], layout.slot(name), layout.bucket_of(name)
         assert (view.storage_offset(), view.numel()) == (slot.start - bucket.start, numel)
     for rank in {0, world_size // 2, world_size - 1}:
         shards = buffer.shards(rank)

@@ -57,7 +57,7 @@ def syncs(layout, rank, stage, wires):
     kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
         torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
     grad_sync = GradSync(params, ReducedGradients(layout, rank, grads, META), grads, **kwargs)
-    param_sync = ParamSync(layout, rank, params, FlatBuffer(layout, META), wires=wires)
+    param_sync = ParamSync(rank, params, FlatBuffer(layout, META), wires=wires)
     param_sync.overlap_with_forward(nn.ParameterList(params.values()))
     return grad_sync, param_sync, params
 

@@ -33,7 +33,7 @@ def test_whoever_waits_lets_the_stream_of_the_step_wait_too(on_another, monkeypa
     monkeypatch.setattr(comm, "rank_of", lambda group: 0)
     layout = plan_layout([ParamSpec(name, (8, 8), "float32", False) for name in "ab"], 2, bucket_numel=1)
     params = {name: nn.Parameter(torch.zeros(8, 8)) for name in "ab"}
-    sync = ParamSync(layout, 0, params, FlatBuffer(layout, torch.device("cpu")), wires={1: Wire(None)})
+    sync = ParamSync(0, params, FlatBuffer(layout, torch.device("cpu")), wires={1: Wire(None)})
     sync.overlap_with_forward(nn.ParameterDict(params))
     for bucket in layout.buckets:
         sync.launch(bucket.index)

@@ -95,7 +95,7 @@ def make_syncs(stage, kind, how, wire_dtype=torch.bfloat16, **of_stage_2):
     grad_sync = GradSync(params, reduced, grads, **kwargs, **of_stage_2)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
-    return grad_sync, ParamSync(layout, rank, params, values, wires=by_ep_size), params, values
+    return grad_sync, ParamSync(rank, params, values, wires=by_ep_size), params, values
 
 
 @pytest.mark.parametrize("how", WIRES)
@@ -141,8 +141,8 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
                     assert {stream for _, stream in machine.launched} == {side} and set(sums) <= sides
                     param_sync.finish()
                     for bucket in reversed(layout.buckets):
-                        sync.reduced.bucket(bucket.index).mul_(2)
-                        values.shard(bucket, 1).add_(sync.reduced.bucket(bucket.index))
+                        sync.reduced.tensors[bucket.index].mul_(2)
+                        values.shard(bucket, 1).add_(sync.reduced.tensors[bucket.index])
                         param_sync.launch(bucket.index)
                     param_sync.leave_pending()
                     sync.reset()
