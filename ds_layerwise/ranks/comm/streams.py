@@ -25,6 +25,11 @@ class SideStream:
         self._stream = stream
         self._inside: list[Any] = []
 
+    @classmethod
+    def current(cls) -> SideStream:
+        """Return the stream on which the caller's work is queued."""
+        return cls(get_accelerator().current_stream())
+
     @property
     def exists(self) -> bool:
         """Tell whether the device has streams."""
@@ -80,24 +85,3 @@ class Moment:
         """Make later work on the current stream wait for it. The host does not wait."""
         if self._event is not None:
             get_accelerator().current_stream().wait_event(self._event)
-
-
-class LaunchStream:
-    """The stream on which something was launched, for waits on another stream.
-
-    A wait blocks only the stream that is current for the waiting code. Work that continues on the
-    launching stream would assume that the collective is finished.
-    """
-
-    def __init__(self) -> None:
-        accelerator = get_accelerator()
-        self._stream: Any = (
-            None if accelerator.is_synchronized_device() else accelerator.current_stream()
-        )
-
-    def follow(self) -> None:
-        """Make it continue only after everything that the current stream waits for."""
-        if self._stream is not None:
-            current = get_accelerator().current_stream()
-            if current != self._stream:
-                self._stream.wait_stream(current)

@@ -17,7 +17,7 @@ from ds_layerwise.output import announce
 from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
-from ds_layerwise.ranks.comm.streams import LaunchStream
+from ds_layerwise.ranks.comm.streams import SideStream
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, cut_of
 from ds_layerwise.ranks.sync.bucket_transfers import Wires
 from ds_layerwise.ranks.sync.transfer import Transfer
@@ -74,7 +74,7 @@ class ParamSync:
         )
         self._pending: dict[int, comm.Pending] = {}
         self._chained: deque[comm.Pending] = deque()
-        self._launched_on = LaunchStream()
+        self._launched_on = SideStream.current()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._index_of: dict[object, int] = {}
         for bucket in layout.buckets:
@@ -91,7 +91,7 @@ class ParamSync:
 
         If it runs out of memory, it can be called again, and continues from there.
         """
-        self._launched_on = LaunchStream()
+        self._launched_on = SideStream.current()
         with profiled("gather"):
             if self.layout.buckets[index].transport == "cuts":
                 self._transfer.launch(index)
@@ -121,6 +121,8 @@ class ParamSync:
             for index in indices:
                 if index in self._pending:
                     self._pending[index].wait()
+                    # Only the stream of the caller has waited. Work that continues on the stream
+                    # of the launch would assume that the collective is finished.
                     self._launched_on.follow()
                     del self._pending[index]
 
@@ -173,12 +175,12 @@ class ParamSync:
         """Hook ``model``, and every module in it that has parameters of the layout, directly or in
         its submodules.
         """
-        self._overlaps = True
-        self._modules = list(model.modules())
-        if any(isinstance(module, torch.jit.ScriptModule) for module in self._modules):
+        modules = list(model.modules())
+        if any(isinstance(module, torch.jit.ScriptModule) for module in modules):
             self._do_not_overlap("scripted modules do not call hooks")
-        if not self._overlaps:
             return
+        self._overlaps = True
+        self._modules = modules
         # Copies of a module keep its hooks, so the hooks must keep no object alive.
         this = weakref.ref(self)
         pending = self._pending
@@ -204,7 +206,7 @@ class ParamSync:
             if modes:
                 run(ParamSync._end_forward)
 
-        for module in self._modules:
+        for module in modules:
             # Also for parameters of submodules: the module's code may use them without calling the
             # submodules.
             if any(param in self._index_of for param in module.parameters()):
