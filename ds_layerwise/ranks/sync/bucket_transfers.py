@@ -91,7 +91,7 @@ class Wire:
         *,
         divide_by: float,
         wire_dtype: torch.dtype,
-        turn: Turn | None = None,
+        turn: Turn,
     ) -> Pending:
         """Average ``memory`` of a bucket over the ranks. Each rank gets its own shard, or its own
         cut if the bucket travels in cuts.
@@ -104,10 +104,8 @@ class Wire:
                 :func:`room_in`.
             divide_by: the divisor of the sum over ranks, applied in float32.
             wire_dtype: the dtype in which elements are sent.
-            turn: memory for data in transit, reserved until the result has been waited for; None
-                for new memory.
+            turn: memory for data in transit, reserved until the result has been waited for.
         """
-        turn = turn or Turn(memory.device)
         if self.size == 1:
             sent = _rounded(turn, memory, wire_dtype)
             return Pending(finish=lambda: _add_up([sent], out, divide_by))
@@ -130,8 +128,6 @@ class Wire:
         if out.dtype != sent.dtype:
             received = turn.empty("received", out.numel(), sent.dtype)
         work = comm.reduce_scatter(received, sent, group=self.group)
-        if received is out and divide_by == 1:
-            return Pending([work], keep=sent)
         return Pending([work], lambda: _add_up([received], out, divide_by), keep=sent)
 
     def _reduce_at_owners(self, turn: Turn, sent: Tensor, out: Tensor, divide_by: float) -> Pending:
@@ -151,15 +147,9 @@ class Wire:
             return Pending([work], lambda: _add_up(both, out, divide_by), keep=sent)
         received = turn.empty("received", self.size * own, sent.dtype)
         rows = turn.empty("received", (self.size, own), sent.dtype)
-        spare = self._spare(turn, own * most_partial_sums(self.size))
+        spare = _spare(turn, out, most_partial_sums(self.size))
         work = comm.all_to_all(received, sent, group=self.group)
         return Pending([work], lambda: average(rows, out, divide_by, spare), keep=sent)
-
-    def _spare(self, turn: Turn, numel: int) -> Tensor | None:
-        """Return memory for partial sums, in the form that :func:`average` takes."""
-        if self.on_host or not numel:
-            return None
-        return turn.empty("partial sums", numel, torch.float32)
 
     def _reduce_in_two_levels(
         self, turn: Turn, memory: Tensor, out: Tensor, divide_by: float, wire_dtype: torch.dtype
@@ -173,7 +163,7 @@ class Wire:
         places = self._by_place(memory, cut)
         turn.empty("sent", tuple(places.shape), wire_dtype).copy_(places)
         received = turn.empty("received", memory.numel(), wire_dtype)
-        spare = self._spare(turn, cut * most_partial_sums(self.size, per_node=self.per_node))
+        spare = _spare(turn, out, most_partial_sums(self.size, per_node=self.per_node))
         work = comm.all_to_all(received, sent, group=self.inside)
 
         def between_nodes() -> Pending:
@@ -286,7 +276,16 @@ def room_in(dtype: torch.dtype, ranks: int) -> float:
     return 0.5 ** (ranks - 1).bit_length()
 
 
-def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = None) -> None:
+def _spare(turn: Turn, out: Tensor, num_sums: int) -> Tensor:
+    """Return memory for so many partial sums as long as ``out``, which :func:`average` makes on a
+    device.
+    """
+    if out.device.type == "cpu":
+        num_sums = 0
+    return turn.empty("partial sums", num_sums * out.numel(), torch.float32)
+
+
+def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor) -> None:
     """Write the sum of ``rows`` divided by ``divide_by`` into ``out``, float32.
 
     On a CPU, rows are added in order, one kernel per row; a kernel for many rows adds the first
@@ -295,7 +294,7 @@ def average(rows: Tensor, out: Tensor, divide_by: float, spare: Tensor | None = 
 
     Args:
         spare: on a device, 1-D float32 memory for :func:`~.plan.layout.transport.partial_sums` of
-            that number of rows; None for new memory.
+            that number of rows.
     """
     if rows.shape[0] == 1 or out.device.type == "cpu":
         _add_up(rows.unbind(), out, divide_by)
@@ -312,10 +311,8 @@ def _rounded(turn: Turn, memory: Tensor, wire_dtype: torch.dtype) -> Tensor:
     return turn.cast("sent", memory, wire_dtype)
 
 
-def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor | None) -> None:
+def _add_up_at_once(rows: Tensor, out: Tensor, spare: Tensor) -> None:
     numel = out.numel()
-    if spare is None:
-        spare = out.new_empty(numel * sum(partial_sums(rows.shape[0])))
     for count in partial_sums(rows.shape[0]):
         sums = spare[: count * numel].view(count, -1)
         spare = spare[count * numel :]

@@ -135,15 +135,15 @@ class TestRules(DistributedTest):
 
 def shifted(original):
     """A sum whose parts lie one element from where they belong."""
-    def average(rows, out, divide_by, spare=None):
-        original(rows, out, divide_by)
+    def average(rows, out, divide_by, spare):
+        original(rows, out, divide_by, spare)
         out.copy_(out.roll(1))
     return average
 
 
 def halved(original):
-    def average(rows, out, divide_by, spare=None):
-        original(rows, out, divide_by * 2)
+    def average(rows, out, divide_by, spare):
+        original(rows, out, divide_by * 2, spare)
     return average
 
 

@@ -8,6 +8,7 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 from ds_layerwise.plan.layout.layout import Slot
+from ds_layerwise.ranks.comm.scratch import Turn
 from ds_layerwise.ranks.sync.bucket_transfers import make_wires
 from tests.support.expected import by_the_oracle, compared_to
 from tests.support.harness import DistributedTest, device
@@ -44,7 +45,8 @@ class TestWires(DistributedTest):
         start, stop = 64 * rank, 64 * (rank + 1)
         rows = torch.randint(-9, 9, (size, bucket.numel), generator=torch.Generator().manual_seed(3)).bfloat16()
         out = torch.full((stop - start,), torch.nan, device=device())
-        wire.reduce(rows[rank].to(device()), out, divide_by=4.0, wire_dtype=torch.bfloat16).wait()
+        wire.reduce(rows[rank].to(device()), out, divide_by=4.0, wire_dtype=torch.bfloat16,
+                    turn=Turn(device())).wait()
         assert torch.equal(out.cpu(), rows.float().sum(0)[start:stop] / 4)
         memory = torch.full((bucket.numel,), torch.nan, dtype=torch.bfloat16, device=device())
         memory[start:stop] = rows[0, start:stop].to(device())

@@ -69,7 +69,7 @@ def summed(wire, bucket, rows, divide_by, *, in_place=False):
     rank, size = dist.get_rank(), dist.get_world_size()
     memory, (start, stop) = rows[rank].clone(), span(bucket, rank, size)
     out = memory[start:stop] if in_place and rows.dtype == torch.float32 else torch.full((stop - start,), torch.nan)
-    wire.reduce(memory, out, divide_by=divide_by, wire_dtype=rows.dtype).wait()
+    wire.reduce(memory, out, divide_by=divide_by, wire_dtype=rows.dtype, turn=Turn(memory.device)).wait()
     return out, slice(start, stop)
 
 
@@ -118,7 +118,8 @@ class TestReduce(DistributedTest):
                 assert torch.equal(out, torch.full_like(out, value))
                 if bucket.transport == "cuts" and native:
                     memory = rows[rank]
-                    wire.reduce(memory, memory[start:stop], divide_by=1, wire_dtype=torch.float16).wait()
+                    wire.reduce(memory, memory[start:stop], divide_by=1, wire_dtype=torch.float16,
+                                turn=Turn(memory.device)).wait()
                     total = memory[start:stop].float() / bucket_transfers.room_in(torch.float16, size)
                     assert torch.equal(total, torch.full_like(total, value * size))
 
@@ -137,7 +138,7 @@ class TestReduce(DistributedTest):
     def test_two_levels_begin_their_second_in_order_and_when_asked(self):
         wire, rank = wires_of(2), dist.get_rank()
         pending = [wire.reduce(torch.full((24,), float(rank + i)), torch.empty(6), divide_by=1,
-                               wire_dtype=torch.float32) for i in range(3)]
+                               wire_dtype=torch.float32, turn=Turn(torch.device("cpu"))) for i in range(3)]
         assert all(each.is_chained for each in pending)
         for each in pending:
             each.begin_last()
