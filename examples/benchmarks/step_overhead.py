@@ -162,7 +162,7 @@ class Cuts:
     def release(self) -> None:
         """Do nothing: no parameter is whole, and nobody writes a cut."""
 
-    fetch_persistent = follow_persistent = let_fetches_follow = take_note = release
+    fetch_persistent = follow_persistent = take_note = release
 
     def persistent(self) -> dict[str, torch.Tensor]:
         """Return no parameter."""

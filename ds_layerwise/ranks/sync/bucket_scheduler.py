@@ -56,7 +56,7 @@ class BucketScheduler:
         begin: Callable[[Bucket, Turn], comm.Pending],
         device: torch.device,
         *,
-        max_waiting: int | None = None,
+        max_waiting: int | None,
     ) -> None:
         self._layout = layout
         self._begin = begin
@@ -103,8 +103,7 @@ class BucketScheduler:
     def end_pass(self) -> None:
         """Start all buckets that may start, and wait until nothing is pending."""
         self.side.follow()
-        self._advance(wait=True)
-        self._wait()
+        self._finish()
         if self.side.exists:
             # The device's allocator keeps the memory for the exchange and other users until the
             # next pass.
@@ -116,8 +115,7 @@ class BucketScheduler:
         # If an exception ended a backward pass, some buckets may be pending and read memory that
         # the next pass writes. Which ones have started depends on the speed of other ranks; which
         # ones may start, only on gradients.
-        self._advance(wait=True)
-        self._wait()
+        self._finish()
         self.start_pass()
 
     def copied(self, gradients: list[Tensor]) -> None:
@@ -169,8 +167,9 @@ class BucketScheduler:
             self._copied[0][0].wait()
             self._copied.popleft()
 
-    def _wait(self) -> None:
-        """Wait until nothing is pending."""
+    def _finish(self) -> None:
+        """Start all buckets that may start, and wait until nothing is pending."""
+        self._advance(wait=True)
         self._begin_last()
         while self._pending:
             self._pending.popleft().wait()

@@ -74,13 +74,11 @@ class CutSync:
         """Wait for all pending rounds, and make persistent parameters whole."""
         if self._transfer.launched:
             self._transfer.finish()
-            self._all_cuts.let_fetches_follow()
             self._all_cuts.take_note()
             self._all_cuts.fetch_persistent()
 
-    def leave_pending(self) -> None:
-        """Wait: DeepSpeed may fetch any cut from here on."""
-        self.finish()
+    #: DeepSpeed may fetch any cut after a step.
+    leave_pending = finish
 
     def remove_hooks(self) -> None:
         """Do nothing: this class has no hooks."""
@@ -99,7 +97,7 @@ class CutSync:
         if indices is None:
             self._all_cuts.take_note()
 
-    def follow_writes(self, indices: Collection[int] | None = None) -> None:
+    def follow_writes(self, indices: Collection[int] | None) -> None:
         """Let owners have what somebody has written into the cuts of the buckets ``indices``, None
         for all, since they were sent. Every rank must call this at the same point.
         """

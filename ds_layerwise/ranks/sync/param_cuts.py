@@ -204,15 +204,14 @@ class ParamCuts:
         self._were_whole = False
         """True once persistent parameters have been whole."""
         self._refusing: dict[nn.Parameter, ExitStack] = {}
-        self.apart: list[Tensor] = []
-        """The memory of cuts that are no shards."""
+        apart: list[Tensor] = []
         for bucket in values.layout.buckets:
             for slot in bucket.slots:
                 cut = self.of(slot.name)
                 filled, _ = filled_cut(params[slot.name])
                 if bucket.whole:
                     cut[filled.numel() :] = 0
-                    self.apart.append(cut)
+                    apart.append(cut)
                 else:
                     first = bucket.offset_in_shard(slot)
                     place = values.tensors[bucket.index].narrow(0, first, cut.numel())
@@ -220,8 +219,8 @@ class ParamCuts:
                     place[: filled.numel()].copy_(filled)
                     self._cut(slot.name).data = cut = place
                 self._places[slot.name] = cut
-        self.tensors = (*values.tensors, *self.apart)
-        """The memory of what this rank owns, and of cuts."""
+        self.tensors = (*values.tensors, *apart)
+        """The memory of what this rank owns, and of cuts that are no shards."""
         self.take_note()
 
     def take_note(self) -> None:
@@ -251,19 +250,17 @@ class ParamCuts:
         _forget_second_copies(self._fetcher.module)
         self._fetched = None
 
-    def let_fetches_follow(self) -> None:
-        """Let DeepSpeed's fetches, which have a stream of their own, wait for all that the current
-        stream writes into cuts.
-        """
-        self._fetches.follow()
-
     def fetch_persistent(self) -> None:
         """Gather the parameters that stay whole between steps, if they have been whole before. A
         collective.
 
+        DeepSpeed's fetches, which have a stream of their own, wait for all that the current stream
+        has written into cuts.
+
         In the first forward pass, DeepSpeed must meet them released: it takes note of those that a
         module uses of another while it fetches them.
         """
+        self._fetches.follow()
         if self._were_whole:
             persistent = self._fetcher.persistent_parameters
             persistent[0].all_gather(persistent)

@@ -107,7 +107,7 @@ class Transfer:
         nothing = self._nothing[round_.deal.dtype]
         own = self._own(round_)
         runs = _parts(round_.runs, self._cut_of)
-        packed = pack([nothing, *(run.to(nothing.device) for run in runs)])
+        packed = torch.cat([nothing, *(run.to(nothing.device) for run in runs)])
         before, stays, behind = _split(round_, own)
         new: list[tuple[Tensor, Tensor]] = []
         is_in_place = not (add or round_.deal.by_param) and own.dtype == nothing.dtype
@@ -204,7 +204,7 @@ class Transfer:
             for _, value, rows in _rows(round_, own, sent):
                 lay_in_rows(value, rows)
         elif before.numel() and behind.numel():
-            sent = pack([before, behind])
+            sent = torch.cat([before, behind])
         else:
             sent = before if before.numel() else behind
         packed = nothing.new_empty(sum(round_.by_owner))
@@ -217,7 +217,9 @@ class Transfer:
         )
 
         def into_place() -> None:
-            unpack(packed, _parts(round_.runs, self._cut_of))
+            if places := _parts(round_.runs, self._cut_of):
+                sizes = [place.numel() for place in places]
+                torch._foreach_copy_(places, packed.split_with_sizes(sizes))
             if round_.stay is not None:
                 (stay,) = _parts([round_.stay], self._cut_of)
                 if stay.data_ptr() != stays.data_ptr():
@@ -258,14 +260,3 @@ def _rows(round_: Round, shard: Tensor, moved: Tensor) -> list[tuple[Stretch, Te
         found.append((row, value, by_rank[:, first : first + row.cut]))
         first += row.cut
     return found
-
-
-def pack(parts: list[Tensor]) -> Tensor:
-    """Return ``parts`` concatenated."""
-    return torch.cat(parts)
-
-
-def unpack(packed: Tensor, places: list[Tensor]) -> None:
-    """Undo :func:`pack`: copy ``packed`` into ``places``."""
-    if places:
-        torch._foreach_copy_(places, packed.split_with_sizes([place.numel() for place in places]))

@@ -58,9 +58,6 @@ class Cuts:
     def take_note(self):
         self.noted = True
 
-    def let_fetches_follow(self):
-        pass
-
 
 class Ranks:
     """All ranks in one process: what each of them sends arrives when all have sent it."""
