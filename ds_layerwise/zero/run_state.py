@@ -232,7 +232,8 @@ class RunState:
         self.places.write(name, flat)
         piece = self.pieces.get(name)
         if piece is not None:
-            self.owned.set_weight(name, flat.narrow(0, piece.param_start, piece.numel))
+            # The master does not follow yet.
+            self.shards.piece(name).copy_(flat.narrow(0, piece.param_start, piece.numel))
 
     def group_of(self, name: str) -> comm.Group:
         """Return the group of ranks that share the parameter ``name``."""

@@ -46,11 +46,10 @@ class Form:
         self.opened = here
 
     def close(self, step: int) -> None:
-        """End the update number ``step`` of the run: store :attr:`opened` where it was opened."""
-        self.opened = self.memory
+        """Store :attr:`opened` where it was opened, after the update number ``step`` of the run."""
 
     def forget(self) -> None:
-        """End an update that has failed."""
+        """End an update, also one that has failed."""
         self.opened = self.memory
 
     def read(self) -> Tensor:
@@ -88,7 +87,7 @@ class InBfloat16(Form):
 
     fixed = False
 
-    def __init__(self, value: Tensor, chance: Chance | None = None) -> None:
+    def __init__(self, value: Tensor, chance: Chance | None) -> None:
         super().__init__(_zeros(value, torch.bfloat16))
         self._chance = chance
         self.write(value)
@@ -106,7 +105,6 @@ class InBfloat16(Form):
             seed, saved_as, key, first = self._chance
             chance = chance_of(seed, step, saved_as, key)
             round_by_chance_(self._here.view(-1), self.opened.reshape(-1), chance, first)
-        self.forget()
 
 
 class In8Bits(Form):
@@ -138,7 +136,6 @@ class In8Bits(Form):
     def close(self, step: int) -> None:
         """Encode the state."""
         self._encode(self._here, self.opened)
-        self.forget()
 
     def read(self) -> Tensor:
         """Return the state as float32, in new memory."""

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from deepspeed.accelerator import get_accelerator
@@ -16,9 +16,6 @@ from torch import Tensor
 from ds_layerwise.errors import LayerWiseError
 from ds_layerwise.plan.forecast.memory import STAGING_SLOTS
 from ds_layerwise.ranks.comm.streams import Moment, SideStream
-
-#: An identifier of a tensor.
-Key = TypeVar("Key", bound=Hashable)
 
 #: Storages and the host memory for their contents, by kind.
 Room = dict[str, list[tuple[torch.UntypedStorage, Tensor]]]
@@ -163,7 +160,7 @@ class HostMemory:
         self._coming: dict[int, _Slot] = {}
         self._here: dict[int, _Slot] = {}
 
-    def put(self, index: int, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    def put(self, index: int, tensors: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
         """Copy ``tensors`` of bucket ``index`` to the host, and return the copies under the same
         keys. The copies are permanent and have the same shapes and dtypes.
 

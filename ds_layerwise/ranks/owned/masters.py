@@ -19,10 +19,11 @@ class Masters(Form):
 
     Args:
         values: the weights, a range of this rank's shard of the parameter buffer.
+        memory: their stored form.
     """
 
-    def __init__(self, values: Tensor, memory: Tensor | None = None) -> None:
-        super().__init__(values.detach() if memory is None else memory)
+    def __init__(self, values: Tensor, memory: Tensor) -> None:
+        super().__init__(memory)
         self._values = values
 
     def follow(self) -> None:
@@ -57,21 +58,17 @@ class OwnMasters(Masters):
         self._written = written
 
     def open(self, here: Tensor) -> None:
-        """Follow written weights."""
+        """Follow written weights; see :func:`.weight_writes.follow_`."""
         self.opened = here
-        self._follow(here)
+        self._written |= follow_(here, self._values).to(self._written.device)
 
     def close(self, step: int) -> None:
         """Write the weights."""
         self._values.copy_(self.opened)
-        self.forget()
 
     def follow(self) -> None:
-        """See :func:`.weight_writes.follow_`."""
-        self._follow(self.memory)
-
-    def _follow(self, masters: Tensor) -> None:
-        self._written |= follow_(masters, self._values).to(self._written.device)
+        """Do what :meth:`open` does, between updates."""
+        self.open(self.memory)
 
     def take_values(self) -> None:
         """Set the masters from the weights."""
@@ -117,7 +114,6 @@ class SplitMasters(Masters):
     def close(self, step: int) -> None:
         """Store the masters, and the weights that they round to."""
         split_(self.opened, self._values, self.memory, self._marks)
-        self.forget()
 
     def take_values(self) -> None:
         """Set the masters from the weights."""

@@ -42,21 +42,21 @@ class OwnedSettings:
     """
     batch_matrices: bool
     """True if a rule gets whole parameters together, and not one by one."""
-    on_host: Collection[str] = ()
+    on_host: Collection[str]
     """The parameters whose masters and states are in host memory and come to the device one bucket
     at a time. The master of a float32 parameter is the parameter itself, which stays on the device.
     """
-    pin_memory: bool = False
+    pin_memory: bool
     """True if that host memory is page-locked."""
-    master_dtype: MasterDtype = "float32"
+    master_dtype: MasterDtype
     """The form of the masters of bfloat16 parameters between updates; float32 with ``on_host``."""
-    rounding_seed: int = 0
+    rounding_seed: int
     """The seed of stochastic rounding of states."""
-    peers: ShardPeers | None = None
+    peers: ShardPeers | None
     """The ranks with the other tensor shards; None if there are none."""
-    fast_dtypes: frozenset[torch.dtype] = frozenset()
+    fast_dtypes: frozenset[torch.dtype]
     """See :attr:`.Site.fast_dtypes`."""
-    expert_rank: int = 0
+    expert_rank: int
     """The number of this rank among those that experts are dealt out to."""
 
     def site(self, route: Route) -> Site:
@@ -86,9 +86,9 @@ class OneUpdate:
     """Called after the update of each bucket, with its pieces and a function that returns the
     master of each by name, which it may change.
     """
-    leave_out: Collection[str] = ()
+    leave_out: Collection[str]
     """The parameters that do not change."""
-    around: Callable[..., AbstractContextManager[None]] = unwatched
+    around: Callable[..., AbstractContextManager[None]]
     """Encloses each call of a rule; see :func:`unwatched`."""
 
 
@@ -207,7 +207,7 @@ class Owned:
 
     def _masters_of(self, shard: Tensor) -> Masters:
         if shard.dtype == torch.float32:
-            return Masters(shard)
+            return Masters(shard, shard.detach())
         if shard.dtype == torch.bfloat16 and self._settings.master_dtype == "bfloat16+remainder":
             return SplitMasters(shard, self.written)
         return OwnMasters(shard, self.written)
@@ -274,6 +274,7 @@ class Owned:
         turn.after(self.pieces[index], self._opened_master)
         for form in self._opening[index]:
             form.close(turn.step)
+            form.forget()
         self.host.send_back(index)
 
     def _open(self, index: int, brought: Mapping[Form, Tensor], turn: OneUpdate) -> None:
@@ -439,10 +440,6 @@ class Owned:
             masters.set_piece(place, value)
         else:
             self._forms[name][key].write(value)
-
-    def set_weight(self, name: str, value: Tensor) -> None:
-        """Write this rank's piece of a parameter. Its master does not follow yet."""
-        self._values.piece(name).copy_(value)
 
     @property
     def stored(self) -> list[Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Container, Hashable, Sequence
+from collections.abc import Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ds_layerwise.plan.layout.layout import Piece
@@ -18,9 +18,9 @@ class Matrices:
     name: str
     alike: Hashable
     """A key, equal for parameters that one update may combine."""
-    numels: Sequence[tuple[tuple[int, int], int]] = ()
+    numels: Mapping[tuple[int, int], int]
     """The number of elements in all its matrices of a shape, by (rows, cols), sorted."""
-    most: int = 0
+    most: int
     """The number of elements of one shape up to which others are added; with 0 it adds none and is
     not added.
     """
@@ -39,7 +39,7 @@ def together(buckets: Sequence[Sequence[Matrices]]) -> list[list[tuple[Matrices,
     for index in reversed(range(len(buckets))):
         for matrices in buckets[index]:
             if matrices.most:
-                shapes = tuple(shape for shape, _ in matrices.numels)
+                shapes = tuple(matrices.numels)
                 queues = waiting.setdefault(matrices.alike, {})
                 queues.setdefault(shapes, deque()).append((index, matrices))
     updates: list[list[tuple[Matrices, ...]]] = [[] for _ in buckets]
@@ -64,14 +64,14 @@ def _take_along(
     """
     filled: Counter[tuple[int, int]] = Counter()
     for matrices in own:
-        filled.update(dict(matrices.numels))
+        filled.update(matrices.numels)
     for queue in queues:
         while queue and queue[0][0] >= index:
             queue.popleft()
 
     def fits(matrices: Matrices) -> bool:
         most = own[0].most
-        for shape, numel in matrices.numels:
+        for shape, numel in matrices.numels.items():
             if not (shape in filled and filled[shape] + numel <= most):
                 return False
         return True
@@ -81,7 +81,7 @@ def _take_along(
         # Those with the next turn.
         matrices = max(fitting, key=lambda queue: queue[0][0]).popleft()[1]
         taken.append(matrices)
-        filled.update(dict(matrices.numels))
+        filled.update(matrices.numels)
     return taken
 
 
@@ -105,7 +105,7 @@ def update_sets(
     batch_matrices: bool,
     in_place: Container[str],
     most: int,
-    tp_size: int = 1,
+    tp_size: int,
 ) -> list[list[UpdateSet]]:
     """Return, by bucket, the sets to update at its turn, last bucket first; see
     :mod:`.ranks.owned.update_sets`.
@@ -163,4 +163,4 @@ def _matrices(piece: Piece, route: Route, alone: str, most: int, tp_size: int) -
         for seen in route.seen(piece.numel).values():
             shape = route.multiplied(seen, tp_size)
             numels[shape[-2], shape[-1]] += math.prod(shape)
-    return Matrices(piece.name, (same, alone), sorted(numels.items()), most)
+    return Matrices(piece.name, (same, alone), dict(sorted(numels.items())), most)

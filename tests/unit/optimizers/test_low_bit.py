@@ -274,6 +274,7 @@ def drifted(recipe, hyper, steps=150, numel=512, fades_at=None):
             rule.update_([param], [grad], [{key: form.opened for key, form in forms.items()}], hyper)
             for form in forms.values():
                 form.close(step)
+                form.forget()
         runs.append({"param": param, **{key: form.read().float() for key, form in forms.items()}})
     narrow, wide = runs
     every = 2 if fades_at else 1

@@ -14,7 +14,7 @@ A, B = (4, 8), (4, 4)
 
 
 def matrices(name, *shapes, alike="muon", most=100):
-    return Matrices(name, alike, sorted(shapes), most)
+    return Matrices(name, alike, dict(sorted(shapes)), most)
 
 
 def names(buckets):
@@ -75,23 +75,23 @@ def test_everything_is_updated_once_when_its_turn_comes_at_the_latest_and_batche
             assert all(bucket_of[each.name] < index for each in along)
             limit = update[0].most
             assert not along or all(each.most for each in along) and limit
-            for shape in {shape for each in along for shape, _ in each.numels}:
-                held = sum(numel for each in update for its, numel in each.numels if its == shape)
-                own = {its for each in update if bucket_of[each.name] == index for its, _ in each.numels}
+            for shape in {shape for each in along for shape in each.numels}:
+                held = sum(numel for each in update for its, numel in each.numels.items() if its == shape)
+                own = {its for each in update if bucket_of[each.name] == index for its in each.numels}
                 assert held <= limit and shape in own
             # Nothing that would fit is left for later, unless what waits in front of it does not fit.
             for later, each in ((turn[each.name], each) for held in buckets[:index] for each in held):
                 first = next((other for held in reversed(buckets[:index]) for other in held
                               if other.alike == each.alike and other.most and turn[other.name] < index
-                              and [its for its, _ in other.numels] == [its for its, _ in each.numels]), None)
+                              and [*other.numels] == [*each.numels]), None)
                 if later < index and each is first and each.alike == update[0].alike:
                     assert not fits(each, update, index, bucket_of)
 
 
 def fits(each, update, index, bucket_of):
-    own = {its for other in update if bucket_of[other.name] == index for its, _ in other.numels}
-    return all(shape in own and numel + sum(n for other in update for its, n in other.numels if its == shape)
-               <= update[0].most for shape, numel in each.numels)
+    own = {its for other in update if bucket_of[other.name] == index for its in other.numels}
+    return all(shape in own and numel + sum(n for other in update for its, n in other.numels.items() if its == shape)
+               <= update[0].most for shape, numel in each.numels.items())
 
 
 @pytest.mark.parametrize("count, numel, most, expected", [

@@ -21,7 +21,7 @@ from ds_layerwise.optimizers.registry import names
 from ds_layerwise.plan.forecast.forecast import specs_of
 from ds_layerwise.plan.layout.planner import plan_layout
 from ds_layerwise.ranks.owned.buffers import FlatBuffer, dtype_name
-from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings
+from ds_layerwise.ranks.owned.owned import OneUpdate, Owned, OwnedSettings, unwatched
 from ds_layerwise.ranks.owned.reductions import sum_of_squares
 from ds_layerwise.zero.setup.param_groups import LayerWiseOptimizer
 from ds_layerwise.zero.step.clip import Decision
@@ -78,13 +78,15 @@ def owned(dtype, accumulation, device=META, **params):
     specs = specs_of(((name, tuple(p.shape), dtype_name(dtype)) for name, p in model.named_parameters()), routes)
     layout = plan_layout(specs, 2, bucket_numel=600)
     grads = None if accumulation is None else FlatBuffer(layout, device, {dtype_name(dtype): accumulation})
-    settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True)
+    settings = OwnedSettings({spec.name: (spec.name,) for spec in specs}, batch_matrices=True, on_host=(),
+                             pin_memory=False, master_dtype="float32", rounding_seed=0, peers=None,
+                             fast_dtypes=frozenset(), expert_rank=0)
     return optimizer, Owned(routes, FlatBuffer(layout, device).shards(0), grads, settings)
 
 
 def update_of(optimizer):
     """The first update of a run, after which nothing changes masters."""
-    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, lambda pieces, master_of: None)
+    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, lambda pieces, master_of: None, (), unwatched)
 
 
 @pytest.mark.parametrize("wide", [True, False])
