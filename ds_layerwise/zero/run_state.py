@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ds_layerwise.optimizers.registry import check_recipes
 from ds_layerwise.parallel import folding, pipeline
+from ds_layerwise.plan.forecast.forecast import wires_of
 from ds_layerwise.plan.forecast.memory import pieces_on_host, state_bytes_of
-from ds_layerwise.plan.layout.layout import Bucket
 from ds_layerwise.ranks.comm import comm, group_pool
 from ds_layerwise.ranks.owned.buffers import (
     DTYPES,
@@ -196,13 +196,9 @@ class RunState:
             device=self.device,
             native=planned.reduction == "native",
         )
-        dtypes = {spec.name: DTYPES[spec.wire] for spec in planned.specs}
         if settings.lanes > 1:
             routers = filter(lambda name: folding.is_router(self.params[name]), self.pieces)
             self.owned.reduced.add_lanes(settings.tensor_group, routers)
-
-        def wire_dtype(bucket: Bucket) -> torch.dtype:
-            return dtypes[bucket.slots[0].name]
 
         max_waiting = None
         if self.grads is None:
@@ -214,7 +210,7 @@ class RunState:
                 self.grads,
                 wires=wires,
                 divide_by=settings.divide_by,
-                wire_dtype=wire_dtype,
+                sent_as=wires_of(planned.layout, planned.specs),
                 max_waiting=max_waiting,
             )
             self.progress = Progress(self.engine, self.grad_sync.state)

@@ -193,7 +193,7 @@ class Syncs:
             grads,
             wires=wires,
             divide_by=float(layout.world_size),
-            wire_dtype=lambda bucket: dtype,
+            sent_as=[dtype_name(dtype)] * len(layout.buckets),
         )
         self._params = ParamSync(rank, self._trained, self._values, wires=wires)
 

@@ -206,7 +206,7 @@ class Step:
             grads,
             wires=wires,
             divide_by=float(size),
-            wire_dtype=lambda bucket: torch.bfloat16,
+            sent_as=["bfloat16"] * len(layout.buckets),
         )
         self._param_sync: ParamSync | CutSync
         if stage == 3:

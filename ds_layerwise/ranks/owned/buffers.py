@@ -59,6 +59,11 @@ class FlatBuffer:
         start, stop = bucket.shard(rank)
         return self.tensors[bucket.index][start - bucket.start : stop - bucket.start]
 
+    def cut(self, bucket: Bucket, rank: int) -> Tensor:
+        """Return the cut of ``rank`` in ``bucket`` as a 1-D view, with padding."""
+        cut = bucket.cut_numel
+        return self.tensors[bucket.index].narrow(0, rank // bucket.ep_size * cut, cut)
+
     def shards(self, rank: int) -> ShardBuffer:
         """Return the shards of ``rank``, in this memory."""
         return ShardBuffer(self.layout, rank, [self.shard(b, rank) for b in self.layout.buckets])
@@ -139,11 +144,6 @@ def _by_row(rows: Tensor, value: Tensor) -> list[tuple[Tensor, Tensor]]:
     if rest:
         parts.append((rows[full, :rest], value[full * length :]))
     return parts
-
-
-def cut_of(memory: Tensor, bucket: Bucket, rank: int) -> Tensor:
-    """Return the cut of ``rank`` as a 1-D view of ``memory``, which is the whole ``bucket``."""
-    return memory.narrow(0, rank // bucket.ep_size * bucket.cut_numel, bucket.cut_numel)
 
 
 class ShardBuffer:

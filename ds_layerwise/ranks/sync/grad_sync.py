@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,13 +13,7 @@ from ds_layerwise.plan.layout.transfer_plan import deal
 from ds_layerwise.plan.layout.transport import sum_dtype
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.scratch import Turn
-from ds_layerwise.ranks.owned.buffers import (
-    DTYPES,
-    FlatBuffer,
-    cut_of,
-    dtype_name,
-    lay_in_rows,
-)
+from ds_layerwise.ranks.owned.buffers import DTYPES, FlatBuffer, lay_in_rows
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
 from ds_layerwise.ranks.sync.bucket_scheduler import BucketScheduler
 from ds_layerwise.ranks.sync.bucket_transfers import Wires, room_in
@@ -75,7 +69,7 @@ class GradSync:
         grads: the memory in which micro-batches accumulate, laid out like the parameters; None for
             stages 2 and 3.
         divide_by: the sum over ranks divided by this is the average.
-        wire_dtype: returns the dtype in which the gradients of a bucket are sent.
+        sent_as: the dtype in which gradients are sent, by bucket.
         max_waiting: see :class:`.BucketScheduler`.
     """
 
@@ -87,7 +81,7 @@ class GradSync:
         *,
         wires: Wires,
         divide_by: float,
-        wire_dtype: Callable[[Bucket], torch.dtype],
+        sent_as: Sequence[str],
         max_waiting: int | None = None,
     ) -> None:
         self.layout = reduced.layout
@@ -104,7 +98,7 @@ class GradSync:
         self._divide_by = divide_by
         if grads is None:
             self.reduced.divide_by = divide_by
-        self._wire_dtype = wire_dtype
+        self._sent_as = sent_as
         buckets = self.layout.buckets
         self._device = device = reduced.tensors[0].device
         self._transfer = Transfer(
@@ -125,10 +119,10 @@ class GradSync:
         """Return the layout's name of the dtype for sums of a bucket in cuts, before they reach
         their owners.
         """
-        wire_dtype = dtype_name(self._wire_dtype(bucket))
         native = self._wires[bucket.ep_size].native
         stage = 2 if self._grads is None else 1
-        return sum_dtype(wire_dtype, "native" if native else "ordered", stage=stage)
+        wire = self._sent_as[bucket.index]
+        return sum_dtype(wire, "native" if native else "ordered", stage=stage)
 
     def _sums_of(self, bucket: Bucket) -> Tensor:
         """Return the memory for this rank's sums of ``bucket``, which is new if it had none.
@@ -140,7 +134,7 @@ class GradSync:
         if bucket.index not in self._cuts:
             dtype = DTYPES[self._sum_dtype(bucket)]
             if self._grads is not None and self._grads.tensors[bucket.index].dtype == dtype:
-                cut = cut_of(self._grads.tensors[bucket.index], bucket, self.rank)
+                cut = self._grads.cut(bucket, self.rank)
             else:
                 cut = torch.empty(bucket.cut_numel, dtype=dtype, device=self._device)
             self._cuts[bucket.index] = cut
@@ -335,7 +329,7 @@ class GradSync:
 
     def _begin(self, bucket: Bucket, turn: Turn) -> comm.Pending:
         """Begin to reduce ``bucket``."""
-        wire_dtype = self._wire_dtype(bucket)
+        wire_dtype = DTYPES[self._sent_as[bucket.index]]
         is_first = bucket.index not in self._has_sums
         # Allocate all memory before anything changes: a launch that runs out of it begins again.
         total = self._sums_of(bucket)

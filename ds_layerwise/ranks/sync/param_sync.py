@@ -18,7 +18,7 @@ from ds_layerwise.plan.layout.transfer_plan import begun_backwards
 from ds_layerwise.ranks.comm import comm
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.comm.streams import SideStream
-from ds_layerwise.ranks.owned.buffers import FlatBuffer, cut_of
+from ds_layerwise.ranks.owned.buffers import FlatBuffer
 from ds_layerwise.ranks.sync.bucket_transfers import Wires
 from ds_layerwise.ranks.sync.transfer import Transfer
 
@@ -58,17 +58,12 @@ class ParamSync:
         self.rank = rank
         self._values = values
         self._wires = wires
-
-        def cut(index: int) -> Tensor:
-            bucket = layout.buckets[index]
-            return cut_of(values.tensors[index], bucket, rank)
-
         self._transfer = Transfer(
             rank,
             begun_backwards(layout.buckets),
             group_of=lambda ep_size: wires[ep_size].group,
-            cut_of=cut,
-            shard_of=lambda index: values.shard(layout.buckets[index], rank),
+            cut_of=lambda index: values.cut(layout.buckets[index], rank),
+            shard_of=values.shards(rank).tensors.__getitem__,
             device=values.tensors[0].device,
             then=self._gather,
         )

@@ -54,8 +54,8 @@ def syncs(layout, rank, stage, wires):
     params = {slot.name: nn.Parameter(torch.empty(slot.numel, dtype=DTYPES[bucket.dtype], device=META))
               for bucket in layout.buckets for slot in bucket.slots}
     grads = None if stage == 2 else FlatBuffer(layout, META)
-    kwargs = {"wires": wires, "divide_by": 2.0, "wire_dtype": lambda bucket: (
-        torch.float32 if bucket.slots[0].name.endswith(("router", "norms")) else torch.bfloat16)}
+    kwargs = {"wires": wires, "divide_by": 2.0, "sent_as": [
+        "float32" if bucket.slots[0].name.endswith(("router", "norms")) else "bfloat16" for bucket in layout.buckets]}
     grad_sync = GradSync(params, ReducedGradients(layout, rank, grads, META), grads, **kwargs)
     param_sync = ParamSync(rank, params, FlatBuffer(layout, META), wires=wires)
     param_sync.overlap_with_forward(nn.ParameterList(params.values()))

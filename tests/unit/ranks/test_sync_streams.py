@@ -83,7 +83,7 @@ def a_layout(kind):
                             "mixed": lambda bucket: bucket.index % 2}[kind], even=True)
 
 
-def make_syncs(stage, kind, how, wire_dtype=torch.bfloat16, **of_stage_2):
+def make_syncs(stage, kind, how, sent_as="bfloat16", **of_stage_2):
     layout, rank = a_layout(kind), 1
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in SHAPES.items()}
     # Of those that hold the same experts there is one on each node.
@@ -91,7 +91,7 @@ def make_syncs(stage, kind, how, wire_dtype=torch.bfloat16, **of_stage_2):
                   2: Wire(Group("experts", 2, 0), on_host=False, native=how == "native")}
     grads = FlatBuffer(layout, torch.device("cpu")) if stage == 1 else None
     reduced = ReducedGradients(layout, rank, grads, torch.device("cpu"))
-    kwargs = {"wires": by_ep_size, "divide_by": 2.0, "wire_dtype": lambda bucket: wire_dtype}
+    kwargs = {"wires": by_ep_size, "divide_by": 2.0, "sent_as": [sent_as] * len(layout.buckets)}
     grad_sync = GradSync(params, reduced, grads, **kwargs, **of_stage_2)
     values = FlatBuffer(layout, torch.device("cpu"), fill=lambda name, place: setattr(
         params[name], "data", place.view(SHAPES[name])))
@@ -112,7 +112,7 @@ def test_computation_waits_for_nothing_before_the_end_of_its_pass(machine, stage
     for seed in range(4):
         with machine, torch.no_grad():
             sync, param_sync, params, values = make_syncs(stage, kind, how, random.Random(seed).choice(
-                [torch.bfloat16, torch.float32]))
+                ["bfloat16", "float32"]))
             param_sync.overlap_with_forward(nn.ParameterDict(params))
             side, layout = sync._scheduler.side._stream, sync.layout
             sides = {side, *(end._stream for end in sync._scheduler._ends)}

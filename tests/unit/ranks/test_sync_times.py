@@ -49,7 +49,7 @@ def run(monkeypatch, stage, *, backward, collective, copy, most=None):
     params = {slot.name: nn.Parameter(torch.empty(ROWS, ROWS, dtype=torch.bfloat16, device=META))
               for bucket in layout.buckets for slot in bucket.slots}
     wires = {1: Wire(Group(RANKS, 0), native=True, on_host=False)}
-    kwargs = {"wires": wires, "divide_by": 1.0, "wire_dtype": lambda bucket: torch.bfloat16}
+    kwargs = {"wires": wires, "divide_by": 1.0, "sent_as": ["bfloat16"] * BUCKETS}
     computing = clocks.current
     with clocks, torch.no_grad():
         grads = None if stage == 2 else FlatBuffer(layout, META)

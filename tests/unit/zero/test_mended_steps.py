@@ -84,7 +84,7 @@ def test_a_launch_without_memory_begins_again_as_if_it_had_not_begun(monkeypatch
     params = {"w": nn.Parameter(torch.zeros(4, 4)), "b": nn.Parameter(torch.zeros(5))}
     reduced = ReducedGradients(layout, 0, None, torch.device("cpu"))
     sync = GradSync(params, reduced, wires={1: Wire(None, on_host=True)}, divide_by=1.0,
-                         wire_dtype=lambda bucket: torch.float32)
+                         sent_as=["float32"] * 2)
     empty, fails = Turn.empty, []
 
     def scarce(turn, what, shape, dtype):
