@@ -50,8 +50,6 @@ class RunState:
     products: Products
     places: ParamViews | ParamCuts
     """The trained parameters, where they live."""
-    values: FlatBuffer | None
-    """The memory of the parameters; None at ZeRO stage 3."""
     shards: ShardBuffer
     """This rank's shards of the parameters."""
     grads: FlatBuffer | None
@@ -138,14 +136,12 @@ class RunState:
             with comm.errors_on_all_ranks(), numerics_context.set_aside(self.device):
                 views = ParamViews(self.params, layout, self.device)
             self.places = views
-            self.values = views.values
             self.shards = views.values.shards(self.rank)
             return
         with comm.errors_on_all_ranks():
             shards = new_shards(layout, self.rank, self.device)
             cuts = ParamCuts(self.params, shards, self.settings.fetcher)
         self.places = cuts
-        self.values = None
         self.shards = shards
         self.param_sync = CutSync(shards, cuts, groups=self.groups, ep_size=self.ep_sizes)
         self.param_sync.fetch()
@@ -214,8 +210,9 @@ class RunState:
                 max_waiting=max_waiting,
             )
             self.progress = Progress(self.engine, self.grad_sync.state)
-            if self.values is not None:
-                self.param_sync = ParamSync(self.rank, self.params, self.values, wires=wires)
+            if isinstance(self.places, ParamViews):
+                values = self.places.values
+                self.param_sync = ParamSync(self.rank, self.params, values, wires=wires)
         for _, wire in sorted(wires.items()):
             wire.connect(self.device)
 

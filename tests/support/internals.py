@@ -100,7 +100,7 @@ def buffers(engine: Any) -> list[Any]:
     """Return the buffers with an element for each of all parameters: their values, and their gradients where they have
     one."""
     run = engine.optimizer._run
-    return [buffer for buffer in (run.values or run.shards, run.grads) if buffer is not None]
+    return [buffer for buffer in (getattr(run.places, "values", run.shards), run.grads) if buffer is not None]
 
 
 def values_of_shards(engine: Any) -> tuple[torch.Tensor, ...]:

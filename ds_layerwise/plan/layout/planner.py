@@ -233,8 +233,6 @@ def _balance(
     cut = {stream: cut_stream(items, bucket_numel) for stream, items in streams.items()}
     owners = choose_owners(list(chain.from_iterable(cut.values())), world_size)
     plain = _draft_streams(cut, owners, world_size, alignment)
-    if not limit:
-        return plain
     in_rows = []
     by_holders: dict[int, list[list[Item]]] = defaultdict(list)
     left: dict[int, int] = {}

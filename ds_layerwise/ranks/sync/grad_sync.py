@@ -214,11 +214,11 @@ class GradSync:
         if self.state.gradients is Gradients.NONE:
             self.state.move(Gradients.SUMS)
 
-    def _sum_of(self, grads: FlatBuffer, name: str) -> Tensor:
-        """Return the sum for ``name`` so far, as a 1-D view. Without gradients it is set to
-        zeros.
+    def _sum_of(self, name: str) -> Tensor:
+        """Return the sum for ``name`` so far, in the shape of the parameter. Without gradients it
+        is set to zeros.
         """
-        whole = grads.params[name]
+        whole = self._shaped[name]
         if name not in self._has_grad:
             whole.zero_()
         return whole
@@ -234,12 +234,12 @@ class GradSync:
         """
         if self._grads is None or self.state.gradients is not Gradients.SUMS:
             return None
-        whole = self._sum_of(self._grads, name)
+        whole = self._sum_of(name)
         if to_write:
             self._has_grad.add(name)
             self.got.add(name)
             self.by_hand = True
-        return whole
+        return whole.view(-1)
 
     @torch.no_grad()
     def sum_over(self, name: str, *, group: comm.Group) -> None:
@@ -248,7 +248,7 @@ class GradSync:
         """
         if self._grads is not None:
             self.accumulate(name, launch=False)
-            comm.sum_over_ranks(self._sum_of(self._grads, name), group=group)
+            comm.sum_over_ranks(self._sum_of(name), group=group)
             self._note_sum(name)
 
     # --- sums over ranks
@@ -273,7 +273,6 @@ class GradSync:
             self.state.move(Gradients.SUMS)
         else:
             self._exchange_sums()
-            self._divide_small_sums()
             self.state.move(Gradients.AVERAGES)
 
     def finish(self, *, aside: bool = False) -> None:
@@ -341,7 +340,7 @@ class GradSync:
         else:
             memory = self._grads.tensors[bucket.index]
             for slot in bucket.slots:
-                self._sum_of(self._grads, slot.name)  # zeros if no gradient has come
+                self._sum_of(slot.name)  # zeros if no gradient has come
             if out.dtype == torch.float32:
                 # A sum in another dtype is divided when it becomes float32.
                 divide_by = self._divide_by
@@ -363,11 +362,19 @@ class GradSync:
         self._scheduler.copied(gradients)
 
     def _exchange_sums(self) -> None:
-        """Send sums in cuts to their owners; add them to those that have come before."""
+        """Send sums in cuts to their owners; add them to those that have come before. What was sent
+        in another dtype than float32 is divided there.
+        """
         side = self._scheduler.side
         side.follow()
         with side:
             self._transfer.all_to_owners(add=self._owners_have_sums)
+            for index in self._in_cuts:
+                bucket = self.layout.buckets[index]
+                dtype = DTYPES[self._sum_dtype(bucket)]
+                if dtype != torch.float32:
+                    ranks = self._wires[bucket.ep_size].size
+                    self.reduced.tensors[index].div_(self._divide_by * room_in(dtype, ranks))
         side.join()
         self._owners_have_sums = True
 
@@ -383,15 +390,3 @@ class GradSync:
         for index in indices:
             self._cuts.pop(index, None)
             self._has_sums.discard(index)
-
-    def _divide_small_sums(self) -> None:
-        """Divide the sums that came from cuts in another dtype than float32."""
-        side = self._scheduler.side
-        with side:
-            for index in self._in_cuts:
-                bucket = self.layout.buckets[index]
-                dtype = DTYPES[self._sum_dtype(bucket)]
-                if dtype != torch.float32:
-                    ranks = self._wires[bucket.ep_size].size
-                    self.reduced.tensors[index].div_(self._divide_by * room_in(dtype, ranks))
-        side.join()
