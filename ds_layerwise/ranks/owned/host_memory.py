@@ -150,7 +150,6 @@ class HostMemory:
         self._pin = pin_memory
         self._buckets: dict[int, tuple[Tensor, dict[Any, Tensor]]] = {}
         """The host memory of each bucket, and its tensors in it."""
-        self._following: dict[int, int | None] = {}
         self._incoming = SideStream()
         self._outgoing = SideStream()
         self._reset()
@@ -172,7 +171,6 @@ class HostMemory:
         """
         words = -(-sum(tensor.nbytes for tensor in tensors.values()) // 4)
         memory = host_memory(words, torch.float32, pin_memory=self._pin)
-        self._following[index] = next(reversed(self._buckets), None)
         views = {}
         start = 0
         for key in sorted(tensors, key=lambda key: -_steps(tensors[key])):
@@ -217,9 +215,9 @@ class HostMemory:
             self._start(index)
         slot = self._here[index] = self._coming.pop(index)
         slot.copied.wait()
-        following = self._following[index]
-        if following is not None:
-            self._start(following)
+        following = [each for each in self._buckets if each < index]
+        if following:
+            self._start(following[-1])
         here = {}
         for key, home in self._buckets[index][1].items():
             here[key] = _view(slot.memory, int(home.storage_offset()) * home.itemsize, home)

@@ -215,14 +215,11 @@ class Owned:
     def _init_states(self, piece: Piece) -> None:
         """Create the initial states of a piece."""
         name = piece.name
-        route = self._routes[name]
-        master = self.value(name)
-        first = self._first_state(name, master.view(route.matrix_shape or master.shape))
         specs = self._state_specs(name)
         self._forms[name] = {}
-        for key, value in first.items():
+        for key, value in self._first_state(name).items():
             chance = None
-            if route.recipe.rounds_by_chance:
+            if self._routes[name].recipe.rounds_by_chance:
                 seed = self._settings.rounding_seed
                 chance = Chance(seed, self.saved_as[name], key, self._first_saved(piece))
             self._forms[name][key] = form_of(specs[key], value, chance)
@@ -231,9 +228,10 @@ class Owned:
         """Return the specs of the states that the recipe of ``name`` has for this rank's piece."""
         return self._routes[name].states(self._values.piece(name).numel())
 
-    def _first_state(self, name: str, master: Tensor) -> State:
-        """Return the initial state, in the memory order of the parameter."""
+    def _first_state(self, name: str) -> State:
+        """Return the initial state for the present master, in the memory order of the parameter."""
         route = self._routes[name]
+        master = self.value(name).view_as(self._gradient(name))
         if route.parts is None:
             return route.recipe.init_state(master)
         return route.parts.first_state(route.recipe, master)
@@ -330,11 +328,8 @@ class Owned:
 
     def _gradient(self, name: str) -> Tensor:
         """Return the gradient of ``name``: a matrix, a batch of matrices, or 1-D."""
-        shape = self._routes[name].matrix_shape
         gradient = self.reduced.piece(name)
-        if shape is None:
-            return gradient
-        return gradient.view(shape)
+        return gradient.view(self._routes[name].matrix_shape or gradient.shape)
 
     # --- masters and weights
 
@@ -465,6 +460,6 @@ class Owned:
             self.set_value(name, MASTER, values)
         states = [key for key in keys if key]
         if states:
-            start = self._first_state(name, self.value(name).view_as(self._gradient(name)))
+            start = self._first_state(name)
             for key in states:
                 self.set_value(name, key, start[key])

@@ -58,8 +58,8 @@ def follow_(masters: Tensor, values: Tensor) -> Tensor:
 
 
 def _some_at_a_time(masters: Tensor, values: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    parts = (torch.split(flat, _AT_A_TIME) for flat in (masters, values))
-    for master, value in zip(*parts, strict=True):
+    some = torch.split(masters, _AT_A_TIME)
+    for master, value in zip(some, torch.split(values, _AT_A_TIME), strict=True):
         yield master, value.to(master.device)
 
 
