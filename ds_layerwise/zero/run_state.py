@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -227,6 +227,14 @@ class RunState:
         if piece is not None:
             # The master does not follow yet.
             self.shards.piece(name).copy_(flat.narrow(0, piece.param_start, piece.numel))
+
+    def send(self, indices: Iterable[int]) -> None:
+        """Send the buckets ``indices`` to all ranks, in this order, and wait until nothing is
+        pending.
+        """
+        for index in indices:
+            self.param_sync.launch(index)
+        self.param_sync.finish()
 
     def group_of(self, name: str) -> comm.Group:
         """Return the group of ranks that share the parameter ``name``."""

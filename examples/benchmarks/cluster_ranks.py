@@ -220,7 +220,9 @@ class Syncs:
 
     def gather(self) -> None:
         """Send all updated shards to all ranks."""
-        self._params.send(reversed(range(len(self.layout.buckets))))
+        for index in reversed(range(len(self.layout.buckets))):
+            self._params.launch(index)
+        self._params.finish()
 
     def check(self) -> None:
         """Raise unless every element arrived."""

@@ -232,7 +232,9 @@ class Step:
 
     def gather(self) -> None:
         """Run the rest of a step after the updates."""
-        self._param_sync.send(self._backwards)
+        for index in self._backwards:
+            self._param_sync.launch(index)
+        self._param_sync.finish()
 
 
 def medians_ms(step: Step, times: int) -> tuple[float, float]:

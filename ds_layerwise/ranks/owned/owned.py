@@ -23,6 +23,7 @@ from ds_layerwise.ranks.owned.forms import Chance, Form, form_of
 from ds_layerwise.ranks.owned.host_memory import HostMemory
 from ds_layerwise.ranks.owned.masters import Masters, OwnMasters, SplitMasters
 from ds_layerwise.ranks.owned.reductions import ReducedGradients
+from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.ranks.owned.update_sets import UpdateSet, update_sets
 from ds_layerwise.ranks.owned.weight_writes import follow_, followed
 from ds_layerwise.routing.part_views import Seen
@@ -82,10 +83,8 @@ class OneUpdate:
     """The number of this update in the run."""
     rescale_: Callable[[Mapping[str, Tensor]], None]
     """Rescales gradients in place, by parameter."""
-    after: Callable[[Sequence[Piece], Callable[[str], Tensor]], None]
-    """Called after the update of each bucket, with its pieces and a function that returns the
-    master of each by name, which it may change.
-    """
+    scaled: Mapping[str, Factors]
+    """The factors by which masters are multiplied after their update, by parameter."""
     leave_out: Collection[str]
     """The parameters that do not change."""
     around: Callable[..., AbstractContextManager[None]]
@@ -269,7 +268,10 @@ class Owned:
                 self._open(bucket, brought, turn)
         for update in self._updates[index]:
             self._run(update, turn)
-        turn.after(self.pieces[index], self._opened_master)
+        for piece in self.pieces[index]:
+            if piece.name in turn.scaled:
+                factors = turn.scaled[piece.name]
+                factors.scale_(self._opened_master(piece.name), piece.param_start)
         for form in self._opening[index]:
             form.close(turn.step)
             form.forget()

@@ -119,17 +119,15 @@ class ReducedGradients(ShardBuffer):
         """Return a copy of :meth:`piece`, averaged."""
         return self.piece(name) / self.divide_by
 
-    def sum_of_squares(
-        self, *, leave_out: Collection[str] = (), only: Collection[str] | None = None
-    ) -> Tensor:
+    def sum_of_squares(self, *, leave_out: Collection[str] = ()) -> Tensor:
         """Return :func:`sum_of_squares` of the averages of all parameters.
 
         Args:
             leave_out: the parameters that do not count.
-            only: the only parameters that count; None for all.
         """
-        parts = self._parts(leave_out, only)
-        return sum_of_squares(parts, self.tensors[0].device, divide_by=self.divide_by)
+        return sum_of_squares(
+            self._parts(leave_out), self.tensors[0].device, divide_by=self.divide_by
+        )
 
     def number_of_zeros(self, *, leave_out: Collection[str]) -> Tensor:
         """Count the elements that are zero: 0-d, in the widest float of the device. NaN does not
@@ -143,11 +141,9 @@ class ReducedGradients(ShardBuffer):
             zeros += part.numel() - torch.count_nonzero(part)
         return zeros.to(widest_float())
 
-    def _parts(
-        self, leave_out: Collection[str], only: Collection[str] | None = None
-    ) -> list[Tensor]:
+    def _parts(self, leave_out: Collection[str]) -> list[Tensor]:
         found = []
         for name, view in self._views.items():
-            if name not in leave_out and (only is None or name in only):
+            if name not in leave_out:
                 found.append(view)
         return found

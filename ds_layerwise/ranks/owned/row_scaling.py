@@ -4,31 +4,14 @@ anywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ds_layerwise.plan.layout.layout import Piece
-
 #: The number of elements that are multiplied at a time, with memory for the place of each.
 _AT_A_TIME = 1 << 20
-
-
-def scale_(
-    scaled: Mapping[str, Factors], pieces: Sequence[Piece], master: Callable[[str], Tensor]
-) -> None:
-    """Multiply in place the masters of those ``pieces`` of which ``scaled`` has factors.
-
-    Args:
-        scaled: the factors by parameter.
-        master: returns the master of a piece, 1-D, by the name of its parameter.
-    """
-    for piece in pieces:
-        if piece.name in scaled:
-            scaled[piece.name].scale_(master(piece.name), piece.param_start)
 
 
 @dataclass(frozen=True, eq=False)

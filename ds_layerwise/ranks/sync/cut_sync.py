@@ -4,7 +4,7 @@ and of written cuts back to the owners.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import chain
 
 import torch
@@ -63,12 +63,6 @@ class CutSync:
             self._all_cuts.release()
         with profiled("gather"):
             self._transfer.launch(index)
-
-    def send(self, indices: Iterable[int]) -> None:
-        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
-        for index in indices:
-            self.launch(index)
-        self.finish()
 
     def finish(self) -> None:
         """Wait for all pending rounds, and make persistent parameters whole."""

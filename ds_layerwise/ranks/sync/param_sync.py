@@ -103,12 +103,6 @@ class ParamSync:
                 if pending.is_chained:
                     self._chained.append(pending)
 
-    def send(self, indices: Iterable[int]) -> None:
-        """Send the buckets ``indices``, in this order, and wait until nothing is pending."""
-        for index in indices:
-            self.launch(index)
-        self.finish()
-
     def wait(self, indices: Iterable[int]) -> None:
         """Wait for those of ``indices`` that are pending."""
         with self._lock:

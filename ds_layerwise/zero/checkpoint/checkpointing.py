@@ -734,4 +734,4 @@ class Checkpointing:
         run = self._run
         for masters in run.owned.masters:
             masters.to_values()
-        run.param_sync.send(range(len(run.planned.layout.buckets)))
+        run.send(range(len(run.planned.layout.buckets)))

@@ -93,8 +93,8 @@ def fill_(sums: Tensor, run: RunState, idle: Collection[str]) -> None:
     rest = reduced.sum_of_squares(leave_out={*elsewhere, *group_of})
     groups = []
     for key in run.config.norm_groups:
-        members = frozenset(name for name, group in group_of.items() if group == key)
-        groups.append(reduced.sum_of_squares(leave_out=elsewhere, only=members))
+        others = (name for name in run.pieces if group_of.get(name) != key)
+        groups.append(reduced.sum_of_squares(leave_out={*elsewhere, *others}))
     everything = reduced.sum_of_squares() if elsewhere else sum(groups, rest)
     torch.stack([rest, everything, *groups], out=sums[: 2 + len(groups)])
 

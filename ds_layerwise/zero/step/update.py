@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from ds_layerwise.process_exit import Attempt
 from ds_layerwise.ranks.comm.profiling import profiled
 from ds_layerwise.ranks.owned.owned import OneUpdate, unwatched
-from ds_layerwise.ranks.owned.row_scaling import Factors, scale_
+from ds_layerwise.ranks.owned.row_scaling import Factors
 from ds_layerwise.zero.run_state import RunState
 from ds_layerwise.zero.step.clip import Decision
 
@@ -92,7 +91,7 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
         run.optimizer.groups_now(),
         step.number,
         step.decision.rescale_,
-        partial(scale_, step.scaled),
+        step.scaled,
         step.decision.frozen,
         step.around,
     )
@@ -109,7 +108,7 @@ def update(run: RunState, step: Step, observers: Sequence[StepObserver]) -> None
     with (sending := Attempt()):
         if step.failed:
             # The other ranks wait for the buckets that are left.
-            run.param_sync.send(reversed(left))
+            run.send(reversed(left))
         else:
             with timed(timers, "optimizer_allgather"):
                 run.param_sync.leave_pending()

@@ -249,5 +249,8 @@ def test_the_memory_of_an_exchange_is_known_to_the_byte(seed, sums, monkeypatch)
         values = FlatBuffer(layout, torch.device("cpu"))
         params = {slot.name: nn.Parameter(torch.zeros(1)) for bucket in layout.buckets for slot in bucket.slots}
         with torch.no_grad(), LiveMemory(values.tensors) as memory:
-            ParamSync(rank, params, values, wires=wires).send(reversed(range(len(layout.buckets))))
+            sync = ParamSync(rank, params, values, wires=wires)
+            for index in reversed(range(len(layout.buckets))):
+                sync.launch(index)
+            sync.finish()
         assert memory.peak - bytes_of(values.tensors) == back[rank]

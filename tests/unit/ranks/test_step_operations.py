@@ -86,7 +86,7 @@ def owned(dtype, accumulation, device=META, **params):
 
 def update_of(optimizer):
     """The first update of a run, after which nothing changes masters."""
-    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, lambda pieces, master_of: None, (), unwatched)
+    return OneUpdate(optimizer.param_groups, 1, DECISION.rescale_, {}, (), unwatched)
 
 
 @pytest.mark.parametrize("wide", [True, False])

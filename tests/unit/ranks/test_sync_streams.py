@@ -283,7 +283,9 @@ def test_cuts_are_fetched_after_updates_have_written_them(machine, follows):
         def step():
             for tensor in values.tensors:
                 tensor.add_(1)
-            sync.send(bucket.index for bucket in reversed(layout.buckets))
+            for bucket in reversed(layout.buckets):
+                sync.launch(bucket.index)
+            sync.finish()
             with machine.stream(fetching):
                 fetched = [cut.clone() for cut in cuts.cuts.values()]
             computing.wait_stream(fetching)
