@@ -97,7 +97,11 @@ class Pending:
         # Run it before it is forgotten: it may run out of memory, and a second wait must run it
         # again.
         following = self._finish and self._finish()
-        vars(self).update(vars(following or Pending()))
+        now = following or Pending()
+        self._works = now._works
+        self._finish = now._finish
+        self._keep = now._keep
+        self.is_chained = now.is_chained
         return following is not None
 
     def begin_last(self) -> None:
