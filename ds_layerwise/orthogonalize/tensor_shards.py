@@ -61,7 +61,7 @@ class ShardPeers(Protocol):
         overwritten.
         """
 
-    def exchange(self, value: Tensor, sent_to: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(self, value: Tensor, sent_to: list[int], received: list[int]) -> Tensor:
         """Send 1-D ``value`` in parts of ``sent_to`` elements, by rank. Return the parts of all
         ranks, of ``received`` elements.
         """

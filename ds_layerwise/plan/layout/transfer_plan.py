@@ -122,9 +122,9 @@ class Round(NamedTuple):
     deal: Deal
     own: int | None
     """The bucket whose shard on this rank takes part; None if no more does."""
-    by_holder: Sequence[int]
+    by_holder: list[int]
     """The number of elements of this rank's shard to exchange with the cuts of each rank."""
-    by_owner: Sequence[int]
+    by_owner: list[int]
     """The number of elements of this rank's cuts to exchange with each rank."""
     runs: Sequence[Stretch]
     """The parts of this rank's cuts to exchange, by owner."""

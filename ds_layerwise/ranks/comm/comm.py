@@ -171,8 +171,8 @@ def all_to_all(
     sent: Tensor,
     *,
     group: Group,
-    received: Sequence[int] | None = None,
-    sent_to: Sequence[int] | None = None,
+    received: list[int] | None = None,
+    sent_to: list[int] | None = None,
 ) -> Any:
     """Begin to send parts of 1-D ``sent`` to the ranks of ``group``, and to receive their parts
     into 1-D ``out``.
@@ -185,8 +185,8 @@ def all_to_all(
         return _all_to_all(out, sent, received, sent_to, group)
     size = size_of(group)
     rank = rank_of(group)
-    received = list(received or [out.numel() // size] * size)
-    sent_to = list(sent_to or [sent.numel() // size] * size)
+    received = received or [out.numel() // size] * size
+    sent_to = sent_to or [sent.numel() // size] * size
     from_lower = sum(received[: rank + 1])
     to_lower = sum(sent_to[:rank])
     none = [0] * size
@@ -210,15 +210,15 @@ def all_to_all(
 def _all_to_all(
     out: Tensor,
     sent: Tensor,
-    received: Sequence[int] | None,
-    sent_to: Sequence[int] | None,
+    received: list[int] | None,
+    sent_to: list[int] | None,
     group: Group,
 ) -> Any:
     return dist.all_to_all_single(
         out,
         sent,
-        output_split_sizes=received and list(received),
-        input_split_sizes=sent_to and list(sent_to),
+        output_split_sizes=received,
+        input_split_sizes=sent_to,
         group=group,
         async_op=True,
     )
@@ -314,7 +314,7 @@ class Peers:
         """Return the sum of ``value`` over all ranks. ``value`` is overwritten with it."""
         return sum_over_ranks(value, group=self._group)
 
-    def exchange(self, value: Tensor, sent_to: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange(self, value: Tensor, sent_to: list[int], received: list[int]) -> Tensor:
         """Send 1-D ``value`` in parts of ``sent_to`` elements, by rank. Return the parts of all
         ranks, of ``received`` elements.
         """

@@ -365,16 +365,15 @@ class Owned:
         must only be read.
         """
         records = []
-        for pieces in self.pieces:
-            for piece in pieces:
-                name = piece.name
-                follows = to_save and self._is_live(name, MASTER)
-                master = self.followed(name) if follows else self._recorded(name, MASTER)
-                state = {}
-                for key in self.states[name]:
-                    state[key] = self._recorded(name, key)
-                start = self._first_saved(piece)
-                records.append(PieceRecord(self.saved_as[name], start, master, state))
+        for piece in chain(*self.pieces):
+            name = piece.name
+            follows = to_save and self._is_live(name, MASTER)
+            master = self.followed(name) if follows else self._recorded(name, MASTER)
+            state = {}
+            for key in self.states[name]:
+                state[key] = self._recorded(name, key)
+            start = self._first_saved(piece)
+            records.append(PieceRecord(self.saved_as[name], start, master, state))
         return records
 
     def _first_saved(self, piece: Piece) -> int:

@@ -292,8 +292,7 @@ class GradSync:
         if self._grads is None:
             # Also on a rank that has lost its gradients, or that has finished while another could
             # not: the other ranks need it.
-            if self._transfer.rounds:
-                self._exchange_sums()
+            self._exchange_sums()
             if self.state.gradients is Gradients.SUMS and not aside:
                 self.state.move(Gradients.AVERAGES)
         self.reduced.average_over_lanes()
