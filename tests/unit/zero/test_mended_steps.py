@@ -40,8 +40,8 @@ class Updating:
         self.fails, self.calls, self.interrupted = fails, [], Interrupted()
         self.settings = SimpleNamespace(timers=lambda name: SimpleNamespace(start=lambda: None, stop=lambda: None))
         self.owned = SimpleNamespace(pieces=range(3), updating=nullcontext, update=self.noted("update"))
-        self.param_sync = SimpleNamespace(launch=self.noted("launch"), send=self.noted("send"),
-                                          leave_pending=self.noted("leave"))
+        self.param_sync = SimpleNamespace(launch=self.noted("launch"), leave_pending=self.noted("leave"))
+        self.send = self.noted("send")
         self.optimizer = SimpleNamespace(groups_now=self.noted("groups"), mark_step=self.noted("mark"))
         self.observers = [SimpleNamespace(after_update=self.noted("observe"))] * 2
 
